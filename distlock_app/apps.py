@@ -1,0 +1,12 @@
+"""What Django loads: the app's name, label and system checks."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+
+class DistlockConfig(AppConfig):
+    name = "distlock_app"
+    verbose_name = _("Distributed locks")
+    default_auto_field = "django.db.models.BigAutoField"

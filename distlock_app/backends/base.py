@@ -1,0 +1,97 @@
+"""The contract of a lock engine: three verbs and a few flags; no sleeps, no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from django.core.checks import CheckMessage
+
+from ..claims import Busy, Claim, Grant, Holding
+
+
+class BaseLockBackend:
+    """One engine under one alias: made once per process, used by all of its threads.
+
+    Nothing connects in `__init__`. Whatever goes wrong at the server is raised as
+    `BackendError` (chained), never returned as busy or free. Waiting, trust, renewal,
+    re-entrancy, signals and logging are the core's.
+    """
+
+    blocks = False  # acquire() itself waits on the server; the core does not sleep
+    expires = True  # a claim ends after its ttl. False: it lives as long as its session
+    fences = False  # grants carry a fence
+    shares = False  # shared claims (readers / writer)
+    queues = False  # order of arrival
+    limits = False  # counting semaphore: claims with a limit above 1
+
+    # First and longest pause between two tries of a waiter, in seconds. An engine that calls
+    # `claim.wake` is asked again only after `poll_max`, in case a message was lost.
+    poll_min = 0.005
+    poll_max = 0.1
+    pushes = False  # a waiter's claim.wake is called when its turn comes
+
+    def __init__(self, *, alias: str, location: Any = None) -> None:
+        """Keep the settings; keyword arguments beyond these are the keys allowed in OPTIONS."""
+        self.alias = alias
+        self.location = location
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
+        """Try to take `claim`; return a grant, or Busy / None if somebody else has it.
+
+        `wait` is how long the caller will go on trying, in seconds (None: for ever): a
+        blocking engine waits that long, a queueing one keeps a place. 0 is the only or the
+        last try and leaves nothing behind: no place in a queue, no wake-up. The same owner
+        again is granted again, so that a lost answer does no harm.
+        """
+        raise NotImplementedError
+
+    def look(self, claim: Claim) -> Busy | None:
+        """Say cheaply whether another try is worth it (None) or not; asked between tries."""
+        return None
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        """Let the claim end `ttl` seconds from now; False: it is certainly not ours any more."""
+        raise NotImplementedError
+
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+        """Extend several claims, in one request where the engine can; the core's renewer asks."""
+        results: list[bool | Exception] = []
+        for grant, ttl in work:
+            try:
+                results.append(self.extend(grant, ttl))
+            except Exception as error:
+                results.append(error)
+        return results
+
+    def release(self, grant: Grant) -> bool:
+        """Give up the claim, and its place in a queue; return whether it was still ours.
+
+        Safe to repeat, and for a claim that may never have been granted: the core calls it
+        after every failure, with a grant that it made up from the claim.
+        """
+        raise NotImplementedError
+
+    def holders(self, key: str | None = None) -> Iterable[Holding]:
+        """Yield what is held now, of one key or of all."""
+        raise NotImplementedError
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        """Take away the claims on `key`; return how many. Their fences stay behind the next.
+
+        With `seen` (see Holding) only that claim: 0 if the lock changed hands meanwhile.
+        """
+        raise NotImplementedError
+
+    def check(self, *, ask: bool = False) -> list[CheckMessage]:
+        """Return system check messages; `ask` allows questions to the server."""
+        return []
+
+    def ping(self) -> None:
+        """Ask the server for a sign of life; raise BackendError."""
+
+    def close(self) -> None:
+        """Drop connections; the backend may be used again."""
+
+    def after_fork(self) -> None:
+        """Forget, in the child, every connection without closing it: the parent uses them."""

@@ -1,0 +1,65 @@
+"""The values that cross the floors: what is asked of an engine, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a caller asks an engine for; the same `owner` again is the same claim."""
+
+    name: str
+    key: str  # names.key_of(name): what engines use; `name` is for people
+    owner: str  # secret token, 32 hex digits; never shown, never logged
+    ttl: float
+    holder: str  # ASCII JSON object for people: host, pid, thread, who
+    shared: bool = False
+    fair: bool = False
+    limit: int = 1
+    # An engine that can tell a waiter calls this, from any thread and at most once for each
+    # try that returned no grant, to end the caller's pause: with a Grant if it has one (the
+    # claim is then held), with None for "try again now".
+    wake: Callable[[Grant | None], None] | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What an engine gave: the claim is held from now on."""
+
+    claim: Claim
+    fence: int | None = None
+    # A monotonic time at which the lease cannot have begun yet. None: the engine only tried,
+    # and the core takes the moment at which it asked.
+    asked_at: float | None = None
+    # Whatever the engine wants back at extend and release, such as a session.
+    session: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Somebody else has it. Falsy, as the None that an engine may return instead."""
+
+    # Seconds until the claim in the way ends unless it is renewed; None: not known.
+    free_in: float | None = None
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One claim that an engine holds, for people: no secret in it."""
+
+    name: str  # names.shown()
+    key: str
+    alias: str
+    seen: str  # what clear() compares, so that a lock that changed hands is not cleared
+    kind: str = "exclusive"  # "exclusive", "shared" or "permit"
+    fence: int | None = None
+    expires_in: float | None = None  # seconds; None: lives as long as its session
+    held_for: float | None = None  # seconds
+    waiters: int | None = None  # None: the engine cannot tell
+    holder: Mapping[str, Any] = field(default_factory=dict)

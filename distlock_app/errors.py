@@ -1,0 +1,70 @@
+"""Every error that this app raises: one class for each thing that a caller would do differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LockError(Exception):
+    """The lock could not be used as asked."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or type(self).__doc__)
+
+
+class LockBusy(LockError):
+    """Somebody else holds the lock, and the caller did not want to wait."""
+
+    def __init__(self, message: str | None = None, *, free_in: float | None = None) -> None:
+        super().__init__(message)
+        # Seconds until the claim in the way ends unless its holder renews it; None: not known.
+        self.free_in = free_in
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.args[0], {"free_in": self.free_in}))
+
+
+class LockTimeout(LockBusy):
+    """Somebody else held the lock for as long as the caller was ready to wait."""
+
+
+class LockLost(LockError):
+    """The lock may already belong to somebody else: undo what was done under it, or do it again."""
+
+
+class NotHeld(LockError):
+    """This hold was released before, or belongs to another process."""
+
+
+class BackendError(LockError):
+    """The lock engine could not be reached, or it refused the request: nobody knows who holds the lock."""
+
+
+class StaleObjectError(Exception):
+    """Somebody else changed or deleted the row since it was read."""
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        obj: Any = None,
+        expected: Any = None,
+        found: Any = None,
+    ) -> None:
+        super().__init__(message or type(self).__doc__)
+        self.obj = obj
+        # The version that the save relied on, and the one in the database (None: the row is gone).
+        self.expected = expected
+        self.found = found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"obj": self.obj, "expected": self.expected, "found": self.found}
+        return (_rebuild, (type(self), self.args[0], state))
+
+
+class RetriesExhausted(StaleObjectError):
+    """Every attempt of a retrying save met a change by somebody else."""
+
+
+def _rebuild(cls: type[Exception], message: str, state: dict[str, Any]) -> Exception:
+    return cls(message, **state)

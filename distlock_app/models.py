@@ -1,0 +1,45 @@
+"""The lock table, and the model behind the admin's list of live locks."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+
+class DistLock(models.Model):
+    """One lock of the database engine; the row stays when the lock is released.
+
+    Written by `backends.database` only, with the database's own clock.
+    """
+
+    key = models.CharField(_("key"), max_length=64, primary_key=True, editable=False)
+    name = models.CharField(_("name"), max_length=255, editable=False)
+    owner = models.CharField(_("owner"), max_length=64, blank=True, default="", editable=False)
+    expiry = models.DateTimeField(_("expiry"), editable=False, db_index=True)
+    fence = models.BigIntegerField(_("fence"), default=0, editable=False)
+    acquired_at = models.DateTimeField(_("acquired at"), null=True, editable=False)
+    holder = models.TextField(_("holder"), blank=True, default="", editable=False)
+
+    class Meta:
+        verbose_name = _("lock table row")
+        verbose_name_plural = _("lock table rows")
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class LiveLock(models.Model):
+    """A lock that some engine holds now: no table, rows come from the engines."""
+
+    name = models.CharField(_("name"), max_length=255)
+
+    class Meta:
+        managed = False
+        verbose_name = _("live lock")
+        verbose_name_plural = _("live locks")
+        default_permissions = ("view",)
+        permissions = [("clear_lock", _("Can force the release of locks"))]
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,39 @@
+"""What is locked: names exact to the last byte, their keys for engines, their text for people."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+# People see at most this many characters; the key covers the whole name.
+SHOWN_LENGTH = 200
+
+
+def checked(name: str) -> str:
+    """Return `name`, or raise TypeError / ValueError: a name is any non-empty text."""
+    if not isinstance(name, str):
+        raise TypeError(f"a lock name must be a str, not {type(name).__name__}")
+    if not name:
+        raise ValueError("a lock name must not be empty")
+    return name
+
+
+@lru_cache(maxsize=4096)
+def key_of(name: str) -> str:
+    """Return the 40 lower-case hex digits under which engines keep `name`.
+
+    160 bits of SHA-256: no engine folds case or accents, strips blanks, stops at NUL or cuts
+    them, and names of any length fit (64 characters is MySQL's limit for named locks).
+    """
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def shown(name: str) -> str:
+    """Return `name` as printable text of at most `SHOWN_LENGTH` characters.
+
+    Control characters, NUL, lone surrogates and direction marks are shown escaped, so that a
+    name cannot pose as another one on a page, in a log or in a terminal.
+    """
+    cut = name if len(name) <= SHOWN_LENGTH else name[: SHOWN_LENGTH - 1] + "…"
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
+    return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"

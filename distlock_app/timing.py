@@ -1,0 +1,42 @@
+"""Deadlines and pauses on the monotonic clock; the wall clock decides nothing."""
+
+from __future__ import annotations
+
+import random
+from time import monotonic
+
+# A lease is trusted this much shorter than its ttl: clocks may run at rates that differ by
+# one per cent, and servers count whole milliseconds (the drift of the Redlock specification).
+DRIFT_FACTOR = 0.01
+DRIFT_FLOOR = 0.002
+
+
+def drift(ttl: float) -> float:
+    """Seconds by which a lease of `ttl` seconds is trusted less than the engine grants."""
+    return ttl * DRIFT_FACTOR + DRIFT_FLOOR
+
+
+class Deadline:
+    """One point in time, computed once; `wait=None` never comes."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, wait: float | None) -> None:
+        self.at = None if wait is None else monotonic() + wait
+
+    def remaining(self) -> float | None:
+        """Seconds left, never below 0; None: for ever."""
+        return None if self.at is None else max(0.0, self.at - monotonic())
+
+    def cap(self, seconds: float) -> float:
+        """Return `seconds`, or less if the deadline comes first."""
+        left = self.remaining()
+        return seconds if left is None else min(seconds, left)
+
+
+def full_jitter(attempt: int, *, base: float, cap: float) -> float:
+    """Return a random pause in seconds that grows with `attempt` (0, 1, ...).
+
+    "Full jitter" of M. Brooker, Exponential Backoff And Jitter (AWS Architecture Blog, 2015).
+    """
+    return random.uniform(0.0, min(cap, base * 2 ** min(attempt, 32)))
