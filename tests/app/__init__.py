@@ -1,0 +1,1 @@
+"""Models that exist only for the tests."""

@@ -1,0 +1,1 @@
+"""Models with a version, for the tests of the optimistic guard."""

@@ -1,0 +1,111 @@
+"""Fixtures of every test: the servers, the worker processes, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.processes import Processes
+from tests.servers import MariaDBServer, NotInstalled, PostgreSQLServer, RedisServer, Server
+
+
+def missing(server: str, reason: str) -> None:
+    """Skip the test for want of a server, or fail it where DISTLOCK_TEST_REQUIRE names it.
+
+    `sh tests/run.sh` requires all that it starts: a suite without its servers proves nothing.
+    """
+    required = os.environ.get("DISTLOCK_TEST_REQUIRE", "").replace(",", " ").split()
+    if server in required or "1" in required:
+        pytest.fail(f"{server} is required: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None) -> Iterator[None]:
+    """Let the processes that a test starts use the test databases, as soon as they exist."""
+    from django.conf import settings
+
+    from distlock_app.registry import registry
+
+    os.environ["DISTLOCK_TEST_DB_NAME"] = str(settings.DATABASES["default"]["NAME"])
+    yield
+    del os.environ["DISTLOCK_TEST_DB_NAME"]
+    registry.reset()  # PostgreSQL does not drop a database to which somebody is connected.
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> str:
+    """Where the suite's Redis is; a test that kills one starts its own."""
+    from django.conf import settings
+
+    url: str = settings.REDIS_URL
+    if not url:
+        missing("redis", "DISTLOCK_TEST_REDIS_URL is not set")
+    return url
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Worker processes, killed at the end of the test."""
+    group = Processes()
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="session")
+def private_server() -> Iterator[Callable[..., Any]]:
+    """Start servers that a test may kill: `private_server(RedisServer, config={...})`.
+
+    They are stopped at the end of the session; close them earlier with `server.close()`.
+    """
+    started: list[Server] = []
+
+    def start(kind: type[Server], *args: Any, **options: Any) -> Server:
+        server = kind(*args, **options)
+        try:
+            server.start()
+        except NotInstalled as error:
+            missing(server.name, str(error))
+        started.append(server)
+        return server
+
+    yield start
+    for server in reversed(started):
+        server.close()
+
+
+@pytest.fixture
+def own_redis(private_server: Callable[..., RedisServer]) -> Iterator[RedisServer]:
+    """A Redis of this test alone."""
+    server = private_server(RedisServer)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def own_mariadb(private_server: Callable[..., MariaDBServer]) -> Iterator[MariaDBServer]:
+    """A MariaDB of this test alone, without any schema."""
+    server = private_server(MariaDBServer)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def own_postgresql(private_server: Callable[..., PostgreSQLServer]) -> Iterator[PostgreSQLServer]:
+    """A PostgreSQL of this test alone."""
+    server = private_server(PostgreSQLServer)
+    yield server
+    server.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the totals to a file, for the table that tests/run.sh prints at its end."""
+    path = os.environ.get("DISTLOCK_TEST_TOTALS")
+    if path:
+        outcomes = ("passed", "failed", "error", "skipped", "xfailed", "deselected")
+        totals = {name: len(terminalreporter.stats.get(name, ())) for name in outcomes}
+        with open(path, "w") as file:
+            file.write(", ".join(f"{number} {name}" for name, number in totals.items() if number))

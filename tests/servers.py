@@ -1,0 +1,540 @@
+"""Private servers for tests: on a free port, in a directory of their own, stopped by pid.
+
+In a test, where they end with the test process whatever happens to it:
+
+    with RedisServer(config={"appendonly": "yes"}) as server:
+        server.url; server.kill(); server.start(); server.pause(); server.resume()
+
+From a shell, where they run until they are stopped:
+
+    python3 tests/servers.py start --dir D redis mysql postgresql   # prints NAME=url
+    python3 tests/servers.py stop --dir D
+
+Needs nothing beyond Python's standard library and the servers' own programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# From 32768 on the kernel hands out ports for outgoing connections, so one that was free when
+# it was looked at may be taken when the server binds it.
+PORTS = range(20000, 32768)
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 20.0
+
+# The kernel sends PDEATHSIG when the *thread* that started a child ends, not its process. One
+# thread that lives as long as the process starts them all, so that a test may restart a
+# server from a thread of its own.
+_launcher = ThreadPoolExecutor(1, "servers")
+
+
+class NotInstalled(Exception):
+    """A program that is needed to start this server is not on this machine."""
+
+
+class DidNotStart(Exception):
+    """The server ended, or did not answer in time; the message has the end of its log."""
+
+
+def find_program(*names: str) -> str:
+    """Return the path of the first of these programs that is installed."""
+    directories = [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin"]
+    newest_first = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: -float(path.parent.name)
+    )
+    search = os.pathsep.join([*directories, *map(str, newest_first)])
+    for name in names:
+        if path := shutil.which(name, path=search):
+            return path
+    raise NotInstalled(" or ".join(names) + " is not installed")
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 below 32768 on which nobody listens."""
+    for port in random.sample(PORTS, 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port between 20000 and 32767")
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call `function` when this process ends, and not when a child of it does."""
+    owner = os.getpid()
+    atexit.register(lambda: function() if os.getpid() == owner else None)
+
+
+def scratch_directory() -> Path:
+    """Make a temporary directory that other users may pass through, removed at exit."""
+    path = Path(tempfile.mkdtemp(prefix="distlock-"))
+    path.chmod(0o711)
+    at_exit(lambda: shutil.rmtree(path, ignore_errors=True))
+    return path
+
+
+class Server:
+    """A server process: the port and the data stay the same from one start to the next."""
+
+    name = ""  # how the command line and the variables call it
+    user: str | None = None  # started as this user if we are root
+    stop_signal = signal.SIGTERM
+    orphan_signal = signal.SIGKILL  # sent by the kernel when the test process dies
+
+    def __init__(
+        self,
+        *,
+        directory: Path | str | None = None,
+        port: int | None = None,
+        config: dict[str, str] | None = None,
+        detached: bool = False,
+    ) -> None:
+        """`config` holds the server's own settings; `detached` lets it outlive this process."""
+        self.config = dict(config or {})
+        self.detached = detached
+        self.directory = Path(directory) if directory else None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._wanted_port = port
+        self._port = port
+
+    # What a kind of server defines.
+
+    def prepare(self) -> None:
+        """Write what the first start needs into `self.home`."""
+
+    def command(self) -> list[str]:
+        """Return the command line that runs the server in the foreground."""
+        raise NotImplementedError
+
+    def answers(self) -> bool:
+        """Return whether the server is ready for clients; may raise OSError."""
+        raise NotImplementedError
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        raise NotImplementedError
+
+    # What a test uses.
+
+    @property
+    def home(self) -> Path:
+        """The server's own directory, there after the first start."""
+        assert self.directory is not None, "not started yet"
+        return self.directory
+
+    @property
+    def port(self) -> int:
+        """The TCP port on 127.0.0.1, known after the first start."""
+        assert self._port is not None, "not started yet"
+        return self._port
+
+    @property
+    def pid(self) -> int:
+        """The server's process, for tests that send it other signals."""
+        assert self.process is not None, "not started yet"
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process exists; it may be paused."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> Server:
+        """Start, and return when clients are answered; raise NotInstalled or DidNotStart."""
+        if self.running:
+            return self
+        first = self.process is None
+        if first:
+            self._make_home()
+            self._port = self._wanted_port or free_port()
+            self.prepare()
+            if not self.detached:
+                at_exit(self.close)
+        for attempt in range(3):
+            if attempt:
+                self._port = free_port()
+            try:
+                self._launch()
+                return self
+            except DidNotStart:
+                # Somebody may have taken the port meanwhile. Later starts keep it: clients know it.
+                if not first or self._wanted_port or attempt == 2:
+                    raise
+        raise AssertionError("unreachable")
+
+    def stop(self) -> None:
+        """Ask the server to end and wait for it; the data stays."""
+        if not self.running:
+            return
+        self.resume()
+        self._signal(self.stop_signal, with_children=False)
+        try:
+            self._wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the server as a crash would (SIGKILL), and wait until it is gone."""
+        if self.running:
+            self._signal(signal.SIGKILL)
+            self._wait(STOP_TIMEOUT)
+
+    def restart(self) -> None:
+        """Stop and start again, on the same port and data."""
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Stop all its processes where they are (SIGSTOP): it is there but does not answer."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused server go on (SIGCONT)."""
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the server and remove its directory."""
+        self.stop()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # How.
+
+    def as_user(self) -> list[str]:
+        """Return the prefix of a command that is to run as the server's user."""
+        if self.user is None or os.geteuid() != 0:
+            return []
+        user = self.user
+        return [find_program("setpriv"), f"--reuid={user}", f"--regid={user}", "--init-groups"]
+
+    def give_to_user(self, path: Path) -> None:
+        """Let the server's user own `path`."""
+        if self.user is not None and os.geteuid() == 0:
+            shutil.chown(path, self.user)
+
+    def _make_home(self) -> None:
+        if self.directory is None:
+            self.directory = scratch_directory()
+        self.directory = self.directory.resolve()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o711)
+
+    def _launch(self) -> None:
+        command = [*self._wrapper(), *self.command()]
+        log = self.home / "log"
+        with log.open("ab") as output:
+            # A session of its own: Ctrl-C in the terminal is for the tests, not for the server.
+            self.process = _launcher.submit(
+                lambda: subprocess.Popen(
+                    command,
+                    cwd=self.home,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            ).result()
+        give_up = time.monotonic() + START_TIMEOUT
+        while self.running and time.monotonic() < give_up:
+            try:
+                if self.answers():
+                    return
+            except OSError:
+                pass
+            time.sleep(0.02)
+        self.kill()
+        end_of_log = log.read_text(errors="replace")[-2000:]
+        raise DidNotStart(f"{self.name} on port {self.port} did not start:\n{end_of_log}")
+
+    def _wrapper(self) -> list[str]:
+        prefix = self.as_user()
+        if self.detached:
+            return prefix
+        setpriv = prefix or [find_program("setpriv")]
+        return [*setpriv, f"--pdeathsig={self.orphan_signal.name[3:]}"]
+
+    def _signal(self, number: signal.Signals, with_children: bool = True) -> None:
+        if not self.running:
+            return
+        for pid in [self.pid, *(children_of(self.pid) if with_children else ())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _wait(self, timeout: float) -> None:
+        assert self.process is not None
+        self.process.wait(timeout)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the direct children: PostgreSQL runs one process per session, each a group."""
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
+def run_quietly(command: list[str], cwd: Path) -> None:
+    """Run a set-up program; show what it said only if it fails."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise DidNotStart(f"{command[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+class RedisServer(Server):
+    """Redis or Valkey, without persistence unless `config` asks for it."""
+
+    name = "redis"
+    defaults = {"save": '""', "appendonly": "no"}
+
+    def prepare(self) -> None:
+        find_program("redis-server", "valkey-server")
+
+    def command(self) -> list[str]:
+        lines = {**self.fixed(), **self.defaults, **self.config}
+        path = self.home / "redis.conf"
+        path.write_text("".join(f"{key} {value}\n" for key, value in lines.items()))
+        return [find_program("redis-server", "valkey-server"), str(path)]
+
+    def fixed(self) -> dict[str, str]:
+        return {"port": str(self.port), "bind": "127.0.0.1", "dir": str(self.home)}
+
+    def answers(self) -> bool:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+
+    @property
+    def url(self) -> str:
+        password = self.config.get("requirepass")
+        return f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}/0"
+
+
+class SentinelServer(RedisServer):
+    """A Redis Sentinel that watches `master` and makes a replica the master when it is gone.
+
+    A replica is `RedisServer(config={"replicaof": f"127.0.0.1 {master.port}"})`.
+    """
+
+    name = "sentinel"
+    defaults: dict[str, str] = {}
+
+    def __init__(
+        self, master: Server, *, service: str = "locks", quorum: int = 1, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.master = master
+        self.service = service
+        self.quorum = quorum
+
+    def command(self) -> list[str]:
+        path = self.home / "redis.conf"
+        if path.exists():  # Sentinel keeps what it knows in its own configuration file.
+            return [find_program("redis-server", "valkey-server"), str(path), "--sentinel"]
+        program, written = super().command()
+        watch = [
+            f"monitor {self.service} 127.0.0.1 {self.master.port} {self.quorum}",
+            f"down-after-milliseconds {self.service} 1000",
+            f"failover-timeout {self.service} 5000",
+        ]
+        with path.open("a") as file:
+            file.writelines(f"sentinel {line}\n" for line in watch)
+        return [program, written, "--sentinel"]
+
+
+class DatabaseServer(Server):
+    """A SQL server; its empty data directory is made once per process and then copied."""
+
+    _templates: dict[type, Path] = {}
+
+    def initialise(self, data: Path) -> None:
+        """Make an empty data directory in `data`."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Path:
+        return self.home / "data"
+
+    def prepare(self) -> None:
+        if self.data.exists():
+            return
+        kind = type(self)
+        if kind not in self._templates:
+            parent = scratch_directory()
+            self.give_to_user(parent)
+            self.initialise(parent / "data")
+            self._templates[kind] = parent / "data"
+        run_quietly(["cp", "-a", str(self._templates[kind]), str(self.data)], self.home)
+
+
+class MariaDBServer(DatabaseServer):
+    """MariaDB with an administrator `root` without password, over TCP on 127.0.0.1."""
+
+    name = "mysql"
+    # Commits are written but not flushed to the disk: safe when the process is killed.
+    settings = {
+        "bind-address": "127.0.0.1",
+        "skip-name-resolve": "ON",
+        "character-set-server": "utf8mb4",
+        "max-connections": "500",
+        "innodb-buffer-pool-size": "64M",
+        "innodb-log-file-size": "16M",
+        "innodb-flush-log-at-trx-commit": "2",
+    }
+
+    def initialise(self, data: Path) -> None:
+        run_quietly(
+            [
+                find_program("mariadb-install-db"),
+                "--no-defaults",
+                *(["--user=root"] if os.geteuid() == 0 else []),
+                f"--datadir={data}",
+                "--auth-root-authentication-method=normal",
+                "--skip-test-db",
+                f"--innodb-log-file-size={self.settings['innodb-log-file-size']}",
+            ],
+            data.parent,
+        )
+
+    def command(self) -> list[str]:
+        options = {**self.settings, **self.config, "port": str(self.port)}
+        return [
+            find_program("mariadbd"),
+            "--no-defaults",
+            *(["--user=root"] if os.geteuid() == 0 else []),
+            f"--datadir={self.data}",
+            f"--socket={self.home}/sock",
+            *(f"--{key}={value}" for key, value in options.items()),
+        ]
+
+    def answers(self) -> bool:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            greeting = connection.recv(5)
+            return len(greeting) == 5 and greeting[4] == 10  # the protocol's version
+
+    @property
+    def url(self) -> str:
+        return f"mysql://root@127.0.0.1:{self.port}/distlock"
+
+
+class PostgreSQLServer(DatabaseServer):
+    """PostgreSQL with an administrator `postgres` without password; never run as root."""
+
+    name = "postgresql"
+    user = "postgres"
+    stop_signal = signal.SIGINT  # "fast": does not wait for clients to leave
+    orphan_signal = signal.SIGINT
+    # Nothing is flushed to the disk: safe when the process is killed, not when the machine is.
+    settings = {
+        "listen_addresses": "127.0.0.1",
+        "unix_socket_directories": "",
+        "max_connections": "300",
+        "fsync": "off",
+    }
+
+    def initialise(self, data: Path) -> None:
+        initdb = [find_program("initdb"), "--no-sync", "--auth=trust", "--username=postgres"]
+        locale = ["--encoding=UTF8", "--locale=C.UTF-8"]
+        run_quietly([*self.as_user(), *initdb, *locale, f"--pgdata={data}"], data.parent)
+
+    def command(self) -> list[str]:
+        options = {**self.settings, **self.config}
+        command = [find_program("postgres"), "-D", str(self.data), "-p", str(self.port)]
+        for key, value in options.items():
+            command += ["-c", f"{key}={value}"]
+        return command
+
+    def answers(self) -> bool:
+        ask = [find_program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
+        return subprocess.run(ask, timeout=10).returncode == 0
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+
+
+KINDS: dict[str, type[Server]] = {
+    kind.name: kind for kind in (RedisServer, MariaDBServer, PostgreSQLServer)
+}
+
+
+def start_detached(directory: Path, names: list[str]) -> None:
+    """Start servers that outlive this command; print one NAME=url line for each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o711)
+    for name in names:
+        server = KINDS[name](directory=directory / name, detached=True).start()
+        (directory / f"{name}.pid").write_text(str(server.pid))
+        print(f"DISTLOCK_TEST_{name.upper()}_URL={server.url}", flush=True)
+
+
+def stop_detached(directory: Path) -> None:
+    """Stop every server that was started in `directory`, by pid."""
+    for pidfile in sorted(directory.glob("*.pid")):
+        pid, home = int(pidfile.read_text()), directory / pidfile.stem
+        for number in (KINDS[pidfile.stem].stop_signal, signal.SIGKILL):
+            give_up = time.monotonic() + STOP_TIMEOUT
+            if lives_in(pid, home):
+                os.kill(pid, number)
+            while lives_in(pid, home) and time.monotonic() < give_up:
+                time.sleep(0.02)
+        pidfile.unlink()
+
+
+def lives_in(pid: int, directory: Path) -> bool:
+    """Return whether the process works in `directory`: its number may be somebody else's now."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(directory)
+    except OSError:
+        return False
+
+
+def main() -> int:
+    """Run the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Start and stop private servers for tests.")
+    parser.add_argument("action", choices=["start", "stop"])
+    parser.add_argument("names", nargs="*", metavar="SERVER", help=", ".join(KINDS))
+    parser.add_argument("--dir", type=Path, required=True, help="where their data is kept")
+    arguments = parser.parse_intermixed_args()
+    directory = arguments.dir.resolve()
+    if arguments.action == "stop":
+        stop_detached(directory)
+        return 0
+    if unknown := set(arguments.names) - set(KINDS):
+        parser.error(f"unknown server: {', '.join(sorted(unknown))}")
+    try:
+        start_detached(directory, arguments.names)
+    except (NotInstalled, DidNotStart) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The test project; `DISTLOCK_TEST_...` environment variables choose its servers.
+
+DISTLOCK_TEST_DATABASE        sqlite (default), mysql or postgresql: what `default` is
+DISTLOCK_TEST_MYSQL_URL       mysql://user:password@host:port/name, also of MariaDB
+DISTLOCK_TEST_POSTGRESQL_URL  postgresql://user:password@host:port/name
+DISTLOCK_TEST_REDIS_URL       redis://:password@host:port/0; without it, no lock is on Redis
+DISTLOCK_TEST_REDIS_DB        the number of the Redis database, instead of the URL's
+DISTLOCK_TEST_ISOLATION       "repeatable read" ...: the transactions of MySQL and PostgreSQL
+DISTLOCK_TEST_SUFFIX          keeps the test databases of runs apart that share a server
+DISTLOCK_TEST_REQUIRE         servers whose absence fails tests instead of skipping them: 1 = all
+DISTLOCK_TEST_DB_NAME         set by conftest.py: processes started by a test use its database
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+BASE_DIR = Path(__file__).resolve().parent
+VAR_DIR = BASE_DIR / "var"
+VAR_DIR.mkdir(exist_ok=True)
+
+SUFFIX = os.environ.get("DISTLOCK_TEST_SUFFIX", "")
+ENGINE = os.environ.get("DISTLOCK_TEST_DATABASE", "sqlite")
+ISOLATION = os.environ.get("DISTLOCK_TEST_ISOLATION", "")
+
+
+def sqlite(alias: str) -> dict[str, Any]:
+    """Return a database in a file, which processes share; in memory they could not."""
+    return {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": VAR_DIR / f"{alias}{SUFFIX}.sqlite3",
+        "OPTIONS": {
+            "timeout": 20,
+            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
+        },
+        "TEST": {"NAME": VAR_DIR / f"test_{alias}{SUFFIX}.sqlite3"},
+    }
+
+
+def on_server(url: str, alias: str, engine: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a database on the server at `url`, with a test database for each alias."""
+    parts = urlsplit(url)
+    name = unquote(parts.path.lstrip("/")) or "distlock"
+    return {
+        "ENGINE": engine,
+        "NAME": name,
+        "HOST": parts.hostname or "127.0.0.1",
+        "PORT": parts.port or "",
+        "USER": unquote(parts.username or ""),
+        "PASSWORD": unquote(parts.password or ""),
+        "OPTIONS": options,
+        "TEST": {"NAME": f"test_{name}_{alias}{SUFFIX}"},
+    }
+
+
+def mysql(alias: str) -> dict[str, Any]:
+    """Return a database on MySQL or MariaDB."""
+    options = {"charset": "utf8mb4", **({"isolation_level": ISOLATION} if ISOLATION else {})}
+    url = os.environ["DISTLOCK_TEST_MYSQL_URL"]
+    database = on_server(url, alias, "django.db.backends.mysql", options)
+    database["TEST"] |= {"CHARSET": "utf8mb4"}
+    return database
+
+
+def postgresql(alias: str) -> dict[str, Any]:
+    """Return a database on PostgreSQL."""
+    options = {}
+    if ISOLATION:
+        from psycopg import IsolationLevel
+
+        options = {"isolation_level": IsolationLevel[ISOLATION.upper().replace(" ", "_")]}
+    url = os.environ["DISTLOCK_TEST_POSTGRESQL_URL"]
+    return on_server(url, alias, "django.db.backends.postgresql", options)
+
+
+# `locks` is a second database: a file of its own on SQLite, a schema of its own on a server.
+DATABASES = {
+    alias: {"sqlite": sqlite, "mysql": mysql, "postgresql": postgresql}[ENGINE](alias)
+    for alias in ("default", "locks")
+}
+if os.environ.get("DISTLOCK_TEST_DB_NAME"):
+    for database in DATABASES.values():
+        database["NAME"] = database["TEST"]["NAME"]
+
+REDIS_URL = os.environ.get("DISTLOCK_TEST_REDIS_URL", "")
+if REDIS_URL and os.environ.get("DISTLOCK_TEST_REDIS_DB"):
+    REDIS_URL = (
+        urlsplit(REDIS_URL)._replace(path="/" + os.environ["DISTLOCK_TEST_REDIS_DB"]).geturl()
+    )
+
+CACHES: dict[str, dict[str, Any]] = {
+    "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"},
+}
+DISTLOCK: dict[str, dict[str, Any]] = {
+    "default": {"BACKEND": "distlock_app.backends.database.DatabaseBackend", "LOCATION": "default"},
+    "locmem": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
+    "dummy": {"BACKEND": "distlock_app.backends.dummy.DummyBackend"},
+}
+if REDIS_URL:
+    CACHES["locks"] = {
+        "BACKEND": "django_redis.cache.RedisCache",
+        "LOCATION": REDIS_URL,
+        "KEY_PREFIX": SUFFIX,
+        "OPTIONS": {"CLIENT_CLASS": "django_redis.client.DefaultClient"},
+    }
+    DISTLOCK["redis"] = {
+        "BACKEND": "distlock_app.backends.redis.RedisBackend",
+        "LOCATION": "locks",
+    }
+
+SECRET_KEY = "only for tests"
+ALLOWED_HOSTS = ["*"]
+USE_TZ = True
+TIME_ZONE = "UTC"
+LANGUAGE_CODE = "en"
+STATIC_URL = "static/"
+ROOT_URLCONF = "tests.urls"
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]  # users of tests log in often
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "distlock_app",
+    "tests.app",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.locale.LocaleMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
