@@ -27,6 +27,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.servers import launch, mortal
+
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0
 
@@ -73,8 +75,8 @@ class Worker:
     ) -> None:
         self.dotted = dotted
         self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes", dotted, json.dumps(arguments)],
+        self.process = launch(
+            mortal([sys.executable, "-m", "tests.processes", dotted, json.dumps(arguments)]),
             cwd=ROOT,
             env={
                 **os.environ,

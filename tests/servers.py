@@ -38,10 +38,7 @@ PORTS = range(20000, 32768)
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 20.0
 
-# The kernel sends PDEATHSIG when the *thread* that started a child ends, not its process. One
-# thread that lives as long as the process starts them all, so that a test may restart a
-# server from a thread of its own.
-_launcher = ThreadPoolExecutor(1, "servers")
+_launcher = ThreadPoolExecutor(1, "launcher")
 
 
 class NotInstalled(Exception):
@@ -75,6 +72,23 @@ def free_port() -> int:
                 continue
             return port
     raise OSError("no free port between 20000 and 32767")
+
+
+def mortal(command: list[str], orphan_signal: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Return `command` so that the kernel sends it a signal when the process of `launch` dies.
+
+    Any change of the user clears that wish, so it has to come first: [*as_user, *mortal(...)].
+    """
+    return [find_program("setpriv"), f"--pdeathsig={orphan_signal.name[3:]}", *command]
+
+
+def launch(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process from a thread that lives as long as this process.
+
+    The kernel takes the end of the *thread* that started a child for its parent's death. So a
+    test may start and restart things from threads of its own.
+    """
+    return _launcher.submit(lambda: subprocess.Popen(command, **options)).result()
 
 
 def at_exit(function: Callable[[], object]) -> None:
@@ -245,20 +259,20 @@ class Server:
         self.directory.chmod(0o711)
 
     def _launch(self) -> None:
-        command = [*self._wrapper(), *self.command()]
+        command = self.command()
+        if not self.detached:
+            command = mortal(command, self.orphan_signal)
         log = self.home / "log"
         with log.open("ab") as output:
             # A session of its own: Ctrl-C in the terminal is for the tests, not for the server.
-            self.process = _launcher.submit(
-                lambda: subprocess.Popen(
-                    command,
-                    cwd=self.home,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            ).result()
+            self.process = launch(
+                [*self.as_user(), *command],
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         give_up = time.monotonic() + START_TIMEOUT
         while self.running and time.monotonic() < give_up:
             try:
@@ -270,13 +284,6 @@ class Server:
         self.kill()
         end_of_log = log.read_text(errors="replace")[-2000:]
         raise DidNotStart(f"{self.name} on port {self.port} did not start:\n{end_of_log}")
-
-    def _wrapper(self) -> list[str]:
-        prefix = self.as_user()
-        if self.detached:
-            return prefix
-        setpriv = prefix or [find_program("setpriv")]
-        return [*setpriv, f"--pdeathsig={self.orphan_signal.name[3:]}"]
 
     def _signal(self, number: signal.Signals, with_children: bool = True) -> None:
         if not self.running:

@@ -7,6 +7,7 @@ DISTLOCK_TEST_REDIS_URL       redis://:password@host:port/0; without it, no lock
 DISTLOCK_TEST_REDIS_DB        the number of the Redis database, instead of the URL's
 DISTLOCK_TEST_ISOLATION       "repeatable read" ...: the transactions of MySQL and PostgreSQL
 DISTLOCK_TEST_SUFFIX          keeps the test databases of runs apart that share a server
+DISTLOCK_TEST_VAR             where the files of SQLite are, instead of tests/var
 DISTLOCK_TEST_REQUIRE         servers whose absence fails tests instead of skipping them: 1 = all
 DISTLOCK_TEST_DB_NAME         set by conftest.py: processes started by a test use its database
 """
@@ -19,7 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 BASE_DIR = Path(__file__).resolve().parent
-VAR_DIR = BASE_DIR / "var"
+VAR_DIR = Path(os.environ.get("DISTLOCK_TEST_VAR", BASE_DIR / "var"))
 VAR_DIR.mkdir(exist_ok=True)
 
 SUFFIX = os.environ.get("DISTLOCK_TEST_SUFFIX", "")

@@ -1,0 +1,296 @@
+#!/bin/sh
+# Run the whole test suite on every database, with each pair of Python and Django.
+#
+#   sh tests/run.sh [--quick] [--only=sqlite|mysql|postgresql|redis] [--keep] [-- PYTEST ARGUMENTS]
+#
+# Installs what is missing (Debian's apt, with sudo when not root), makes its own virtual
+# environments in .venv-tests/, starts MariaDB, PostgreSQL and Redis privately on free ports
+# and stops them at the end.
+#
+#   --quick   one Python, SQLite and Redis, without the tests marked slow
+#   --only=X  only on this database; redis: only what is about Redis
+#   --keep    leave the servers running afterwards, and say how to use and stop them
+#
+# A server that already runs is used instead, with an account that may create databases:
+#   DISTLOCK_TEST_MYSQL_URL=mysql://user:password@host:3306/name  (MySQL or MariaDB)
+#   DISTLOCK_TEST_POSTGRESQL_URL=postgresql://user:password@host:5432/name
+#   DISTLOCK_TEST_REDIS_URL=redis://:password@host:6379/0
+
+set -u
+cd "$(dirname "$0")/.." || exit 1
+here=$(pwd)
+
+quick= only= keep=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --quick) quick=1 ;;
+        --keep) keep=1 ;;
+        --only=sqlite | --only=mysql | --only=postgresql | --only=redis) only=${1#--only=} ;;
+        --) shift; break ;;
+        -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$here/tests/run.sh"; exit 0 ;;
+        *) echo "unknown option: $1 (see --help)" >&2; exit 2 ;;
+    esac
+    shift
+done
+[ -z "$quick" ] || [ -z "$only" ] || { echo "--quick and --only exclude each other" >&2; exit 2; }
+
+# Every run has Redis; which databases, and is there a browser?
+browser=1
+case $quick$only in
+    1) databases=sqlite browser= ;;
+    redis) databases=sqlite browser= ;;
+    '') databases='sqlite mysql postgresql' ;;
+    *) databases=$only ;;
+esac
+wants() { case " $databases redis " in *" $1 "*) true ;; *) false ;; esac; }
+
+# --- The end, whatever it is: what was started is stopped, by its process id. ---------------
+
+umask 022
+work=$(mktemp -d "${TMPDIR:-/tmp}/distlock-tests.XXXXXX") || exit 1
+chmod 711 "$work"  # the user postgres passes through
+mkdir -m 711 "$work/servers" "$work/tmp"
+python='' child='' policy='' failed='' skipped="$work/skipped"
+: > "$skipped"
+: > "$work/table"
+
+clean_up() {
+    trap - EXIT
+    trap '' INT TERM HUP
+    if [ -n "$child" ]; then
+        kill -TERM "$child" 2>/dev/null
+        wait "$child" 2>/dev/null
+    fi
+    [ -z "$policy" ] || as_root rm -f /usr/sbin/policy-rc.d
+    if [ -n "$keep" ] && [ -s "$work/env" ]; then
+        say "The servers run on. Use them:  set -a; . $work/env; python -m pytest"
+        echo "Stop them:  $python tests/servers.py stop --dir $work/servers && rm -rf $work"
+    else
+        [ -z "$python" ] || "$python" tests/servers.py stop --dir "$work/servers"
+        rm -rf "$work"
+    fi
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
+say() { printf '\n=== %s\n' "$*"; }
+fail() { echo "FAILED: $*" >&2; failed=1; }
+skip() { echo "$*" >> "$skipped"; }
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
+
+# Run a command so that a signal to this script ends it too: the shell handles signals while it
+# waits, not while a command runs. The shell makes what it starts in the background deaf to
+# Ctrl-C, which tests of Ctrl-C would inherit.
+run() {
+    env --default-signal=INT,QUIT "$@" &
+    child=$!
+    wait "$child"
+    set -- $?
+    child=
+    return "$1"
+}
+
+# --- What is missing is installed. ----------------------------------------------------------
+
+has() { PATH="$PATH:/usr/local/sbin:/usr/sbin" command -v "$1" >/dev/null 2>&1; }
+header() {  # is Python.h there for Debian's own Python?
+    [ -x /usr/bin/python3 ] || { has python3; return; }
+    /usr/bin/python3 -c 'import os, sysconfig as s
+raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' 2>/dev/null
+}
+missing=
+need() { missing="$missing $*"; }
+
+has python3 && python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
+# Tests that kill a server start one of their own, even if the suite's is given by a URL.
+has redis-server || has valkey-server || need redis-server
+if wants mysql; then
+    has gcc || need gcc libc6-dev
+    header || need python3-dev
+    has pkg-config && { pkg-config --exists libmariadb || pkg-config --exists mysqlclient; } ||
+        need libmariadb-dev pkg-config
+    has mariadbd && has mariadb-install-db || need mariadb-server-core mariadb-client
+fi
+if wants postgresql; then
+    has postgres || ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || need postgresql
+fi
+if [ -n "$browser" ]; then
+    has chromium && has chromedriver || need chromium chromium-driver
+    [ -d /usr/share/fonts/truetype/nanum ] || need fonts-nanum
+fi
+has msgfmt || [ -n "$quick" ] || need gettext
+
+if [ -n "$missing" ]; then
+    say "Installing$missing"
+    if ! has apt-get; then
+        echo "There is no apt-get here; please install the equivalent of:$missing" >&2
+    elif [ "$(id -u)" != 0 ] && ! has sudo; then
+        echo "Neither root nor sudo; please run: apt-get install$missing" >&2
+    else
+        # The packages must not start services of their own beside ours.
+        if [ ! -e /usr/sbin/policy-rc.d ]; then
+            policy=1
+            printf '#!/bin/sh\nexit 101\n' > "$work/policy-rc.d"
+            as_root install -m 755 "$work/policy-rc.d" /usr/sbin/policy-rc.d
+        fi
+        export DEBIAN_FRONTEND=noninteractive
+        as_root apt-get update -qq
+        # shellcheck disable=SC2086  # a list of packages
+        as_root env DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y -qq --no-install-recommends $missing > "$work/apt.log" 2>&1 ||
+            { tail -n 20 "$work/apt.log" >&2; fail "apt-get install$missing"; }
+        [ -z "$policy" ] || as_root rm -f /usr/sbin/policy-rc.d
+        policy=
+    fi
+fi
+
+# --- Which Pythons are here, and which Django goes with each. -------------------------------
+
+# The path of a working Python of this version, from PATH or pyenv.
+find_python() {
+    pyenv_root=$(pyenv root 2>/dev/null || echo "${HOME:-/root}/.pyenv")
+    for candidate in "$(command -v "python$1")" "/usr/bin/python$1" "/usr/local/bin/python$1" \
+        "$pyenv_root"/versions/*/"bin/python$1"; do
+        [ -x "$candidate" ] || continue
+        "$candidate" -c "import ensurepip, sqlite3, ssl, sys, venv
+raise SystemExit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null || continue
+        "$candidate" -c 'import sys; print(sys.executable)'
+        return
+    done
+    return 1
+}
+
+# 3.10 and 3.11 have Django 5.2 as their last. Two pairs, the oldest and the newest Django, run
+# everything; for the others SQLite and Redis without the slow tests have to do.
+main_pairs= other_pairs= old= new=
+for version in 3.11 3.10; do
+    find_python "$version" > "$work/python$version" || { rm "$work/python$version"; continue; }
+    if [ -z "$old" ]; then old=$version; else other_pairs="$other_pairs $version-5.2"; fi
+done
+for version in 3.13 3.12 3.14; do
+    find_python "$version" > "$work/python$version" || { rm "$work/python$version"; continue; }
+    if [ -z "$new" ]; then new=$version; else other_pairs="$other_pairs $version-6.0"; fi
+done
+[ -z "$old" ] || main_pairs="$old-5.2"
+[ -z "$new" ] || main_pairs="$main_pairs $new-6.1"
+[ -n "$old" ] || skip "Django 5.2: no Python 3.11 or 3.10 here"
+[ -n "$new" ] || skip "Django 6.1: no Python 3.12 or later here"
+[ -n "$main_pairs" ] || { echo "No Python 3.10 or later with venv was found." >&2; exit 1; }
+if [ -n "$quick$only" ]; then
+    [ -z "$other_pairs" ] || skip "Pythons beside the main pairs:$other_pairs (--quick or --only)"
+    other_pairs=
+fi
+if [ -n "$quick" ]; then
+    set -- "$@" -m 'not slow'
+    skip 'tests marked slow; MariaDB, PostgreSQL and the browser (--quick)'
+    for pair in $main_pairs; do last=$pair; done
+    [ "$main_pairs" = "$last" ] || skip "every pair but $last (--quick)"
+    main_pairs=$last
+fi
+[ -z "$only" ] || skip "everything but $only (--only=$only)"
+[ "$only" != redis ] || set -- "$@" -k redis
+for pair in $main_pairs; do python=$(cat "$work/python${pair%-*}"); done
+
+# Make the virtual environment of a pair, or keep it if what it was made from is the same.
+make_venv() {
+    pair=$1 venv="$here/.venv-tests/$1"
+    source=$(cat "$work/python${pair%-*}")
+    # mysqlclient has to be compiled: not for those who only try SQLite and Redis.
+    if wants mysql; then cat requirements.txt; else grep -v '^mysqlclient' requirements.txt; fi \
+        > "$work/requirements.txt"
+    echo "Django~=${pair#*-}.0" >> "$work/requirements.txt"
+    stamp=$({ echo "$source"; cat "$work/requirements.txt"; } | cksum)
+    [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ] && return
+    say "Virtual environment $pair"
+    rm -rf "$venv"
+    "$source" -m venv "$venv" &&
+        run "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
+            -r "$work/requirements.txt" &&
+        echo "$stamp" > "$venv/stamp"
+}
+
+# --- The servers. ---------------------------------------------------------------------------
+
+say "Servers"
+export DISTLOCK_TEST_REQUIRE=
+for server in redis mysql postgresql; do
+    wants "$server" || continue
+    DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE $server"
+    variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL
+    if eval "[ -n \"\${$variable:-}\" ]"; then
+        echo "$server: the one of $variable"
+    elif line=$("$python" tests/servers.py start --dir "$work/servers" "$server"); then
+        echo "$line" | tee -a "$work/env"
+        export "${line?}"
+    else
+        fail "the server $server"
+    fi
+done
+[ -z "$browser" ] || DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE chromium"
+
+# --- The runs. ------------------------------------------------------------------------------
+
+export TMPDIR="$work/tmp" DISTLOCK_TEST_VAR="$work/var" DISTLOCK_TEST_TOTALS="$work/totals"
+record() { printf '%-10s %-12s %-8s %6s s  %s\n' "$@" >> "$work/table"; }
+
+# run_suite PAIR DATABASE [PYTEST ARGUMENTS]
+run_suite() {
+    pair=$1 database=$2
+    shift 2
+    say "Python ${pair%-*}, Django ${pair#*-}, $database"
+    rm -f "$DISTLOCK_TEST_TOTALS"
+    began=$(date +%s) result=ok
+    run env DISTLOCK_TEST_DATABASE="$database" \
+        "$here/.venv-tests/$pair/bin/python" -W error -m pytest -q -rs "$@" || result=FAILED
+    [ "$result" = ok ] || failed=1
+    record "$pair" "$database" "$result" $(($(date +%s) - began)) \
+        "$(cat "$DISTLOCK_TEST_TOTALS" 2>/dev/null)"
+}
+
+# check NAME COMMAND...
+check() {
+    name=$1 began=$(date +%s) result=ok
+    shift
+    run "$@" || { result=FAILED failed=1; }
+    record "$pair" "$name" "$result" $(($(date +%s) - began)) ''
+}
+
+for pair in $main_pairs; do
+    make_venv "$pair" || { fail "virtual environment $pair"; record "$pair" install FAILED 0 ''; continue; }
+    for database in $databases; do
+        run_suite "$pair" "$database" "$@"
+    done
+done
+for pair in $other_pairs; do
+    skip "$pair on MariaDB and PostgreSQL, and its slow tests: the main pairs run them"
+    make_venv "$pair" || { fail "virtual environment $pair"; record "$pair" install FAILED 0 ''; continue; }
+    run_suite "$pair" sqlite "$@" -m 'not slow'
+done
+
+pair=${main_pairs##* }
+bin="$here/.venv-tests/$pair/bin"
+say "Linter, types, imports, migrations ($pair)"
+check ruff "$bin/ruff" check --no-cache .
+check format "$bin/ruff" format --no-cache --check .
+if [ -x "$bin/mypy" ]; then
+    check mypy "$bin/mypy" --cache-dir="$work/mypy"
+else
+    skip "mypy: needs Python 3.11"
+fi
+check imports "$bin/lint-imports" --no-cache
+check migrations env DJANGO_SETTINGS_MODULE=tests.settings \
+    "$bin/python" -m django makemigrations --check --dry-run
+
+say "Summary"
+cat "$work/table"
+if [ -s "$skipped" ]; then
+    echo "Skipped:"
+    sed 's/^/  - /' "$skipped"
+fi
+if [ -n "$failed" ]; then
+    echo "FAILED"
+    exit 1
+fi
+echo "All passed."
