@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.launching import NotInstalled, Server
 from tests.processes import Processes
-from tests.servers import MariaDBServer, NotInstalled, PostgreSQLServer, RedisServer, Server
+from tests.servers import MariaDBServer, PostgreSQLServer, RedisServer
 
 
 def missing(server: str, reason: str) -> None:

@@ -27,7 +27,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.servers import launch, mortal
+from tests.launching import launch, mortal
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0

@@ -64,9 +64,9 @@ clean_up() {
     [ -z "$policy" ] || as_root rm -f /usr/sbin/policy-rc.d
     if [ -n "$keep" ] && [ -s "$work/env" ]; then
         say "The servers run on. Use them:  set -a; . $work/env; python -m pytest"
-        echo "Stop them:  $python tests/servers.py stop --dir $work/servers && rm -rf $work"
+        echo "Stop them:  $python -m tests.servers stop --dir $work/servers && rm -rf $work"
     else
-        [ -z "$python" ] || "$python" tests/servers.py stop --dir "$work/servers"
+        [ -z "$python" ] || "$python" -m tests.servers stop --dir "$work/servers"
         rm -rf "$work"
     fi
 }
@@ -221,7 +221,7 @@ for server in redis mysql postgresql; do
     variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL
     if eval "[ -n \"\${$variable:-}\" ]"; then
         echo "$server: the one of $variable"
-    elif line=$("$python" tests/servers.py start --dir "$work/servers" "$server"); then
+    elif line=$("$python" -m tests.servers start --dir "$work/servers" "$server"); then
         echo "$line" | tee -a "$work/env"
         export "${line?}"
     else
