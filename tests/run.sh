@@ -197,18 +197,20 @@ for pair in $main_pairs; do python=$(cat "$work/python${pair%-*}"); done
 make_venv() {
     pair=$1 venv="$here/.venv-tests/$1"
     source=$(cat "$work/python${pair%-*}")
+    { cat requirements.txt; echo "Django~=${pair#*-}.0"; } > "$work/all.txt"
     # mysqlclient has to be compiled: not for those who only try SQLite and Redis.
-    if wants mysql; then cat requirements.txt; else grep -v '^mysqlclient' requirements.txt; fi \
-        > "$work/requirements.txt"
-    echo "Django~=${pair#*-}.0" >> "$work/requirements.txt"
-    stamp=$({ echo "$source"; cat "$work/requirements.txt"; } | cksum)
-    [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ] && return
+    grep -v '^mysqlclient' "$work/all.txt" > "$work/some.txt"
+    if wants mysql; then wanted=all; else wanted=some; fi
+    for made in $wanted all; do
+        stamp=$({ echo "$source"; cat "$work/$made.txt"; } | cksum)
+        [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ] || return 0
+    done
     say "Virtual environment $pair"
     rm -rf "$venv"
     "$source" -m venv "$venv" &&
         run "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
-            -r "$work/requirements.txt" &&
-        echo "$stamp" > "$venv/stamp"
+            -r "$work/$wanted.txt" &&
+        { echo "$source"; cat "$work/$wanted.txt"; } | cksum > "$venv/stamp"
 }
 
 # --- The servers. ---------------------------------------------------------------------------
