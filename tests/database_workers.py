@@ -1,0 +1,96 @@
+"""What worker processes do to the lock table, and helpers that its tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from distlock_app.backends.database import DatabaseBackend
+from distlock_app.claims import Claim, Grant
+from distlock_app.names import key_of
+
+DEADLINE = 60.0
+
+
+def claim(name: str, *, ttl: float = 30.0, owner: str = "") -> Claim:
+    """Return a claim as the core makes them."""
+    holder = json.dumps({"pid": os.getpid()})
+    owner = owner or secrets.token_hex(16)
+    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder)
+
+
+def grab(backend: DatabaseBackend, name: str, **options: Any) -> Grant:
+    """Try until the lock is ours."""
+    wanted = claim(name, **options)
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        grant = backend.acquire(wanted, 0)
+        if isinstance(grant, Grant):
+            return grant
+        time.sleep(0.002)
+    raise AssertionError(f"{name} never came free")
+
+
+def take_each(*, prefix: str, names: int) -> list[int]:
+    """Take and release every one of `names` locks; return the fences."""
+    backend = DatabaseBackend(alias="default", location="locks")
+    fences = []
+    for number in range(names):
+        grant = grab(backend, f"{prefix}{number}")
+        fences.append(grant.fence or 0)
+        assert backend.release(grant)
+    backend.close()
+    return fences
+
+
+def count(*, path: str, times: int) -> list[int]:
+    """Raise the number in a file under the lock, `times` times; return the fences."""
+    backend = DatabaseBackend(alias="default", location="locks")
+    fences = []
+    for _ in range(times):
+        grant = grab(backend, "counter")
+        number = int(Path(path).read_text())
+        time.sleep(0.0005)
+        Path(path).write_text(str(number + 1))
+        fences.append(grant.fence or 0)
+        assert backend.release(grant)
+    backend.close()
+    return fences
+
+
+def fork_and_go_on(*, name: str) -> dict[str, Any]:
+    """Hold a lock over the life of a forked child; say which connections were used."""
+    backend = DatabaseBackend(alias="default", location="locks")
+    grant = grab(backend, name)
+    before = connection_id(backend)
+    child = os.fork()
+    if child == 0:
+        mine = grab(backend, f"{name} of the child")
+        fine = backend.release(mine) and connection_id(backend) != before
+        os._exit(0 if fine else 1)
+    _, status = os.waitpid(child, 0)
+    answer = {
+        "child": os.waitstatus_to_exitcode(status),
+        "same": connection_id(backend) == before,
+        "released": backend.release(grant),
+    }
+    backend.close()
+    return answer
+
+
+def connection_id(backend: DatabaseBackend) -> int:
+    """Return the server's number of the connection used last; on SQLite its address."""
+
+    def ask(session: Any) -> int:
+        vendor = session.wrapper.vendor
+        if vendor == "sqlite":
+            return id(session.wrapper)
+        call = {"mysql": "CONNECTION_ID()", "postgresql": "pg_backend_pid()"}[vendor]
+        session.cursor.execute(f"SELECT {call}")
+        return int(session.cursor.fetchone()[0])
+
+    return backend._ask(ask)

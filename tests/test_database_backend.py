@@ -1,0 +1,299 @@
+"""The verbs of the lock table, one by one, and exclusion by a retry loop over them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from django.core.management import call_command
+from django.db import connection, connections, transaction
+from django.utils import timezone
+
+from distlock_app.backends.database import DatabaseBackend
+from distlock_app.claims import Busy, Grant
+from distlock_app.errors import BackendError
+from distlock_app.models import DistLock
+from tests.database_workers import claim, grab
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+
+NASTY = ["job", "JOB", "job ", " job", "jöb", "jo\u0308b", "job\x00", "job\x00x", "{job}", "%s",
+         "'; --", "\u202ejob", "\ud800", "日本", "🔒", "a" * 10_000, "a" * 9_999]  # fmt: skip
+
+
+@pytest.fixture
+def backend():
+    """The lock table in the second database, as one process has it."""
+    backend = DatabaseBackend(alias="default", location="locks")
+    yield backend
+    backend.close()
+
+
+def rows():
+    return DistLock.objects.using("locks")
+
+
+def test_a_lock_is_granted_to_one_and_others_are_told_how_long_it_may_take(backend):
+    first = backend.acquire(claim("a", ttl=30), 0)
+
+    second = backend.acquire(claim("a"), 0)
+
+    assert isinstance(first, Grant)
+    assert isinstance(second, Busy)
+    assert 29 < second.free_in <= 30
+
+
+def test_the_same_owner_again_is_granted_again_with_the_same_fence(backend):
+    wanted = claim("a", ttl=5)
+    first = backend.acquire(wanted, 0)
+    since = rows().get().acquired_at
+
+    again = backend.acquire(claim("a", owner=wanted.owner, ttl=20), 0)
+
+    assert again.fence == first.fence
+    assert rows().get().acquired_at == since
+    assert backend.look(claim("a")).free_in > 19
+
+
+def test_release_spares_the_next_owner(backend):
+    first = grab(backend, "a")
+    backend.release(first)
+    grab(backend, "a")
+
+    assert backend.release(first) is False
+    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+
+
+def test_release_is_safe_for_a_claim_that_never_was(backend):
+    assert backend.release(Grant(claim("never"))) is False
+
+
+def test_extend_is_refused_to_anybody_but_the_owner(backend):
+    held = grab(backend, "a", ttl=5)
+
+    assert backend.extend(Grant(claim("a")), 60) is False
+    assert backend.extend(held, 20) is True
+    assert 19 < backend.look(claim("a")).free_in <= 20
+
+
+def test_an_expired_lock_is_taken_over_with_a_greater_fence(backend):
+    dead = grab(backend, "a", ttl=0.05)
+    time.sleep(0.1)
+
+    taken = backend.acquire(claim("a"), 0)
+
+    assert taken.fence > dead.fence
+    assert backend.extend(dead, 30) is False
+    assert backend.release(dead) is False
+
+
+def test_an_expired_lock_that_nobody_wanted_is_still_its_owners(backend):
+    late = grab(backend, "a", ttl=0.05)
+    time.sleep(0.1)
+
+    assert backend.extend(late, 30) is True
+    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+
+
+def test_a_free_or_own_or_expired_lock_is_worth_another_try(backend):
+    assert backend.look(claim("never")) is None
+    held = grab(backend, "a", ttl=0.05)
+    assert backend.look(held.claim) is None
+    time.sleep(0.1)
+    assert backend.look(claim("a")) is None
+    backend.release(held)
+    assert backend.look(claim("a")) is None
+
+
+def test_fences_grow_from_owner_to_owner(backend):
+    fences = []
+    for _ in range(20):
+        grant = grab(backend, "a")
+        backend.release(grant)
+        fences.append(grant.fence)
+
+    assert fences == sorted(set(fences))
+
+
+def test_fences_grow_on_after_a_purge(backend):
+    before = grab(backend, "a")
+    backend.release(before)
+    time.sleep(0.01)
+
+    assert backend.purge(0.0) == 1
+    assert rows().count() == 0
+    assert grab(backend, "a").fence > before.fence
+
+
+def test_a_purge_spares_what_is_held_or_was_held_lately(backend):
+    backend.release(grab(backend, "lately"))
+    grab(backend, "held")
+
+    assert backend.purge(60) == 0
+    time.sleep(0.01)
+    assert backend.purge(0.0) == 1
+    assert rows().get().name == "held"
+
+
+def test_clear_takes_only_the_claim_that_was_seen(backend):
+    seen = grab(backend, "a")
+    backend.release(seen)
+    now = grab(backend, "a")
+
+    assert backend.clear(now.claim.key, str(seen.fence)) == 0
+    assert backend.clear(now.claim.key, "no number") == 0
+    assert backend.extend(now, 30) is True
+    assert backend.clear(now.claim.key, str(now.fence)) == 1
+    assert backend.extend(now, 30) is False
+    assert backend.clear(now.claim.key) == 0
+
+
+def test_clear_leaves_the_old_fence_behind(backend):
+    held = grab(backend, "a")
+
+    assert backend.clear(held.claim.key) == 1
+    assert rows().get().fence > held.fence
+    assert grab(backend, "a").fence > held.fence
+
+
+def test_holders_lists_the_live_ones_without_their_secrets(backend):
+    held = grab(backend, "invoice:42", ttl=30)
+    grab(backend, "dead", ttl=0.01)
+    backend.release(grab(backend, "free"))
+    time.sleep(0.05)
+
+    (shown,) = backend.holders()
+
+    assert (shown.name, shown.key, shown.fence) == ("invoice:42", held.claim.key, held.fence)
+    assert (shown.seen, shown.alias) == (str(held.fence), "default")
+    assert 29 < shown.expires_in <= 30
+    assert 0 <= shown.held_for < 5
+    assert shown.holder["pid"]
+    assert held.claim.owner not in repr(shown)
+
+
+def test_holders_of_one_key_are_only_its_own(backend):
+    held = grab(backend, "a")
+    grab(backend, "b")
+
+    assert [shown.key for shown in backend.holders(held.claim.key)] == [held.claim.key]
+
+
+def test_many_are_extended_at_once_and_the_lost_ones_are_named(backend):
+    work = [(grab(backend, f"n{number}", ttl=5), 20.0) for number in range(900)]
+    work += [(grab(backend, "long", ttl=5), 40.0)]
+    backend.clear(work[450][0].claim.key)
+
+    results = backend.extend_many(work)
+
+    assert results == [place != 450 for place in range(901)]
+    assert 19 < backend.look(claim("n899")).free_in <= 20
+    assert 39 < backend.look(claim("long")).free_in <= 40
+    assert backend.extend_many([]) == []
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
+def test_a_row_in_somebodys_transaction_does_not_cost_the_others_their_locks(backend):
+    work = [(grab(backend, name, ttl=5), 20.0) for name in "abc"]
+
+    with transaction.atomic(using="locks"):
+        rows().select_for_update().get(key=work[1][0].claim.key)
+        busy = backend.acquire(claim("b"), 0)
+        results = backend.extend_many(work)
+
+    assert isinstance(busy, Busy)
+    assert (results[0], results[2]) == (True, True)
+    assert isinstance(results[1], BackendError)
+    assert backend.extend_many(work) == [True, True, True]
+
+
+def test_names_are_exact_to_the_last_byte_and_shown_as_text(backend):
+    grants = [backend.acquire(claim(name), 0) for name in NASTY]
+
+    assert all(isinstance(grant, Grant) for grant in grants)
+    shown = {holding.key: holding.name for holding in backend.holders()}
+    assert len(shown) == len(NASTY)
+    assert {"日本", "🔒", "job\\x00", "\\u202ejob"} <= set(shown.values())
+
+
+def test_new_names_under_repeatable_read_give_no_errors(processes):
+    isolation = {"DISTLOCK_TEST_ISOLATION": "repeatable read"}
+
+    fences = processes.run(
+        "tests.database_workers:take_each", count=8, env=isolation, prefix="new", names=40
+    )
+
+    for number in range(40):
+        assert len({of_worker[number] for of_worker in fences}) == 8
+
+
+def test_an_unprotected_counter_loses_nothing_between_processes(processes, tmp_path):
+    path = tmp_path / "counter"
+    path.write_text("0")
+
+    fences = processes.run("tests.database_workers:count", count=8, path=str(path), times=25)
+
+    assert path.read_text() == "200"
+    assert all(of_worker == sorted(of_worker) for of_worker in fences)
+    assert len({fence for of_worker in fences for fence in of_worker}) == 200
+
+
+def test_an_unprotected_counter_loses_nothing_between_threads(backend):
+    total = 0
+
+    def add():
+        nonlocal total
+        for _ in range(25):
+            grant = grab(backend, "counter")
+            number = total
+            time.sleep(0.0005)
+            total = number + 1
+            assert backend.release(grant)
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert total == 200
+
+
+def test_a_lock_is_seen_by_others_whatever_becomes_of_the_callers_transaction(backend):
+    with transaction.atomic(using="locks"):
+        list(rows().all())
+        held = grab(backend, "a")
+        assert isinstance(DatabaseBackend(alias="b", location="locks").acquire(claim("a"), 0), Busy)
+        transaction.set_rollback(True, using="locks")
+
+    assert backend.release(held) is True
+
+
+def test_a_broken_transaction_of_the_caller_does_not_matter(backend):
+    with transaction.atomic(using="locks"):
+        with pytest.raises(Exception, match="nonsense"):
+            connections["locks"].cursor().execute("SELECT nonsense")
+        held = grab(backend, "a")
+        assert backend.extend(held, 30) is True
+        assert backend.release(held) is True
+        transaction.set_rollback(True, using="locks")
+
+
+def test_the_table_is_compared_to_the_last_byte_whatever_the_database_defaults_to():
+    if connection.vendor == "mysql":
+        with connections["locks"].cursor() as cursor:
+            cursor.execute(
+                "SELECT table_collation, engine FROM information_schema.tables"
+                " WHERE table_schema = DATABASE() AND table_name = %s",
+                [DistLock._meta.db_table],
+            )
+            assert cursor.fetchone() == ("utf8mb4_bin", "InnoDB")
+    DistLock.objects.create(key="a", name="a", expiry=timezone.now())
+    DistLock.objects.create(key="A", name="🔒", expiry=timezone.now())
+
+    assert DistLock.objects.get(key="A").name == "🔒"
+
+
+def test_the_migration_is_complete():
+    call_command("makemigrations", "distlock_app", check=True, dry_run=True, verbosity=0)

@@ -1,0 +1,258 @@
+"""The connections of the lock table: its own, replaced when they die, left alone after a fork."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection, connections, transaction
+
+from distlock_app.backends.database import DatabaseBackend
+from distlock_app.claims import Busy, Grant
+from distlock_app.errors import BackendError
+from tests.app.models import Counter
+from tests.database_workers import claim, connection_id, grab
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+
+on_server = pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server")
+on_sqlite = pytest.mark.skipif(connection.vendor != "sqlite", reason="only SQLite locks its file")
+
+
+@pytest.fixture
+def backend():
+    """The lock table in the second database, as one process has it."""
+    backend = DatabaseBackend(alias="default", location="locks")
+    yield backend
+    backend.close()
+
+
+def kill(number):
+    order = {"mysql": f"KILL {number}", "postgresql": f"SELECT pg_terminate_backend({number})"}
+    with connection.cursor() as cursor:
+        cursor.execute(order[connection.vendor])
+    time.sleep(0.05)
+
+
+def test_an_unknown_alias_is_refused_by_name():
+    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['night'\].*'nowhere'"):
+        DatabaseBackend(alias="night", location="nowhere")
+
+
+def test_nothing_connects_before_the_first_question(backend):
+    assert not backend._sessions._idle
+
+
+@on_server
+@pytest.mark.parametrize("verb", ["acquire", "look", "extend", "release", "holders", "clear"])
+def test_a_connection_that_the_server_closed_is_replaced_unseen(backend, verb):
+    held = grab(backend, "a")
+    before = connection_id(backend)
+    kill(before)
+
+    answer = {
+        "acquire": lambda: isinstance(backend.acquire(held.claim, 0), Grant),
+        "look": lambda: backend.look(claim("a")).free_in > 0,
+        "extend": lambda: backend.extend(held, 30),
+        "release": lambda: backend.release(held),
+        "holders": lambda: len(list(backend.holders())) == 1,
+        "clear": lambda: backend.clear(held.claim.key) == 1,
+    }[verb]()
+
+    assert answer is True
+    assert connection_id(backend) != before
+
+
+@on_server
+@pytest.mark.parametrize("verb", ["acquire", "extend", "release"])
+def test_an_answer_lost_after_the_commit_does_no_harm(backend, monkeypatch, verb):
+    held = grab(backend, "a")
+    dialect = backend._sessions.dialect
+    real, lost = getattr(dialect, verb), []
+
+    def lose_the_first_answer(cursor, *args):
+        answer = real(cursor, *args)
+        if not lost:
+            lost.append(answer)
+            raise connection.Database.OperationalError("connection lost")
+        return answer
+
+    monkeypatch.setattr(dialect, verb, lose_the_first_answer)
+
+    answer = {
+        "acquire": lambda: backend.acquire(held.claim, 0).fence == held.fence,
+        "extend": lambda: backend.extend(held, 30),
+        "release": lambda: backend.release(held),
+    }[verb]()
+
+    assert answer is True
+    assert lost
+
+
+def test_a_release_that_may_or_may_not_have_arrived_is_unknown(backend, monkeypatch):
+    held = grab(backend, "a")
+    dialect = backend._sessions.dialect
+    real = dialect.release
+
+    def release_and_let_somebody_else_in(cursor, claimed):
+        monkeypatch.setattr(dialect, "release", real)
+        real(cursor, claimed)
+        grab(backend, "a")
+        raise connection.Database.OperationalError("connection lost")
+
+    monkeypatch.setattr(dialect, "release", release_and_let_somebody_else_in)
+
+    with pytest.raises(BackendError, match="release"):
+        backend.release(held)
+
+
+def test_an_interrupt_in_the_middle_leaves_no_row_locked(backend, monkeypatch):
+    backend.release(grab(backend, "a"))
+    dialect = backend._sessions.dialect
+    real = dialect.acquire
+
+    def interrupted(cursor, wanted):
+        if connection.vendor != "sqlite":
+            cursor.execute("BEGIN")
+            cursor.execute(f"SELECT * FROM {dialect.table_name} FOR UPDATE")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dialect, "acquire", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.acquire(claim("a"), 0)
+    monkeypatch.setattr(dialect, "acquire", real)
+
+    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+
+
+def test_threads_that_have_ended_leave_no_connections(backend):
+    for number in range(10):
+        thread = threading.Thread(target=grab, args=(backend, f"n{number}"))
+        thread.start()
+        thread.join(30)
+
+    assert len(backend._sessions._idle) == 1
+
+
+def test_threads_that_ask_at_once_have_connections_of_their_own(backend):
+    barrier = threading.Barrier(4, timeout=30)
+    numbers = []
+
+    def ask(session):
+        barrier.wait()
+        numbers.append(id(session))
+
+    threads = [threading.Thread(target=backend._ask, args=(ask,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    assert len(set(numbers)) == 4
+
+
+def test_close_reaches_every_connection_and_the_backend_goes_on(backend):
+    held = grab(backend, "a")
+    before = connection_id(backend)
+
+    backend.close()
+
+    assert not backend._sessions._idle
+    assert backend.release(held) is True
+    assert connection_id(backend) != before
+
+
+@on_server
+def test_a_test_database_can_be_dropped_while_the_backend_lives(backend):
+    grab(backend, "a")
+
+    with connections["locks"]._nodb_cursor():
+        assert not backend._sessions._idle
+
+
+def test_a_forked_child_leaves_its_parents_connection_alone(processes):
+    answer = processes.run("tests.database_workers:fork_and_go_on", count=1, name="a")[0]
+
+    assert answer == {"child": 0, "same": True, "released": True}
+
+
+def test_after_fork_nothing_inherited_is_used_or_closed(backend):
+    grab(backend, "a")
+    inherited = backend._sessions._idle[0]
+
+    backend.after_fork()
+
+    assert not backend._sessions._idle
+    inherited.cursor.execute("SELECT 1")
+    inherited.close()
+
+
+@on_sqlite
+def test_waiting_for_ones_own_transaction_is_refused_with_the_ways_out():
+    backend = DatabaseBackend(alias="default", location="default")
+
+    with transaction.atomic():
+        Counter.objects.create(name="makes this a transaction that writes")
+        with pytest.raises(BackendError, match=r"LOCATION"):
+            backend.acquire(claim("a"), 0)
+
+    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+    backend.close()
+
+
+@on_sqlite
+def test_a_file_that_somebody_else_writes_to_is_busy(backend):
+    held = grab(backend, "a")
+    started, done = threading.Event(), threading.Event()
+
+    def write():
+        with transaction.atomic(using="locks"):
+            Counter.objects.using("locks").create(name="x")
+            started.set()
+            done.wait(30)
+        connections["locks"].close()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    started.wait(30)
+    try:
+        assert isinstance(backend.acquire(claim("b"), 0), Busy)
+        with pytest.raises(BackendError):
+            backend.extend(held, 30)
+    finally:
+        done.set()
+        writer.join(30)
+    assert backend.extend(held, 30) is True
+
+
+def test_ping_and_check_find_nothing_wrong(backend):
+    backend.ping()
+
+    assert backend.check() == []
+    assert backend.check(ask=True) == []
+
+
+def test_check_names_a_missing_table(backend, monkeypatch):
+    backend.ping()
+    monkeypatch.setattr(backend._sessions.dialect, "table_name", "nothing")
+
+    assert [message.id for message in backend.check(ask=True)] == ["distlock_app.E012"]
+
+
+@on_sqlite
+def test_check_warns_of_locks_in_the_file_of_other_data():
+    messages = DatabaseBackend(alias="default").check()
+
+    assert [message.id for message in messages] == ["distlock_app.W011"]
+
+
+def test_a_missing_table_is_an_error_that_says_so(backend, monkeypatch):
+    grab(backend, "a")
+    monkeypatch.setattr(backend._sessions.dialect, "LOOK", "SELECT 1 FROM nothing")
+
+    with pytest.raises(BackendError, match="nothing") as raised:
+        backend.look(claim("a"))
+
+    assert isinstance(raised.value.__cause__, connection.Database.Error)

@@ -1,0 +1,56 @@
+"""The lock table while its server crashes and restarts."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection, connections
+
+from distlock_app.backends.database import DatabaseBackend
+from distlock_app.errors import BackendError
+from distlock_app.models import DistLock
+from tests.database_workers import grab
+
+
+@pytest.fixture
+def own_server(request, django_db_blocker):
+    """A database server of this test alone, known to Django as `own`, with a lock table."""
+    fixture, user, database = {
+        "mysql": ("own_mariadb", "root", "locks"),
+        "postgresql": ("own_postgresql", "postgres", "postgres"),
+    }[connection.vendor]
+    server = request.getfixturevalue(fixture)
+    connections.settings["own"] = {
+        **connections.settings["locks"],
+        "HOST": "127.0.0.1",
+        "PORT": server.port,
+        "USER": user,
+        "NAME": database,
+    }
+    with django_db_blocker.unblock():
+        if connection.vendor == "mysql":
+            with connections["own"]._nodb_cursor() as cursor:
+                cursor.execute("CREATE DATABASE locks")
+        with connections["own"].schema_editor() as editor:
+            editor.create_model(DistLock)
+        connections["own"].close()
+        yield server
+    del connections["own"]
+    del connections.settings["own"]
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server")
+@pytest.mark.slow
+def test_a_restart_of_the_server_is_not_seen_once_it_is_back(own_server):
+    backend = DatabaseBackend(alias="default", location="own")
+    held = grab(backend, "a")
+    own_server.kill()
+
+    with pytest.raises(BackendError) as unknown:
+        backend.extend(held, 30)
+    own_server.start()
+
+    assert isinstance(unknown.value.__cause__, Exception)
+    assert backend.extend(held, 30) is True
+    own_server.restart()
+    assert backend.release(held) is True
+    backend.close()
