@@ -1,3 +1,66 @@
 """Locks and data integrity for Django code that runs in more than one process."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import (
+        BackendError,
+        LockBusy,
+        LockError,
+        LockLost,
+        LockTimeout,
+        NotHeld,
+        RetriesExhausted,
+        StaleObjectError,
+    )
+    from .groups import all_of
+    from .holds import Hold
+    from .locks import Lock
+
 __version__ = "0.1.0"
+
+# Loaded at first use: models cannot be imported while Django loads its apps.
+_HOMES = {
+    "BackendError": "errors",
+    "Hold": "holds",
+    "Lock": "locks",
+    "LockBusy": "errors",
+    "LockError": "errors",
+    "LockLost": "errors",
+    "LockTimeout": "errors",
+    "NotHeld": "errors",
+    "RetriesExhausted": "errors",
+    "StaleObjectError": "errors",
+    "all_of": "groups",
+}
+
+__all__ = [
+    "BackendError",
+    "Hold",
+    "Lock",
+    "LockBusy",
+    "LockError",
+    "LockLost",
+    "LockTimeout",
+    "NotHeld",
+    "RetriesExhausted",
+    "StaleObjectError",
+    "all_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

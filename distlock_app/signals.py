@@ -1,8 +1,8 @@
 """What happened to locks and versions, for code that wants to know.
 
 Receivers get `alias`, `name` and the arguments named below; durations are seconds. They run
-robustly: one that raises is logged by Django and breaks no lock. `sender` is `Lock`, or the
-model for `version_conflict`.
+robustly: one that raises is logged by Django and breaks no lock. `sender` is the class of the
+backend, or of the model for `version_conflict`.
 """
 
 from django.dispatch import Signal

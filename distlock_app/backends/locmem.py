@@ -1,0 +1,178 @@
+"""An engine in this process's memory: whole and exact, but it excludes no other process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import monotonic, time_ns
+from typing import Any
+
+from .. import identity, names
+from ..claims import Busy, Claim, Grant, Holding
+from .base import BaseLockBackend
+
+# A waiter asks again at least every `poll_max`; one not heard of for longer has died.
+HEARD_LATELY = 3.0
+
+
+@dataclass(slots=True)
+class _Held:
+    claim: Claim
+    fence: int
+    since: float
+    until: float
+
+
+@dataclass(slots=True)
+class _Waiter:
+    claim: Claim
+    heard: float
+
+
+@dataclass(slots=True)
+class _State:
+    held: dict[str, _Held] = field(default_factory=dict)  # by owner
+    queue: dict[str, _Waiter] = field(default_factory=dict)  # by owner, in order of arrival
+
+
+class LocMemBackend(BaseLockBackend):
+    """For tests and single-process development, and the model that other engines follow.
+
+    Readers and writers, permits and mutexes share one queue in order of arrival: nobody
+    overtakes, so `fair` changes nothing.
+    """
+
+    fences = True
+    shares = True
+    queues = True
+    limits = True
+    pushes = True
+    poll_max = 1.0
+
+    def __init__(self, *, alias: str, location: Any = None) -> None:
+        super().__init__(alias=alias, location=location)
+        self._lock = threading.Lock()
+        self._states: dict[str, _State] = {}
+        self._fence = 0
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        with self._lock:
+            state = self._states.setdefault(claim.key, _State())
+            now = monotonic()
+            held = state.held.get(claim.owner)
+            if held is not None and held.until > now:
+                held.until = max(held.until, now + claim.ttl)
+                return Grant(claim, held.fence)
+            state.queue.setdefault(claim.owner, _Waiter(claim, now)).heard = now
+            woken = self._hand_over(claim.key, state, now)
+            held = state.held.get(claim.owner)
+            if held is not None:
+                answer: Grant | Busy = Grant(claim, held.fence)
+            else:
+                ends = min((h.until for h in state.held.values()), default=now)
+                answer = Busy(free_in=max(0.0, ends - now))
+                if wait == 0:
+                    del state.queue[claim.owner]
+        self._wake(woken, but=claim.owner)
+        return answer
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        with self._lock:
+            state = self._states.get(grant.claim.key)
+            held = state.held.get(grant.claim.owner) if state else None
+            if held is None or held.until <= monotonic():
+                return False
+            held.until = monotonic() + ttl
+            return True
+
+    def release(self, grant: Grant) -> bool:
+        with self._lock:
+            state = self._states.get(grant.claim.key)
+            if state is None:
+                return False
+            now = monotonic()
+            state.queue.pop(grant.claim.owner, None)
+            held = state.held.pop(grant.claim.owner, None)
+            woken = self._hand_over(grant.claim.key, state, now)
+        self._wake(woken)
+        return held is not None and held.until > now
+
+    def holders(self, key: str | None = None) -> Iterable[Holding]:
+        with self._lock:
+            now = monotonic()
+            return [
+                self._holding(held, len(state.queue), now)
+                for held_key, state in self._states.items()
+                if key is None or key == held_key
+                for held in state.held.values()
+                if held.until > now
+            ]
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        with self._lock:
+            state = self._states.get(key)
+            if state is None:
+                return 0
+            owners = [o for o, h in state.held.items() if seen in (None, str(h.fence))]
+            for owner in owners:
+                del state.held[owner]
+            woken = self._hand_over(key, state, monotonic())
+        self._wake(woken)
+        return len(owners)
+
+    def after_fork(self) -> None:
+        """Start empty: the parent's holds are not seen from here, and not ours."""
+        self._lock = threading.Lock()
+        self._states = {}
+
+    def _hand_over(self, key: str, state: _State, now: float) -> list[Grant]:
+        """Give what is free to the head of the queue, as often as it fits; return the grants."""
+        for owner in [o for o, h in state.held.items() if h.until <= now]:
+            del state.held[owner]
+        granted = []
+        for owner, waiter in list(state.queue.items()):
+            if now - waiter.heard > HEARD_LATELY:
+                del state.queue[owner]
+            elif not self._fits(state, waiter.claim):
+                break
+            else:
+                del state.queue[owner]
+                self._fence = max(self._fence + 1, time_ns() // 1000)
+                claim = waiter.claim
+                state.held[owner] = _Held(claim, self._fence, now, now + claim.ttl)
+                granted.append(Grant(claim, self._fence, asked_at=now))
+        if not state.held and not state.queue:
+            self._states.pop(key, None)
+        return granted
+
+    @staticmethod
+    def _fits(state: _State, claim: Claim) -> bool:
+        if not state.held:
+            return True
+        if claim.shared:
+            return all(h.claim.shared for h in state.held.values())
+        return 1 < claim.limit > len(state.held) and not any(
+            h.claim.shared or h.claim.limit == 1 for h in state.held.values()
+        )
+
+    @staticmethod
+    def _wake(grants: list[Grant], but: str = "") -> None:
+        for grant in grants:
+            if grant.claim.owner != but and grant.claim.wake is not None:
+                grant.claim.wake(grant)
+
+    def _holding(self, held: _Held, waiters: int, now: float) -> Holding:
+        claim = held.claim
+        return Holding(
+            name=names.shown(claim.name),
+            key=claim.key,
+            alias=self.alias,
+            seen=str(held.fence),
+            kind="shared" if claim.shared else "permit" if claim.limit > 1 else "exclusive",
+            fence=held.fence,
+            expires_in=held.until - now,
+            held_for=now - held.since,
+            waiters=waiters,
+            holder=identity.holder_fields(claim.holder),
+        )

@@ -1,0 +1,174 @@
+"""Several locks at once: all or nothing, in one order for everybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+from . import names
+from .errors import LockBusy
+from .holds import Hold
+from .locks import UNSET, Lock, enter, leave
+from .registry import checked_wait, registry
+from .timing import Deadline
+
+
+class Holds(tuple[Hold, ...]):
+    """The holds of several locks, in the order in which the locks were named."""
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Raise LockLost if any of the locks may no longer be ours."""
+        for hold in self:
+            hold.check()
+
+    def release(self) -> None:
+        """Release all; raise the first error when every one was tried."""
+        self.leave(None)
+
+    async def arelease(self) -> None:
+        """Do as `release`, without blocking the event loop."""
+        await self.aleave(None)
+
+    def leave(self, exc: BaseException | None) -> None:
+        """Release all at the end of a `with` whose body raised `exc`."""
+        error: BaseException | None = None
+        for hold in reversed(self):
+            try:
+                hold.leave(exc)
+            except BaseException as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+
+    async def aleave(self, exc: BaseException | None) -> None:
+        """Do as `leave`, without blocking the event loop."""
+        error: BaseException | None = None
+        for hold in reversed(self):
+            try:
+                await hold.aleave(exc)
+            except BaseException as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Holds:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.leave(exc)
+
+    async def __aenter__(self) -> Holds:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aleave(exc)
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Several locks to be taken together; a description, to be shared as a Lock is."""
+
+    locks: tuple[Lock, ...]
+
+    def acquire(self, wait: float | None = UNSET) -> Holds:
+        """Take all locks within `wait` seconds, or none; raise what `Lock.acquire` raises.
+
+        By default it waits as long as the most patient of the locks.
+        """
+        deadline = Deadline(self._wait(wait))
+        taken: dict[int, Hold] = {}
+        try:
+            for place, lock in self._order():
+                taken[place] = lock.acquire(wait=deadline.remaining())
+        except BaseException as error:
+            Holds(taken.values()).leave(error)
+            raise
+        return self._in_order_of_arguments(taken)
+
+    async def aacquire(self, wait: float | None = UNSET) -> Holds:
+        """Do as `acquire`, without blocking the event loop."""
+        deadline = Deadline(self._wait(wait))
+        taken: dict[int, Hold] = {}
+        try:
+            for place, lock in self._order():
+                taken[place] = await lock.aacquire(wait=deadline.remaining())
+        except BaseException as error:
+            await Holds(taken.values()).aleave(error)
+            raise
+        return self._in_order_of_arguments(taken)
+
+    def try_acquire(self) -> Holds | None:
+        """Take all in one try, or none and return None."""
+        try:
+            return self.acquire(wait=0)
+        except LockBusy:
+            return None
+
+    async def atry_acquire(self) -> Holds | None:
+        """Do as `try_acquire`, without blocking the event loop."""
+        try:
+            return await self.aacquire(wait=0)
+        except LockBusy:
+            return None
+
+    def __enter__(self) -> Holds:
+        holds: Holds = enter(self, self.acquire(), None)
+        return holds
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        leave(self)[0].leave(exc)
+
+    async def __aenter__(self) -> Holds:
+        holds: Holds = enter(self, await self.aacquire(), None)
+        return holds
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await leave(self)[0].aleave(exc)
+
+    def _wait(self, wait: float | None) -> float | None:
+        if wait is not UNSET:
+            return checked_wait(wait)
+        waits = [registry[x.using].wait if x.wait is UNSET else x.wait for x in self.locks]
+        return None if None in waits else max(w for w in waits if w is not None)
+
+    def _order(self) -> list[tuple[int, Lock]]:
+        # The same order for everybody, by what the engines compare: otherwise A-B and B-A
+        # wait for each other.
+        return sorted(
+            enumerate(self.locks), key=lambda x: (x[1].using, names.key_of(x[1].name), x[0])
+        )
+
+    @staticmethod
+    def _in_order_of_arguments(taken: dict[int, Hold]) -> Holds:
+        return Holds(taken[place] for place in sorted(taken))
+
+
+def all_of(*locks: Lock) -> AllOf:
+    """Return what takes all of `locks` or none: `with all_of(a, b) as (hold_a, hold_b)`."""
+    if not locks:
+        raise ValueError("all_of() needs at least one lock")
+    if any(lock.atomic for lock in locks):
+        raise ValueError("all_of() takes no atomic locks: open atomic() inside its `with`")
+    return AllOf(locks)

@@ -1,0 +1,362 @@
+"""Named locks: what a caller wants to hold, and how it gets it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import weakref
+from contextlib import AbstractContextManager, suppress
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import Any, Literal
+
+from django.db import transaction
+
+from . import identity, names, transactions
+from .claims import Claim, Grant, Holding
+from .errors import LockBusy, LockError, NotHeld
+from .holds import Hold
+from .leases import Lease
+from .registry import checked_ttl, checked_wait, registry
+from .renewal import renewer
+from .signals import lock_acquired, lock_busy, lock_cleared
+from .waiting import AsyncBell, Bell, acquiring, arun, run
+
+logger = logging.getLogger("distlock_app")
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<as the alias says>"
+
+
+UNSET: Any = _Unset()
+
+# Open `with` statements: a Lock is shared and keeps no state of its own. By id(lock): runner,
+# hold, transaction block; the lock itself keeps the id from being used again.
+_entered: dict[int, list[tuple[Any, Any, Any, Any]]] = {}
+_entered_lock = threading.Lock()
+
+# The leases of this process by runner, alias, key and mode, for re-entrancy.
+_leases: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """A named lock: only a description, free of I/O, to be shared by threads and modules.
+
+    `ttl`, `wait`: seconds; by default what the alias says. `wait=None` waits for ever, 0 is
+    one try. `renew=False` makes it a fixed lease; `max_hold` caps the renewal. `atomic`
+    (True, or the alias of a database) opens `transaction.atomic(durable=True)` inside the
+    lock, and commits only if the lock is still held. `owner` names a stable owner instead
+    of a random one: whoever uses the same name shares the lock. `release="now"` does not
+    wait for the end of an open transaction.
+
+    Raise TypeError, ValueError or ImproperlyConfigured when it is made.
+    """
+
+    name: str
+    _: KW_ONLY
+    ttl: float = UNSET
+    wait: float | None = UNSET
+    renew: bool = True
+    max_hold: float | None = None
+    reentrant: bool = True
+    shared: bool = False
+    fair: bool = False
+    limit: int = 1
+    owner: str | None = None
+    atomic: bool | str = False
+    release: Literal["transaction_end", "now"] = "transaction_end"
+    using: str = "default"
+
+    def __post_init__(self) -> None:
+        names.checked(self.name)
+        if self.ttl is not UNSET:
+            checked_ttl(self.ttl)
+        if self.wait is not UNSET:
+            checked_wait(self.wait)
+        if self.max_hold is not None and not self.max_hold > 0:
+            raise ValueError(f"max_hold must be more than 0 seconds, not {self.max_hold!r}")
+        if not isinstance(self.limit, int) or self.limit < 1:
+            raise ValueError(f"limit must be a whole number from 1, not {self.limit!r}")
+        if self.shared and self.limit > 1:
+            raise ValueError("shared=True and limit= exclude each other")
+        if self.release not in ("transaction_end", "now"):
+            raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
+        if self.owner is not None and not self.owner:
+            raise ValueError("owner must not be empty")
+        backend = registry[self.using].backend
+        for wanted, able, what in (
+            (self.shared, backend.shares, "shared=True"),
+            (self.fair, backend.queues, "fair=True"),
+            (self.limit > 1, backend.limits, "limit above 1"),
+        ):
+            if wanted and not able:
+                engine = type(backend).__name__
+                raise ValueError(f"{what} is not possible with {engine} (alias {self.using!r})")
+
+    def acquire(self, wait: float | None = UNSET) -> Hold:
+        """Take the lock; raise LockBusy (wait=0), LockTimeout or BackendError."""
+        self._no_atomic()
+        return self._acquire(wait)
+
+    def _acquire(self, wait: float | None = UNSET) -> Hold:
+        attempt = _Attempt(self, wait)
+        if (hold := attempt.reenter()) is not None:
+            return hold
+        bell = Bell()
+        claim = attempt.claim(bell)
+        try:
+            grant, asked_at = run(acquiring(attempt.backend, claim, attempt.wait), bell)
+            hold = attempt.hold(grant, asked_at)
+        except LockBusy:
+            lock_busy.send_robust(**attempt.facts())
+            raise
+        except Exception:
+            # It may have been granted without our hearing of it.
+            renewer.give_back(attempt.backend, Grant(claim))
+            raise
+        except BaseException:  # Ctrl-C: the process may end before a worker could do it
+            with suppress(Exception):
+                attempt.backend.release(Grant(claim))
+            raise
+        lock_acquired.send_robust(fence=grant.fence, **attempt.facts())
+        return hold
+
+    async def aacquire(self, wait: float | None = UNSET) -> Hold:
+        """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
+        self._no_atomic()
+        attempt = _Attempt(self, wait)
+        if (hold := attempt.reenter()) is not None:
+            return hold
+        bell = AsyncBell()
+        claim = attempt.claim(bell)
+        give_back = partial(renewer.give_back, attempt.backend, Grant(claim))
+        try:
+            steps = acquiring(attempt.backend, claim, attempt.wait)
+            grant, asked_at = await arun(steps, bell, cancelled=give_back)
+            hold = attempt.hold(grant, asked_at)
+        except LockBusy:
+            await lock_busy.asend_robust(**attempt.facts())
+            raise
+        except Exception:
+            give_back()
+            raise
+        try:
+            await lock_acquired.asend_robust(fence=grant.fence, **attempt.facts())
+        except BaseException:  # cancelled meanwhile
+            await hold.aleave(None)
+            raise
+        return hold
+
+    def try_acquire(self) -> Hold | None:
+        """Take the lock in one try, or return None if somebody else holds it."""
+        try:
+            return self.acquire(wait=0)
+        except LockBusy:
+            return None
+
+    async def atry_acquire(self) -> Hold | None:
+        """Do as `try_acquire`, without blocking the event loop."""
+        try:
+            return await self.aacquire(wait=0)
+        except LockBusy:
+            return None
+
+    def locked(self) -> bool:
+        """Ask the engine whether anybody holds the lock."""
+        return bool(self.holders())
+
+    def holders(self) -> list[Holding]:
+        """Ask the engine who holds the lock."""
+        return list(registry[self.using].backend.holders(names.key_of(self.name)))
+
+    def clear(self, *, seen: str | None = None, user: str = "", reason: str = "") -> int:
+        """Take the lock away from whoever holds it; return from how many.
+
+        With `seen` (of `holders()`) only from that holder. Their next renewal tells them,
+        and their fences are stale at once.
+        """
+        return clear(self.using, names.key_of(self.name), self.name, seen, user, reason)
+
+    def __enter__(self) -> Hold:
+        hold = self._acquire()
+        try:
+            return enter(self, hold, self._open_atomic())
+        except BaseException as error:
+            hold.leave(error)
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        hold, block = leave(self)
+        if block is None:
+            hold.leave(exc)
+            return
+        try:
+            hold.end_block(block, exc_type, exc, traceback)
+        except BaseException as error:
+            hold.leave(error)
+            raise
+        hold.leave(exc)
+
+    async def __aenter__(self) -> Hold:
+        return enter(self, await self.aacquire(), None)
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await leave(self)[0].aleave(exc)
+
+    def _no_atomic(self) -> None:
+        if self.atomic:
+            raise LockError("atomic= needs a synchronous `with`: it has to see the block's end")
+
+    def _open_atomic(self) -> AbstractContextManager[None] | None:
+        if not self.atomic:
+            return None
+        using = None if self.atomic is True else self.atomic
+        block = transaction.atomic(using=using, durable=True)
+        block.__enter__()
+        return block
+
+
+class _Attempt:
+    """What one call of acquire works with."""
+
+    __slots__ = ("alias", "backend", "key", "lock", "place", "runner", "started", "ttl", "wait")
+
+    def __init__(self, lock: Lock, wait: float | None) -> None:
+        entry = registry[lock.using]
+        if wait is not UNSET:
+            self.wait = checked_wait(wait)
+        else:
+            self.wait = entry.wait if lock.wait is UNSET else lock.wait
+        self.ttl = entry.ttl if lock.ttl is UNSET else lock.ttl
+        if lock.max_hold is not None:
+            self.ttl = min(self.ttl, lock.max_hold)
+        self.lock = lock
+        self.alias = lock.using
+        self.backend = entry.backend
+        self.key = names.key_of(lock.name)
+        self.runner = identity.current_runner()
+        self.place = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
+        self.started = monotonic()
+
+    def reenter(self) -> Hold | None:
+        """Return another hold of what this runner has already, without asking the engine."""
+        lease = _leases.get(self.place)
+        if lease is None or lease.runner() is not self.runner or lease.lost:
+            transactions.check_before_lock(
+                self.lock.name, release_now=self.lock.release == "now"
+            )
+            return None
+        waits_for_commit = lease.handles == 0
+        if not self.lock.reentrant and not waits_for_commit:
+            raise LockBusy(f"this {type(self.runner).__name__} holds {self.lock.name!r} already")
+        if not lease.join():
+            return None
+        return Hold(lease, release_now=self.lock.release == "now")
+
+    def claim(self, bell: Bell | AsyncBell) -> Claim:
+        """Return what the engine is asked for."""
+        lock = self.lock
+        return Claim(
+            name=lock.name,
+            key=self.key,
+            owner=secrets.token_hex(16) if lock.owner is None else _stable_token(lock.owner),
+            ttl=self.ttl,
+            holder=identity.holder_text(),
+            shared=lock.shared,
+            fair=lock.fair,
+            limit=lock.limit,
+            wake=bell.ring,
+        )
+
+    def hold(self, grant: Grant, asked_at: float) -> Hold:
+        """Return the hold of what was granted, renewed from now on."""
+        lease = Lease(
+            self.alias,
+            self.backend,
+            grant,
+            asked_at=asked_at,
+            renew=self.lock.renew,
+            max_hold=self.lock.max_hold,
+        )
+        lease.runner = weakref.ref(self.runner)
+        hold = Hold(lease, release_now=self.lock.release == "now")
+        _leases[self.place] = lease
+        renewer.watch(lease)
+        return hold
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the signals of its beginning say of the lock."""
+        return {
+            "sender": type(self.backend),
+            "alias": self.alias,
+            "name": self.lock.name,
+            "waited": monotonic() - self.started,
+        }
+
+
+def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: str) -> int:
+    """Take the lock of `key` away; return from how many holders. Logged and signalled."""
+    cleared = registry[alias].backend.clear(key, seen)
+    if cleared:
+        logger.warning("%r (alias %r) cleared by %s: %s", names.shown(name), alias, user, reason)
+        lock_cleared.send_robust(
+            sender=type(registry[alias].backend),
+            alias=alias,
+            name=name,
+            seen=seen,
+            user=user,
+            reason=reason,
+        )
+    return cleared
+
+
+def _stable_token(owner: str) -> str:
+    return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def enter(lock: Any, hold: Any, block: Any) -> Any:
+    """Note that this runner entered a `with` of `lock`; return the hold."""
+    with _entered_lock:
+        _entered.setdefault(id(lock), []).append((identity.current_runner(), hold, block, lock))
+    return hold
+
+
+def leave(lock: Any) -> tuple[Any, Any]:
+    """Return the hold and the block that this runner entered last with `lock`."""
+    runner = identity.current_runner()
+    with _entered_lock:
+        entries = _entered.get(id(lock), [])
+        mine = [i for i, entry in enumerate(entries) if entry[0] is runner]
+        if not mine and len(entries) != 1:
+            # A generator or fixture that is finished elsewhere than it was started.
+            raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
+        _, hold, block, _ = entries.pop(mine[-1] if mine else 0)
+        if not entries:
+            del _entered[id(lock)]
+    return hold, block
+
+
+def _after_fork() -> None:
+    global _entered_lock
+    _entered_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,120 @@
+"""What a lock has to know of the transactions that are open in this thread.
+
+A lock that is released before the data commits protects nothing: 65 of 400 increments were
+lost that way. Django keeps callbacks of `on_commit` in a list, calls them on commit and drops
+them on rollback; so an object that lives only in that list sees both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from django.db import connections
+
+from .errors import LockError
+
+
+def open_blocks() -> list[Any]:
+    """Return the connections of this thread with an open `atomic()` block.
+
+    Not in a `TestCase`: its transaction never commits, nobody else sees the data, and Django
+    does not run `on_commit` callbacks there (`durable` ignores these blocks as well).
+    """
+    found = []
+    for connection in connections.all(initialized_only=True):
+        if connection.in_atomic_block:
+            if not any(getattr(b, "_from_testcase", False) for b in connection.atomic_blocks):
+                found.append(connection)
+    return found
+
+
+def check_before_lock(name: str, *, release_now: bool) -> None:
+    """Refuse, or warn of, an open transaction in which the lock would protect nothing."""
+    for connection in connections.all(initialized_only=True):
+        if connection.in_atomic_block:
+            if _keeps_snapshot(connection) and connection in open_blocks():
+                warnings.warn(
+                    f"The lock {name[:200]!r} is taken inside a transaction on "
+                    f"{connection.alias!r} at isolation level REPEATABLE READ or above: what it "
+                    "reads may be older than the lock. Take the lock before the transaction: "
+                    "Lock(..., atomic=True), locked_view() or locked(..., atomic=True).",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+        elif not release_now and _manual(connection):
+            raise LockError(
+                f"The connection {connection.alias!r} is in manual transaction management "
+                "(autocommit is off), where the end of the transaction cannot be seen. Use "
+                'atomic(), or Lock(..., release="now") and release it after your commit.'
+            )
+
+
+def call_at_end(
+    blocks: list[Any], *, committed: Callable[[], None], dropped: Callable[[], None]
+) -> None:
+    """Call one of the two when the outermost block of every connection has ended.
+
+    `committed` if the last of them to end committed; `dropped`, possibly in a finalizer, if
+    it was rolled back or its connection was closed.
+    """
+    ends = _Ends(len(blocks), committed, dropped)
+    for connection in blocks:
+        # Savepoints do not matter: an inner block that rolls back must not end the wait.
+        savepoints, connection.savepoint_ids = connection.savepoint_ids, []
+        try:
+            connection.on_commit(_End(ends), robust=True)
+        finally:
+            connection.savepoint_ids = savepoints
+
+
+class _Ends:
+    """How many transactions are still open, and what to do when none is."""
+
+    __slots__ = ("committed", "dropped", "left")
+
+    def __init__(
+        self, left: int, committed: Callable[[], None], dropped: Callable[[], None]
+    ) -> None:
+        self.left = left
+        self.committed = committed
+        self.dropped = dropped
+
+
+class _End:
+    """The callback that only the connection's list refers to."""
+
+    __slots__ = ("_ends",)
+
+    def __init__(self, ends: _Ends) -> None:
+        self._ends: _Ends | None = ends
+
+    def __call__(self) -> None:
+        self._ended(committed=True)
+
+    def __del__(self) -> None:
+        self._ended(committed=False)
+
+    def _ended(self, *, committed: bool) -> None:
+        ends, self._ends = self._ends, None
+        if ends is not None:
+            ends.left -= 1
+            if ends.left == 0:
+                (ends.committed if committed else ends.dropped)()
+
+
+def _manual(connection: Any) -> bool:
+    return connection.connection is not None and not connection.autocommit
+
+
+def _keeps_snapshot(connection: Any) -> bool:
+    """Whether reads of the open transaction keep to the snapshot of its first query."""
+    if connection.vendor == "mysql":
+        # None: the server's default, which is REPEATABLE READ.
+        level = connection.isolation_level
+        return level is None or level.lower() in ("repeatable read", "serializable")
+    if connection.vendor == "postgresql":
+        level = connection.isolation_level  # psycopg's enum: 1 to 4, READ COMMITTED is 2
+        return level is not None and int(level) > 2
+    return False
