@@ -37,7 +37,7 @@ class NotHeld(LockError):
 
 
 class BackendError(LockError):
-    """The lock engine could not be reached, or it refused the request: nobody knows who holds the lock."""
+    """The lock engine could not be reached, or refused: nobody knows who holds the lock."""
 
 
 class StaleObjectError(Exception):

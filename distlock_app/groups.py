@@ -124,7 +124,8 @@ class AllOf:
             return None
 
     def __enter__(self) -> Holds:
-        holds: Holds = enter(self, self.acquire(), None)
+        holds = self.acquire()
+        enter(self, holds, None)
         return holds
 
     def __exit__(
@@ -136,7 +137,8 @@ class AllOf:
         leave(self)[0].leave(exc)
 
     async def __aenter__(self) -> Holds:
-        holds: Holds = enter(self, await self.aacquire(), None)
+        holds = await self.aacquire()
+        enter(self, holds, None)
         return holds
 
     async def __aexit__(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
 from . import transactions
 from .errors import BackendError, LockError, LockLost, NotHeld

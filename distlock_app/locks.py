@@ -188,10 +188,11 @@ class Lock:
     def __enter__(self) -> Hold:
         hold = self._acquire()
         try:
-            return enter(self, hold, self._open_atomic())
+            enter(self, hold, self._open_atomic())
         except BaseException as error:
             hold.leave(error)
             raise
+        return hold
 
     def __exit__(
         self,
@@ -211,7 +212,9 @@ class Lock:
         hold.leave(exc)
 
     async def __aenter__(self) -> Hold:
-        return enter(self, await self.aacquire(), None)
+        hold = await self.aacquire()
+        enter(self, hold, None)
+        return hold
 
     async def __aexit__(
         self,
@@ -332,11 +335,10 @@ def _stable_token(owner: str) -> str:
     return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def enter(lock: Any, hold: Any, block: Any) -> Any:
-    """Note that this runner entered a `with` of `lock`; return the hold."""
+def enter(lock: Any, hold: Any, block: Any) -> None:
+    """Note that this runner entered a `with` of `lock`."""
     with _entered_lock:
         _entered.setdefault(id(lock), []).append((identity.current_runner(), hold, block, lock))
-    return hold
 
 
 def leave(lock: Any) -> tuple[Any, Any]:

@@ -35,5 +35,5 @@ def shown(name: str) -> str:
     name cannot pose as another one on a page, in a log or in a terminal.
     """
     cut = name if len(name) <= SHOWN_LENGTH else name[: SHOWN_LENGTH - 1] + "…"
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"

@@ -14,7 +14,6 @@ import os
 import queue
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from time import monotonic
 from typing import Any

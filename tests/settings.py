@@ -97,6 +97,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 DISTLOCK: dict[str, dict[str, Any]] = {
     "default": {"BACKEND": "distlock_app.backends.database.DatabaseBackend", "LOCATION": "default"},
+    "locks": {"BACKEND": "distlock_app.backends.database.DatabaseBackend", "LOCATION": "locks"},
     "locmem": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
     "dummy": {"BACKEND": "distlock_app.backends.dummy.DummyBackend"},
 }

@@ -51,7 +51,10 @@ class BaseLockBackend:
         return None
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        """Let the claim end `ttl` seconds from now; False: it is certainly not ours any more."""
+        """Let the claim end no earlier than `ttl` seconds from now: it is never shortened.
+
+        False: it is certainly not ours any more.
+        """
         raise NotImplementedError
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:

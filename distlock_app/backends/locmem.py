@@ -83,7 +83,7 @@ class LocMemBackend(BaseLockBackend):
             held = state.held.get(grant.claim.owner) if state else None
             if held is None or held.until <= monotonic():
                 return False
-            held.until = monotonic() + ttl
+            held.until = max(held.until, monotonic() + ttl)
             return True
 
     def release(self, grant: Grant) -> bool:

@@ -49,11 +49,11 @@ class MySQL(Dialect):
          WHERE `key` = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > UTC_TIMESTAMP(6)"""
     EXTEND = """
         UPDATE {table}
-           SET expiry = UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND
+           SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND)
          WHERE `key` = %(key)s AND owner = %(owner)s"""
     EXTEND_PAIRS = """
         UPDATE {table}
-           SET expiry = UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND
+           SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)
          WHERE (`key`, owner) IN ({pairs})"""
     OURS = """
         SELECT `key`, owner FROM {table} WHERE (`key`, owner) IN ({pairs})"""

@@ -39,7 +39,8 @@ class PostgreSQL(Dialect):
                            (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) END,
                    acquired_at = CASE WHEN seen.mine THEN lock.acquired_at
                        ELSE clock_timestamp() END,
-                   expiry = clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond'
+                   expiry = greatest(CASE WHEN seen.mine THEN lock.expiry END,
+                       clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
               FROM seen
              WHERE lock.key = seen.key AND seen.free
          RETURNING lock.fence
@@ -59,11 +60,13 @@ class PostgreSQL(Dialect):
          WHERE key = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > clock_timestamp()"""
     EXTEND = """
         UPDATE {table}
-           SET expiry = clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond'
+           SET expiry = greatest(expiry,
+                   clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
          WHERE key = %(key)s AND owner = %(owner)s"""
     EXTEND_PAIRS = """
         UPDATE {table} AS lock
-           SET expiry = clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond'
+           SET expiry = greatest(expiry,
+                   clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
           FROM unnest(%(keys)s::text[], %(owners)s::text[]) AS ours (key, owner)
          WHERE lock.key = ours.key AND lock.owner = ours.owner
      RETURNING lock.key, lock.owner"""

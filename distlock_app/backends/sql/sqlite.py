@@ -27,7 +27,8 @@ class SQLite(Dialect):
                acquired_at = CASE WHEN owner = :owner THEN acquired_at
                    ELSE strftime('%Y-%m-%d %H:%M:%f', 'now') END,
                owner = :owner, name = :name, holder = :holder,
-               expiry = strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds')
+               expiry = max(CASE WHEN owner = :owner THEN expiry ELSE '' END,
+                   strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds'))
          WHERE key = :key
            AND (owner IN ('', :owner) OR expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now'))"""
     LEFT = """
@@ -49,11 +50,13 @@ class SQLite(Dialect):
            AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')"""
     EXTEND = """
         UPDATE {table}
-           SET expiry = strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds')
+           SET expiry = max(expiry,
+                   strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds'))
          WHERE key = :key AND owner = :owner"""
     EXTEND_PAIRS = """
         UPDATE {table}
-           SET expiry = strftime('%Y-%m-%d %H:%M:%f', 'now', (? / 1000000.0) || ' seconds')
+           SET expiry = max(expiry,
+                   strftime('%Y-%m-%d %H:%M:%f', 'now', (? / 1000000.0) || ' seconds'))
          WHERE (key, owner) IN (VALUES {pairs})"""
     OURS = """
         SELECT key, owner FROM {table} WHERE (key, owner) IN (VALUES {pairs})"""

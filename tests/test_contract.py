@@ -1,0 +1,68 @@
+"""Every engine keeps the contract, on its real server."""
+
+from __future__ import annotations
+
+import pkgutil
+
+import pytest
+from django.conf import settings
+from django.utils.module_loading import import_string
+
+from distlock_app import backends
+from distlock_app.backends.base import BaseLockBackend
+from distlock_app.testing import LockBackendContract
+from tests.conftest import missing
+
+# The engine that excludes nobody, by design.
+BREAKS_IT = {"distlock_app.backends.dummy"}
+
+
+class TestLocMem(LockBackendContract):
+    alias = "locmem"
+
+
+@pytest.mark.django_db(transaction=True)
+class TestDatabase(LockBackendContract):
+    alias = "default"
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+class TestAnotherDatabase(LockBackendContract):
+    alias = "locks"
+
+
+class TestRedis(LockBackendContract):
+    alias = "redis"
+
+    @pytest.fixture(autouse=True)
+    def server(self, redis_url):
+        """Let a missing server be named."""
+
+
+def test_every_engine_is_under_test():
+    if not settings.REDIS_URL:
+        missing("redis", "DISTLOCK_TEST_REDIS_URL is not set")
+    engines = {
+        f"{backends.__name__}.{module.name}"
+        for module in pkgutil.iter_modules(backends.__path__)
+        if _has_engine(f"{backends.__name__}.{module.name}")
+    }
+    configured = {params["BACKEND"] for params in settings.DISTLOCK.values()}
+    tested = {
+        import_string(settings.DISTLOCK[cls.alias]["BACKEND"]).__module__
+        for cls in LockBackendContract.__subclasses__()
+    }
+
+    assert engines == {path.rpartition(".")[0] for path in configured}
+    assert tested == engines - BREAKS_IT
+
+
+def _has_engine(module: str) -> bool:
+    found = vars(__import__(module, fromlist=["*"])).values()
+    return any(
+        isinstance(value, type)
+        and issubclass(value, BaseLockBackend)
+        and value.__module__ == module
+        and value is not BaseLockBackend
+        for value in found
+    )
