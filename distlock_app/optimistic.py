@@ -1,0 +1,327 @@
+"""The optimistic guard: a save is refused when somebody else saved since the row was read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import django
+from django.core import checks
+from django.db import connections, models, router, transaction
+from django.db.models.sql.where import AND, ExtraWhere
+
+from .errors import RetriesExhausted, StaleObjectError
+from .retrying import Retrying, retry_on_conflict
+from .signals import version_conflict
+from .versions import FIRST, VersionedManager, VersionedQuerySet, VersionField, watch
+
+__all__ = [
+    "RetriesExhausted",
+    "StaleObjectError",
+    "VersionField",
+    "VersionedManager",
+    "VersionedModel",
+    "VersionedQuerySet",
+    "retry_on_conflict",
+]
+
+
+class VersionedModel(models.Model):
+    """A model whose `save()` raises StaleObjectError instead of overwriting somebody else's."""
+
+    _version_field: VersionField
+
+    version = VersionField()
+
+    objects = VersionedManager()
+    # What Django itself writes with: ON DELETE SET NULL, `related_set.add()`. Its own, because
+    # an `objects` of the model may hide rows.
+    _every_row = VersionedManager()
+
+    class Meta:
+        abstract = True
+        base_manager_name = "_every_row"
+
+    @classmethod
+    def check(cls, **kwargs: Any) -> list[Any]:
+        found = super().check(**kwargs)
+        if not isinstance(cls._default_manager.get_queryset(), VersionedQuerySet):
+            text = f"update() and bulk_update() of {cls.__name__}'s manager leave the version."
+            hint = "Derive it from VersionedManager, or its queryset from VersionedQuerySet."
+            found.append(checks.Warning(text, hint=hint, obj=cls, id="distlock_app.W023"))
+        return found
+
+    def save_retrying(self, change: Callable[[Any], Any], **options: Any) -> Any:
+        """Reload this object, call `change(self)`, save; again after each conflict.
+
+        Unsaved values of this object are dropped: what is saved is the row as it is in the
+        database and `change`, whether there was a conflict or not. Return this object. The
+        options are those of `objects.retrying()`.
+        """
+        return self._retrying(change, options).run()
+
+    save_retrying.alters_data = True  # type: ignore[attr-defined]
+
+    async def asave_retrying(self, change: Callable[[Any], Any], **options: Any) -> Any:
+        return await self._retrying(change, options).arun()
+
+    asave_retrying.alters_data = True  # type: ignore[attr-defined]
+
+    def _retrying(self, change: Callable[[Any], Any], options: Any) -> Retrying:
+        using = router.db_for_write(type(self), instance=self)
+        rows: Any = type(self)._base_manager.using(using)
+
+        def read(lock: bool) -> Any:
+            self.refresh_from_db(from_queryset=rows._locked(self.pk) if lock else rows.all())
+            return self
+
+        return Retrying(read, change, using=using, **options)
+
+    def refresh_from_db(
+        self, using: str | None = None, fields: Any = None, from_queryset: Any = None
+    ) -> None:
+        """Do as Django does; the version is taken only with all fields, or by its name."""
+        name = self._version_field.attname
+        before = self.__dict__.get(name, MISSING)
+        if fields is not None:
+            fields = set(fields)
+        elif before is MISSING:
+            self.__dict__[name] = None  # not deferred any more: read it with the rest
+        taken = fields is None or name in fields
+        try:
+            super().refresh_from_db(using=using, fields=fields, from_queryset=from_queryset)
+        except BaseException:
+            taken = False
+            raise
+        finally:
+            if not taken:
+                _put(self, name, before)
+
+    def delete(self, using: str | None = None, keep_parents: bool = False) -> Any:
+        """Delete the row, or raise StaleObjectError if somebody else changed it.
+
+        A row that is gone already is no conflict: what was asked for is done.
+        """
+        using = using or router.db_for_write(type(self), instance=self)
+        expected = self._version_to_rely_on(using) if _has_key(self, self) else None
+        if expected is None:
+            return super().delete(using=using, keep_parents=keep_parents)
+        field = self._version_field
+        rows = self._version_row(using)
+        with transaction.atomic(using=using):
+            # A write, not a read: the row is locked until it is deleted, on SQLite as well.
+            guarded = rows.filter(**{field.name: expected})
+            if not guarded.update(**{field.name: expected + 1}):
+                found = self._find_version(using, expected)
+                if found is not None:
+                    raise self._conflict(expected, found)
+            deleted = super().delete(using=using, keep_parents=keep_parents)
+        setattr(self, field.attname, None)
+        return deleted
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+
+    # Below: the way of a save through Django. `save_base()` calls `_save_table()` for each
+    # table, parents first, which calls `_do_update()`. Their arguments are those of 5.2 to 6.1;
+    # `_do_update()` got one more in 6.0.
+
+    def save_base(
+        self,
+        raw: bool = False,
+        force_insert: Any = False,
+        force_update: bool = False,
+        using: str | None = None,
+        update_fields: Any = None,
+    ) -> None:
+        using = using or router.db_for_write(type(self), instance=self)
+        try:
+            super().save_base(raw, force_insert, force_update, using, update_fields)
+        except StaleObjectError as conflict:
+            own = self._state.__dict__.pop("conflict", None) is conflict
+            if own and _is_first_table(self._version_field, type(self)):
+                # Django marks the transaction as broken after any exception. But an UPDATE that
+                # matched no row, before another table was written, broke nothing: the caller
+                # may catch the conflict and go on.
+                connection = connections[using]
+                if connection.in_atomic_block:
+                    connection.set_rollback(False)
+            raise
+
+    def _save_table(
+        self,
+        raw: bool = False,
+        cls: Any = None,
+        force_insert: bool = False,
+        force_update: bool = False,
+        using: Any = None,
+        update_fields: Any = None,
+    ) -> Any:
+        field = self._version_field
+        if cls is field.model:
+            if raw:
+                self._take_raw_version(using)
+            else:
+                return self._save_guarded(cls, force_insert, force_update, using, update_fields)
+        saved = super()._save_table(  # type: ignore[misc]
+            raw, cls, force_insert, force_update, using, update_fields
+        )
+        self._forget_saved(cls, update_fields)
+        return saved
+
+    def _save_guarded(
+        self, cls: Any, force_insert: Any, force_update: bool, using: str, update_fields: Any
+    ) -> Any:
+        """Save the table that has the version; the version in memory moves when that is done."""
+        name = self._version_field.attname
+        if update_fields:
+            update_fields = frozenset((*update_fields, name))
+        before = self.__dict__.get(name, MISSING)
+        state: Any = self._state
+        state.expected, state.written = None, FIRST
+        try:
+            if not force_insert and _has_key(self, cls):
+                state.expected = self._version_to_rely_on(using)
+            saved = super()._save_table(  # type: ignore[misc]
+                False, cls, force_insert, force_update, using, update_fields
+            )
+            written, expected = (state.written, state.expected) if saved else (FIRST, None)
+        except BaseException as error:
+            # Django gives an object its version before it inserts the row.
+            _put(self, name, before)
+            if isinstance(error, StaleObjectError):
+                state.conflict = error
+            raise
+        finally:
+            del state.expected, state.written
+        self._version_written(written, expected, using)
+        self._forget_saved(cls, update_fields)
+        return saved
+
+    def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
+        state: Any = self._state
+        if not hasattr(state, "expected"):  # another table, or raw
+            return super()._do_update(base_qs, using, pk_val, values, *args)
+        field = self._version_field
+        expected = state.expected
+        unread = expected is None
+        if unread:
+            expected = self._find_version(using, None)
+        while expected is not None:
+            state.written = expected + 1
+            values = [(f, m, expected + 1 if f is field else value) for f, m, value in values]
+            guarded = base_qs.all() if unread else base_qs
+            guarded.query.where.add(ExtraWhere([_condition(field, using)], [expected]), AND)
+            updated = super()._do_update(guarded, using, pk_val, values, *args)
+            if updated:
+                return updated
+            found = self._find_version(using, expected)
+            if not unread and (found is not None or not self._state.adding):
+                raise self._conflict(expected, found)
+            expected = found
+        # An object that was never read or saved is inserted if there is no row, as in Django.
+        return False
+
+    def _version_to_rely_on(self, using: str) -> int | None:
+        """Return the version that was read with this object, None if no row was read."""
+        if self._state.db not in (None, using):
+            # Read from a replica, it is guarded; copied to another database, it is new there.
+            if router.db_for_write(type(self), instance=self) != using:
+                return None
+        name = self._version_field.attname
+        if name not in self.__dict__:
+            what = "was read without its version: nobody can say whether it changed"
+            raise self._conflict(None, None, what)
+        version: int | None = self.__dict__[name]
+        return version
+
+    def _version_row(self, using: str) -> Any:
+        """Return the queryset of this object's row in the table that has the version."""
+        owner = self._version_field.model
+        return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
+
+    def _find_version(self, using: str, expected: int | None) -> int | None:
+        """Return the version in the database, None if there is no row."""
+        versions = self._version_row(using).values_list(self._version_field.attname, flat=True)
+        found = next(iter(versions), None)
+        connection = connections[using]
+        if found is not None and found == expected and connection.in_atomic_block:
+            # The UPDATE saw another one: this is the old snapshot of REPEATABLE READ.
+            if connection.features.has_select_for_update:
+                found = next(iter(versions.select_for_update()), None)
+        return found
+
+    def _version_written(self, version: int, before: int | None, using: str) -> None:
+        """Move the version in memory."""
+        setattr(self, self._version_field.attname, version)
+        watch(self, before, using)
+
+    def _take_raw_version(self, using: str) -> None:
+        """Keep the version of a fixture; where it has none, move the row's on."""
+        field = self._version_field
+        if self.__dict__.get(field.attname) is None:
+            found = self._find_version(using, None)
+            setattr(self, field.attname, FIRST if found is None else found + 1)
+
+    def _forget_saved(self, cls: Any, update_fields: Any) -> None:
+        if DJANGO_FORGETS:
+            return
+        fields = cls._meta.local_concrete_fields
+        if update_fields:
+            fields = [f for f in fields if f.name in update_fields or f.attname in update_fields]
+        self._forget_expressions(fields)
+
+    def _forget_expressions(self, fields: Iterable[Any]) -> None:
+        """Defer what was saved as an expression; saved again, F("stock") - 1 would count twice."""
+        values = self.__dict__
+        for field in fields:
+            if hasattr(values.get(field.attname), "resolve_expression") and not field.primary_key:
+                del values[field.attname]
+
+    def _conflict(
+        self, expected: int | None, found: int | None, what: str | None = None
+    ) -> StaleObjectError:
+        """Announce a conflict, and return the error to raise."""
+        version_conflict.send_robust(
+            sender=type(self),
+            instance=self,
+            attempt=getattr(self._state, "attempt", 1),
+            expected=expected,
+            found=found,
+        )
+        if what is None:
+            what = "was deleted" if found is None else f"has version {found}, not {expected}"
+        text = f"{self._meta.label} {self.pk!r} {what}"
+        return StaleObjectError(text, obj=self, expected=expected, found=found)
+
+
+MISSING = object()
+# Since 6.0 save() replaces an expression by its result, or defers the field.
+DJANGO_FORGETS = django.VERSION >= (6,)
+
+
+def _put(obj: Any, name: str, value: Any) -> None:
+    """Set the field in memory, or defer it."""
+    if value is MISSING:
+        obj.__dict__.pop(name, None)
+    else:
+        obj.__dict__[name] = value
+
+
+@functools.cache
+def _condition(field: VersionField, using: str) -> str:
+    """Return the guard as SQL: built by filter() for each save, it costs a quarter of a save."""
+    quote = connections[using].ops.quote_name
+    return f"{quote(field.model._meta.db_table)}.{quote(str(field.column))} = %s"
+
+
+def _has_key(obj: Any, model: Any) -> bool:
+    return bool(obj._is_pk_set(model._meta))
+
+
+def _is_first_table(field: VersionField, model: Any) -> bool:
+    """Whether a save of the model writes the table of the version before any other."""
+    model = model._meta.concrete_model
+    while model._meta.parents:
+        model = next(iter(model._meta.parents))
+    return bool(model is field.model)

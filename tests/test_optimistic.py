@@ -1,0 +1,830 @@
+"""A stale save is refused, in every way in which Django writes a row."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.core import serializers
+from django.core.exceptions import ObjectDoesNotExist
+from django.db import (
+    DatabaseError,
+    IntegrityError,
+    NotSupportedError,
+    connection,
+    models,
+    transaction,
+)
+from django.db.models import F, ProtectedError
+from django.test import TestCase
+from django.utils import timezone
+
+from distlock_app.errors import StaleObjectError
+from distlock_app.signals import version_conflict
+from tests.app.versioned_models import (
+    Account,
+    Article,
+    Box,
+    Country,
+    Document,
+    GuardedNamed,
+    Named,
+    ProxyAccount,
+    SavingsAccount,
+    Seat,
+)
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+
+
+@pytest.fixture
+def account() -> Account:
+    return Account.objects.create(owner="Ann", balance=100)
+
+
+def other_saves(obj: Any, **values: Any) -> int:
+    """Let somebody else save the row; return the new version."""
+    other = type(obj)._base_manager.get(pk=obj.pk)
+    for name, value in values.items():
+        setattr(other, name, value)
+    other.save()
+    return int(getattr(other, other._version_field.attname))
+
+
+def version_of(obj: Any) -> int:
+    name = obj._version_field.attname
+    return int(type(obj)._base_manager.values_list(name, flat=True).get(pk=obj.pk))
+
+
+# save()
+
+
+def test_a_new_object_is_inserted_with_version_1_by_one_query(
+    django_assert_num_queries: Any,
+) -> None:
+    account = Account(owner="Ann")
+    assert account.version is None
+
+    with django_assert_num_queries(1):
+        account.save()
+
+    assert account.version == version_of(account) == 1
+
+
+def test_a_save_is_one_update_that_moves_the_version_on(
+    account: Account, django_assert_num_queries: Any
+) -> None:
+    account.balance = 50
+
+    with django_assert_num_queries(1) as queries:
+        account.save()
+
+    assert queries[0]["sql"].startswith("UPDATE")
+    assert account.version == version_of(account) == 2
+
+
+def test_a_stale_save_is_refused_and_changes_nothing(account: Account) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    other_saves(account, balance=70)
+    stale.balance = 10
+
+    with pytest.raises(StaleObjectError) as refusal:
+        stale.save()
+
+    assert (refusal.value.obj, refusal.value.expected, refusal.value.found) == (stale, 1, 2)
+    assert "version 2, not 1" in str(refusal.value)
+    assert stale.version == 1
+    assert Account.objects.get(pk=account.pk).balance == 70
+
+
+def test_a_row_that_was_deleted_meanwhile_is_not_inserted_again(account: Account) -> None:
+    Account.objects.filter(pk=account.pk).delete()
+
+    with pytest.raises(StaleObjectError) as refusal:
+        account.save()
+
+    assert refusal.value.found is None
+    assert not Account.objects.exists()
+
+
+@pytest.mark.parametrize("options", [{"force_update": True}, {"update_fields": ["balance"]}])
+def test_a_forced_update_of_a_stale_or_deleted_row_is_a_conflict(
+    account: Account, options: dict[str, Any]
+) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    other_saves(account)
+
+    with pytest.raises(StaleObjectError):
+        stale.save(**options)
+    Account.objects.all().delete()
+    with pytest.raises(StaleObjectError):
+        stale.save(**options)
+
+
+def test_update_fields_always_include_the_version(account: Account) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    account.seen = timezone.now()
+
+    account.save(update_fields=["seen"])
+
+    assert account.version == version_of(account) == 2
+    with pytest.raises(StaleObjectError):
+        stale.save(update_fields=["balance"])
+
+
+def test_empty_update_fields_write_nothing(
+    account: Account, django_assert_num_queries: Any
+) -> None:
+    with django_assert_num_queries(0):
+        account.save(update_fields=[])
+
+    assert account.version == version_of(account) == 1
+
+
+def test_receivers_of_post_save_see_the_new_version_and_may_save_again(account: Account) -> None:
+    seen = []
+
+    def receiver(instance: Account, update_fields: Any, **kwargs: Any) -> None:
+        seen.append((instance.version, update_fields))
+        if len(seen) == 1:
+            instance.save(update_fields=["seen"])
+
+    models.signals.post_save.connect(receiver, sender=Account)
+    try:
+        account.save()
+    finally:
+        models.signals.post_save.disconnect(receiver, sender=Account)
+
+    assert seen == [(2, None), (3, frozenset({"seen"}))]
+    assert version_of(account) == 3
+
+
+def test_a_save_that_fails_leaves_the_version_in_memory(account: Account) -> None:
+    taken = Country.objects.create(code="kr", name="Korea")
+    country = Country.objects.create(code="de", name="Germany")
+    country.name = taken.name
+    new = Country(code="fr", name=taken.name)
+
+    for obj in (country, new):
+        with pytest.raises(IntegrityError):
+            obj.save()
+
+    assert country.version == 1
+    assert new.version is None
+
+
+def test_select_on_save_and_another_name_of_the_version_are_guarded() -> None:
+    article = Article.objects.create(text="one")
+    stale = Article.objects.get(pk=article.pk)
+    article.save()
+    assert article.revision == version_of(article) == 2
+
+    with pytest.raises(StaleObjectError):
+        stale.save()
+
+
+# New objects whose key is known
+
+
+def test_an_object_with_a_key_of_its_own_is_inserted(django_assert_num_queries: Any) -> None:
+    with django_assert_num_queries(1):
+        document = Document.objects.create(title="one")  # a default makes the key
+    with django_assert_num_queries(1):
+        Country(code="kr", name="Korea").save(force_insert=True)
+    with django_assert_num_queries(2):  # Django looks for the row first, too
+        country = Country(code="de", name="Germany")
+        country.save()
+
+    assert document.version == country.version == 1
+    with pytest.raises(IntegrityError):
+        Country(code="kr", name="Corea").save(force_insert=True)
+
+
+def test_an_object_that_was_never_read_overwrites_the_row_and_moves_its_version_on() -> None:
+    Country.objects.create(code="kr", name="Korea")
+    reader = Country.objects.get(code="kr")
+    country = Country(code="kr", name="Republic of Korea")
+
+    country.save()
+
+    assert country.version == version_of(country) == 2
+    with pytest.raises(StaleObjectError):
+        reader.save()
+    country.save()
+
+
+def test_an_object_built_from_a_key_and_a_version_is_guarded(account: Account) -> None:
+    other_saves(account)
+
+    with pytest.raises(StaleObjectError):
+        Account(pk=account.pk, version=1, owner="Bob").save()
+    Account(pk=account.pk, version=2, owner="Bob").save()
+
+    assert Account.objects.get().owner == "Bob"
+
+
+def test_a_forced_update_of_a_row_that_never_was_fails_as_in_django() -> None:
+    with pytest.raises(DatabaseError, match="Forced update did not affect any rows"):
+        Account(pk=12345).save(force_update=True)
+
+
+def test_a_copy_begins_at_version_1(account: Account) -> None:
+    other_saves(account)
+    account.refresh_from_db()
+    account.pk = None
+    account._state.adding = True
+    country = Country.objects.create(code="kr", name="Korea")
+    other_saves(country)
+    country.refresh_from_db()
+    country.code, country.name, country._state.adding = "de", "Germany", True
+
+    account.save()
+    country.save()
+
+    assert account.version == version_of(account) == 1
+    assert country.version == version_of(country) == 1
+
+
+def test_a_copy_to_another_database_is_new_there(account: Account) -> None:
+    for _ in range(2):
+        account.save(using="default")
+        account.save(using="locks")
+
+    assert Account.objects.using("locks").get().balance == 100
+    assert account.version == Account.objects.using("locks").get().version
+
+
+def test_an_object_read_from_a_replica_is_guarded(account: Account, settings: Any) -> None:
+    replica = Account.objects.get(pk=account.pk)
+    replica._state.db = "locks"
+    settings.DATABASE_ROUTERS = ["tests.test_optimistic.WritesToDefault"]
+    other_saves(account, balance=1)
+
+    with pytest.raises(StaleObjectError):
+        replica.save()
+
+
+class WritesToDefault:
+    """A router for one primary and its replicas."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str:
+        return "default"
+
+
+def test_get_or_create_and_update_or_create_behave_as_in_django(account: Account) -> None:
+    same, created = Account.objects.get_or_create(owner="Ann")
+    assert (same.version, created) == (1, False)
+
+    updated, created = Account.objects.update_or_create(owner="Ann", defaults={"balance": 5})
+    assert (updated.version, updated.balance, created) == (2, 5, False)
+    new, created = Account.objects.update_or_create(owner="Bob", defaults={"balance": 7})
+    assert (new.version, created) == (1, True)
+
+    with pytest.raises(StaleObjectError):
+        account.save()
+
+
+# Deferred and refreshed fields
+
+
+def test_only_and_defer_always_read_the_version(
+    account: Account, django_assert_num_queries: Any
+) -> None:
+    with django_assert_num_queries(3):
+        some = Account.objects.only("balance").get()
+        most = Account.objects.defer("version", "owner").get()
+        none = Account.objects.only("balance").defer("version").get()
+        assert some.version == most.version == none.version == 1
+    other_saves(account)
+
+    for stale in (some, most, none):
+        with pytest.raises(StaleObjectError):
+            stale.save()
+
+
+def test_a_row_read_without_its_version_is_not_saved(account: Account) -> None:
+    child = Account.objects.create(parent=account)
+    raw = Account.objects.raw("SELECT id, balance FROM testapp_account WHERE owner = 'Ann'")[0]
+    children = Account.objects.select_related("parent").only("parent__balance")
+    related = children.get(pk=child.pk).parent
+    if hasattr(models, "FETCH_PEERS"):  # Django 6.1
+        related = children.fetch_mode(models.FETCH_PEERS).get(pk=child.pk).parent
+
+    for obj in (raw, related):
+        assert obj.version == version_of(obj)  # to be looked at: it says nothing of the fields
+        with transaction.atomic():
+            for write in (obj.save, obj.delete):
+                with pytest.raises(StaleObjectError, match="read without its version"):
+                    write()
+            obj.refresh_from_db()
+            obj.save()
+
+
+def test_refreshing_some_fields_does_not_hide_a_conflict(account: Account) -> None:
+    article = Article.objects.create(text="one")
+    for obj, fields in ((account, {"balance": 70}), (article, {"text": "two"})):
+        other_saves(obj, **fields)
+
+        obj.refresh_from_db(fields=list(fields))
+
+        with pytest.raises(StaleObjectError):
+            obj.save()
+
+
+def test_a_deferred_field_loaded_late_does_not_hide_a_conflict(account: Account) -> None:
+    late = Account.objects.defer("balance").get()
+    other_saves(account, balance=70)
+
+    assert late.balance == 70
+
+    with pytest.raises(StaleObjectError):
+        late.save()
+
+
+def test_refreshing_all_or_the_version_by_its_name_takes_it(account: Account) -> None:
+    mine_wins = Account.objects.get(pk=account.pk)
+    other_saves(account, balance=70)
+
+    account.refresh_from_db()
+    mine_wins.refresh_from_db(fields=["version"])
+
+    assert account.version == mine_wins.version == 2
+    mine_wins.save()
+    assert Account.objects.get().balance == 100
+
+
+def test_a_refresh_of_a_deleted_row_leaves_the_version(account: Account) -> None:
+    Account.objects.all().delete()
+
+    with pytest.raises(ObjectDoesNotExist):
+        account.refresh_from_db()
+
+    assert account.version == 1
+
+
+# Expressions, generated fields, keys, inheritance
+
+
+def test_an_expression_is_not_applied_twice(account: Account) -> None:
+    account.balance = F("balance") + 10
+    account.save()
+    account.save()
+    assert account.balance == 110
+
+    account.balance = F("balance") + 10
+    account.save(update_fields=["owner"])
+    account.save(update_fields=["balance"])
+    account.save()
+    account.refresh_from_db()
+    assert account.balance == 120
+
+
+def test_an_expression_in_a_new_object_is_not_kept() -> None:
+    account = Account(owner=models.Value("Ann"))
+    account.save()
+
+    assert account.owner == "Ann"
+    account.save()
+    assert account.version == version_of(account) == 2
+
+
+def test_generated_fields_and_composite_keys_are_guarded() -> None:
+    box = Box.objects.create(side=2)
+    box.side = 3
+    box.save()
+    box.refresh_from_db()
+    assert (box.area, box.version) == (9, 2)
+
+    seat = Seat.objects.create(row="A", number=1)
+    stale = Seat.objects.get(pk=("A", 1))
+    seat.guest = "Ann"
+    seat.save()
+    with pytest.raises(StaleObjectError):
+        stale.save()
+    with pytest.raises(StaleObjectError):
+        stale.delete()
+    assert Seat.objects.retrying(("A", 1), lambda s: setattr(s, "guest", "Bob")).version == 3
+
+
+def test_a_proxy_shares_the_version_of_its_model(account: Account) -> None:
+    proxy = ProxyAccount.objects.get(pk=account.pk)
+    account.save()
+
+    with pytest.raises(StaleObjectError):
+        proxy.save()
+    assert ProxyAccount.objects.retrying(proxy.pk, lambda a: None).version == 3
+
+
+def test_a_change_of_the_childs_table_alone_moves_the_version_of_the_parent(
+    django_assert_num_queries: Any,
+) -> None:
+    savings = SavingsAccount.objects.create(rate=1)
+    stale = SavingsAccount.objects.get(pk=savings.pk)
+    as_parent = Account.objects.get(pk=savings.pk)
+    savings.rate = 2
+
+    savings.save(update_fields=["rate"])
+
+    assert savings.version == version_of(savings) == 2
+    for obj in (stale, as_parent):
+        with pytest.raises(StaleObjectError):
+            obj.save()
+    SavingsAccount.objects.update(rate=3)
+    assert version_of(savings) == 3
+
+
+def test_a_conflict_in_the_childs_table_undoes_the_write_to_the_parents() -> None:
+    guarded = GuardedNamed.objects.create(name="one")
+    stale = GuardedNamed.objects.get(pk=guarded.pk)
+    other_saves(guarded)
+    stale.name = "two"
+
+    with pytest.raises(StaleObjectError):
+        stale.save()
+
+    assert Named.objects.get().name == "one"
+    # In the caller's transaction only a rollback can undo it.
+    with transaction.atomic():
+        with pytest.raises(StaleObjectError):
+            stale.save()
+        assert connection.needs_rollback
+    assert Named.objects.get().name == "one"
+
+
+# Queries that write
+
+
+def test_update_moves_the_version_on(account: Account, django_assert_num_queries: Any) -> None:
+    with django_assert_num_queries(1):
+        assert Account.objects.filter(owner="Ann").update(balance=1) == 1
+
+    assert version_of(account) == 2
+    with pytest.raises(StaleObjectError):
+        account.save()
+    assert Account.objects.update() == 0
+
+
+def test_related_managers_and_set_null_move_the_version_on(account: Account) -> None:
+    child = Account.objects.create(owner="Bob")
+
+    account.children.add(child)
+    assert version_of(child) == 2
+    account.children.update(balance=1)
+    assert version_of(child) == 3
+    account.children.clear()
+    assert version_of(child) == 4
+    account.children.add(child)
+    Account.objects.filter(pk=account.pk).delete()
+    assert version_of(child) == 6
+
+
+def test_bulk_update_is_guarded_and_moves_the_version_on(account: Account) -> None:
+    other = Account.objects.create(owner="Bob")
+    account.balance, other.balance = 1, F("balance") + 2
+
+    assert Account.objects.bulk_update([account, other], ["balance"], batch_size=1) == 2
+
+    assert account.version == version_of(account) == 2
+    other.save()
+    assert (other.balance, other.version) == (2, 3)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_bulk_update_with_one_stale_object_writes_none(account: Account, gone: bool) -> None:
+    stale = Account.objects.create(owner="Bob")
+    if gone:
+        Account.objects.filter(owner="Bob").delete()
+    else:
+        other_saves(stale, balance=7)
+    account.balance = stale.balance = 1
+
+    with transaction.atomic():
+        with pytest.raises(StaleObjectError) as refusal:
+            Account.objects.bulk_update([account, stale], ["balance"])
+        assert Account.objects.get(owner="Ann").balance == 100
+
+    assert (refusal.value.obj, refusal.value.found) == (stale, None if gone else 2)
+    assert (account.version, stale.version) == (1, 1)
+    account.save()
+
+
+def test_bulk_create_inserts_version_1_and_its_objects_can_be_saved() -> None:
+    documents = Document.objects.bulk_create([Document(title="one"), Document(title="two")])
+    documents[0].save()
+
+    assert [d.version for d in documents] == [2, 1]
+    assert set(Document.objects.values_list("version", flat=True)) == {1, 2}
+
+
+def test_bulk_create_that_may_meet_rows_of_others_claims_none_of_them() -> None:
+    Country.objects.create(code="kr", name="Korea")
+    mine = Country(code="kr", name="Corea")
+
+    Country.objects.bulk_create([mine], ignore_conflicts=True)
+
+    with pytest.raises(StaleObjectError):
+        mine.save()
+    with pytest.raises(NotSupportedError, match="without moving"):
+        Country.objects.bulk_create(
+            [mine], update_conflicts=True, update_fields=["name"], unique_fields=["code"]
+        )
+
+
+def test_a_row_that_the_models_manager_hides_can_be_saved() -> None:
+    article = Article.objects.create(hidden=True)
+    assert not Article.objects.exists()
+
+    article.save()
+
+    assert article.revision == version_of(article) == 2
+
+
+# delete()
+
+
+def test_a_stale_delete_is_refused(account: Account) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    other_saves(account, balance=1)
+
+    with transaction.atomic():
+        with pytest.raises(StaleObjectError) as refusal:
+            stale.delete()
+        assert Account.objects.count() == 1  # the transaction goes on
+
+    assert refusal.value.found == 2
+    assert stale.pk == account.pk and stale.version == 1
+
+
+def test_a_fresh_delete_and_one_of_a_row_that_is_gone_work_as_in_django(account: Account) -> None:
+    same = Account.objects.get(pk=account.pk)
+    pk = account.pk
+
+    assert account.delete() == (1, {"testapp.Account": 1})
+    assert same.delete()[0] == 0
+
+    assert account.pk is None and account.version is None
+    account.pk = pk
+    account.save()
+    assert account.version == version_of(account) == 1
+
+
+def test_a_delete_that_fails_leaves_row_and_version(account: Account) -> None:
+    def protect(**kwargs: Any) -> None:
+        raise ProtectedError("no", set())
+
+    models.signals.pre_delete.connect(protect, sender=Account)
+    try:
+        with transaction.atomic(), pytest.raises(ProtectedError):
+            account.delete()
+    finally:
+        models.signals.pre_delete.disconnect(protect, sender=Account)
+
+    assert account.version == version_of(account) == 1
+
+
+def test_a_query_that_deletes_and_raw_sql_ask_for_no_version(account: Account) -> None:
+    stale = Account.objects.filter(balance=100)
+    other_saves(account, owner="Bob")
+    with connection.cursor() as cursor:
+        cursor.execute("UPDATE testapp_account SET balance = 100")
+    assert version_of(account) == 2
+
+    stale.delete()
+
+    assert not Account.objects.exists()
+
+
+# Fixtures, pickles, copies
+
+
+def test_a_fixture_keeps_its_version_and_gets_one_if_it_has_none(account: Account) -> None:
+    other_saves(account)
+    account.refresh_from_db()
+    fixture = serializers.serialize("json", [account])
+    Account.objects.all().delete()
+
+    for _ in range(2):  # insert, then overwrite
+        for loaded in serializers.deserialize("json", fixture):
+            loaded.save()
+        assert version_of(account) == 2
+
+    fixture = fixture.replace('"version": 2, ', "")
+    for loaded in serializers.deserialize("json", fixture):
+        loaded.save()
+    assert version_of(account) == 3
+    Account.objects.all().delete()
+    for loaded in serializers.deserialize("json", fixture):
+        loaded.save()
+    assert version_of(account) == 1
+
+
+def test_a_pickled_or_copied_object_keeps_its_guard(account: Account) -> None:
+    pickled = pickle.loads(pickle.dumps(account))
+    copied = copy.copy(account)
+    other_saves(account)
+
+    for stale in (pickled, copied):
+        with pytest.raises(StaleObjectError) as refusal:
+            stale.save()
+        pickle.loads(pickle.dumps(refusal.value))
+
+
+# Transactions
+
+
+def test_a_conflict_does_not_break_the_callers_transaction(account: Account) -> None:
+    savings = SavingsAccount.objects.create(rate=1)
+    for obj in (account, savings):
+        stale = type(obj).objects.get(pk=obj.pk)
+        other_saves(obj)
+
+        with transaction.atomic():
+            with pytest.raises(StaleObjectError):
+                stale.save()
+            stale.refresh_from_db()
+            stale.save()
+
+        assert version_of(obj) == 3
+
+
+def test_another_error_breaks_the_callers_transaction_as_in_django() -> None:
+    Country.objects.create(code="kr", name="Korea")
+
+    with transaction.atomic():
+        with pytest.raises(IntegrityError):
+            Country(code="de", name="Korea").save(force_insert=True)
+        assert connection.needs_rollback
+
+
+def test_a_conflict_in_a_receiver_does_not_mend_a_transaction_that_it_broke(
+    account: Account,
+) -> None:
+    def receiver(instance: Account, **kwargs: Any) -> None:
+        if not instance.owner:
+            return
+        with transaction.atomic(savepoint=False):
+            Account.objects.create(owner="")
+            stale.save()
+
+    stale = Account.objects.get(pk=account.pk)
+    models.signals.post_save.connect(receiver, sender=Account)
+    try:
+        with transaction.atomic():
+            with pytest.raises(StaleObjectError):
+                account.save()
+            assert connection.needs_rollback
+    finally:
+        models.signals.post_save.disconnect(receiver, sender=Account)
+
+    assert Account.objects.count() == 1
+
+
+class Undone(Exception):
+    """Rolls a block back."""
+
+
+def rolled_back() -> Iterator[None]:
+    with pytest.raises(Undone):
+        with transaction.atomic():
+            yield
+            raise Undone
+
+
+@pytest.fixture
+def undone() -> Callable[[], Any]:
+    from contextlib import contextmanager
+
+    return contextmanager(rolled_back)
+
+
+def test_a_rollback_puts_the_version_back(account: Account, undone: Any) -> None:
+    with undone():
+        account.save()
+        account.save()
+        assert account.version == 3
+
+    assert account.version == version_of(account) == 1
+    account.save()
+
+
+def test_an_object_of_a_rolled_back_block_does_not_overwrite_its_successor(
+    account: Account, undone: Any
+) -> None:
+    with undone():
+        account.balance = 0
+        account.save()
+    other_saves(account, balance=70)  # version 2, which `account` had for a moment
+
+    with pytest.raises(StaleObjectError):
+        account.save()
+
+
+def test_a_rolled_back_savepoint_puts_back_only_what_was_saved_in_it(
+    account: Account, undone: Any
+) -> None:
+    with transaction.atomic():
+        account.save()
+        with undone():
+            account.save()
+        assert account.version == 2
+        with transaction.atomic():
+            account.save()
+        assert account.version == 3
+
+    assert account.version == version_of(account) == 3
+
+
+def test_a_rolled_back_insert_can_be_saved_again(undone: Any) -> None:
+    account, country = Account(owner="Ann"), Country(code="kr", name="Korea")
+    documents = [Document(title="one")]
+    with undone():
+        account.save()
+        country.save()
+        Document.objects.bulk_create(documents)
+
+    for obj in (account, country, *documents):
+        assert obj.version is None
+        obj.save()
+        assert obj.version == version_of(obj) == 1
+
+
+def test_a_rolled_back_bulk_update_puts_the_versions_back(account: Account, undone: Any) -> None:
+    with undone():
+        Account.objects.bulk_update([account], ["balance"])
+        assert account.version == 2
+
+    assert account.version == 1
+
+
+def test_the_watch_for_a_rollback_neither_piles_up_nor_keeps_objects(account: Account) -> None:
+    with transaction.atomic():
+        for _ in range(50):
+            Account.objects.get(pk=account.pk).save()
+        assert len(connection.run_on_commit) == 1
+
+    assert version_of(account) == 51
+
+
+class OnCommitCallbacks(TestCase):
+    def test_saves_add_no_callback_to_those_that_a_test_case_counts(self) -> None:
+        with self.captureOnCommitCallbacks() as callbacks:
+            account = Account.objects.create()
+            account.save()
+            transaction.on_commit(list)
+
+        self.assertEqual(len(callbacks), 1)
+
+
+# Signal
+
+
+def test_every_conflict_is_announced_and_a_receiver_that_raises_does_no_harm(
+    account: Account,
+) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    other_saves(account)
+    seen = []
+
+    def receiver(sender: Any, **facts: Any) -> None:
+        seen.append((sender, *(facts[k] for k in ("instance", "attempt", "expected", "found"))))
+        raise ValueError("broken receiver")
+
+    version_conflict.connect(receiver)
+    try:
+        with pytest.raises(StaleObjectError):
+            stale.save()
+    finally:
+        version_conflict.disconnect(receiver)
+
+    assert seen == [(Account, stale, 1, 1, 2)]
+
+
+# Threads of one process
+
+
+def test_of_many_threads_with_the_same_version_one_saves(account: Account) -> None:
+    outcomes: list[str] = []
+    barrier = threading.Barrier(8)
+
+    def save() -> None:
+        try:
+            mine = Account.objects.get(pk=account.pk)
+            barrier.wait(30)
+            mine.save()
+            outcomes.append("saved")
+        except StaleObjectError:
+            outcomes.append("refused")
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=save) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert sorted(outcomes) == ["refused"] * 7 + ["saved"]

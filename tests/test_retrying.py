@@ -1,0 +1,442 @@
+"""A change is done again on a fresh row until it is saved, and never over somebody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import OperationalError, connection, connections, transaction
+from django.test import TestCase
+
+from distlock_app.errors import RetriesExhausted, StaleObjectError
+from distlock_app.optimistic import retry_on_conflict
+from distlock_app.signals import version_conflict
+from tests.app.versioned_models import Account, GuardedNamed, SavingsAccount
+from tests.processes import Processes
+from tests.test_optimistic import Undone, other_saves, version_of
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+QUICK: dict[str, Any] = {"pause": 0.0001, "max_pause": 0.001}
+
+
+@pytest.fixture
+def account() -> Account:
+    return Account.objects.create(owner="Ann", balance=100)
+
+
+class Interrupted:
+    """Add 10 to the balance; let somebody else save in between, the first `times`."""
+
+    def __init__(self, times: int, amount: int = 1) -> None:
+        self.times = times
+        self.amount = amount
+        self.applied: list[Any] = []
+
+    def __call__(self, account: Any) -> None:
+        self.applied.append(account)
+        if len(self.applied) <= self.times:
+            row = type(account).objects.get(pk=account.pk)
+            other_saves(row, balance=row.balance + self.amount)
+        account.balance += 10
+
+
+@pytest.fixture
+def conflicts() -> Any:
+    seen: list[tuple[Any, ...]] = []
+
+    def receiver(sender: Any, **facts: Any) -> None:
+        seen.append(tuple(facts[name] for name in ("attempt", "expected", "found")))
+
+    version_conflict.connect(receiver)
+    yield seen
+    version_conflict.disconnect(receiver)
+
+
+# One process
+
+
+def test_without_a_conflict_it_costs_one_read_and_one_write(
+    account: Account, django_assert_num_queries: Any
+) -> None:
+    with django_assert_num_queries(2):
+        saved = Account.objects.retrying(account.pk, Interrupted(0))
+    with django_assert_num_queries(2):
+        assert account.save_retrying(Interrupted(0)) is account
+
+    assert (saved.balance, saved.version) == (110, 2)
+    assert (account.balance, account.version) == (120, 3)
+
+
+def test_the_change_is_applied_again_to_a_fresh_row(account: Account, conflicts: list[Any]) -> None:
+    change = Interrupted(2)
+
+    saved = Account.objects.retrying(account.pk, change, **QUICK)
+
+    assert saved.balance == Account.objects.get().balance == 100 + 2 * 1 + 10
+    assert saved.version == version_of(account) == 4
+    assert len({id(obj) for obj in change.applied}) == 3
+    assert conflicts == [(1, 1, 2), (2, 2, 3)]
+
+
+def test_save_retrying_drops_unsaved_values_with_and_without_a_conflict(account: Account) -> None:
+    for times in (0, 1):
+        account.owner, account.balance = "unsaved", 0
+
+        account.save_retrying(Interrupted(times), **QUICK)
+
+        row = Account.objects.get()
+        assert (account.owner, account.version) == ("Ann", row.version)
+        assert account.balance == row.balance
+    assert row.balance == 100 + 10 + 1 + 10
+
+
+def test_it_gives_up_after_so_many_attempts(account: Account, conflicts: list[Any]) -> None:
+    change = Interrupted(99)
+
+    with pytest.raises(RetriesExhausted) as end:
+        Account.objects.retrying(account.pk, change, attempts=3, lock_from=None, **QUICK)
+
+    assert len(change.applied) == len(conflicts) == 3
+    assert (end.value.expected, end.value.found) == (3, 4)
+    assert isinstance(end.value.__cause__, StaleObjectError)
+    assert Account.objects.get().balance == 103
+    with pytest.raises(ValueError):
+        Account.objects.retrying(account.pk, change, attempts=0)
+
+
+def test_pauses_grow_with_the_attempts(account: Account, monkeypatch: Any) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    with pytest.raises(RetriesExhausted):
+        Account.objects.retrying(
+            account.pk, Interrupted(9), attempts=5, lock_from=None, pause=0.1, max_pause=0.3
+        )
+
+    assert pauses == [0.1, 0.2, 0.3, 0.3, 0.0]
+
+
+def test_the_row_is_locked_from_the_nth_attempt_on(account: Account) -> None:
+    in_transaction: list[bool] = []
+
+    def change(obj: Account) -> None:
+        in_transaction.append(connection.in_atomic_block)
+        if len(in_transaction) < 3:
+            other_saves(obj)
+
+    Account.objects.retrying(account.pk, change, lock_from=3, **QUICK)
+
+    assert in_transaction == [False, False, True]
+
+
+def test_the_last_attempt_is_locked_so_that_it_ends(account: Account) -> None:
+    """Here "somebody else" is this very transaction, which no lock keeps out."""
+    in_transaction: list[bool] = []
+
+    def change(obj: Account) -> None:
+        in_transaction.append(connection.in_atomic_block)
+        other_saves(obj)
+
+    for options in ({"attempts": 3}, {"attempts": 3, "lock_from": None}):
+        with pytest.raises(RetriesExhausted):
+            Account.objects.retrying(account.pk, change, **options, **QUICK)
+
+    assert in_transaction == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("model", [Account, SavingsAccount])
+def test_nobody_else_saves_a_locked_row(model: Any, processes: Processes) -> None:
+    account = model.objects.create()
+    worker = processes.start("tests.optimistic_workers:save_once_told", pk=account.pk)
+    assert worker.read() == "ready to save"
+
+    def change(obj: Any) -> None:
+        worker.tell("save")
+        time.sleep(0.5)
+        assert connection.in_atomic_block and version_of(account) == 1
+
+    locked = model.objects.retrying(account.pk, change, lock_from=1)
+
+    assert locked.version == 2
+    assert worker.result() == 3
+
+
+def test_an_error_of_the_change_passes_through_and_saves_nothing(account: Account) -> None:
+    def change(obj: Account) -> None:
+        obj.balance = 0
+        raise Undone
+
+    for lock_from in (1, None):
+        with pytest.raises(Undone):
+            Account.objects.retrying(account.pk, change, lock_from=lock_from)
+
+    assert Account.objects.get().balance == 100
+    with pytest.raises(Account.DoesNotExist):
+        Account.objects.retrying(0, change)
+
+
+def test_a_conflict_of_another_object_in_the_change_is_not_retried(account: Account) -> None:
+    stale = Account.objects.create(owner="Bob")
+    other_saves(stale)
+    calls = []
+
+    def change(obj: Account) -> None:
+        calls.append(obj)
+        stale.save()
+
+    with pytest.raises(StaleObjectError) as refusal:
+        Account.objects.retrying(account.pk, change)
+
+    assert refusal.value.obj is stale and len(calls) == 1
+
+
+def test_a_row_that_is_deleted_meanwhile_is_not_made_again(account: Account) -> None:
+    def change(obj: Account) -> None:
+        Account.objects.filter(pk=obj.pk).delete()
+
+    with pytest.raises(Account.DoesNotExist):
+        Account.objects.retrying(account.pk, change, **QUICK)
+
+    assert not Account.objects.exists()
+
+
+def test_a_filtered_manager_and_a_version_in_the_childs_table_work(account: Account) -> None:
+    with pytest.raises(Account.DoesNotExist):
+        Account.objects.filter(owner="Bob").retrying(account.pk, Interrupted(0))
+    guarded = GuardedNamed.objects.create()
+
+    for lock_from in (1, None):
+        guarded.save_retrying(lambda obj: setattr(obj, "points", 1), lock_from=lock_from)
+
+    assert guarded.version == 3
+
+
+# Transactions
+
+
+def test_inside_a_transaction_the_first_retry_reads_the_row_as_it_is(
+    account: Account, processes: Processes
+) -> None:
+    """Under REPEATABLE READ a plain read would show version 1 for ever."""
+    worker = processes.start("tests.optimistic_workers:save_once_told", pk=account.pk)
+    assert worker.read() == "ready to save"
+    applied = []
+
+    def change(obj: Account) -> None:
+        applied.append(obj.version)
+        obj.balance += 10
+
+    try:
+        with transaction.atomic():
+            Account.objects.get()  # the snapshot
+            worker.tell("save")
+            assert worker.result() == 2
+            saved = account.save_retrying(change, lock_from=None)
+    except OperationalError:
+        # The databases that end a transaction whose snapshot is old; only the outermost block
+        # may begin again.
+        assert connection.vendor in ("postgresql", "sqlite") or _snapshot_isolation()
+        assert len(applied) == 1
+        saved = account.save_retrying(change)
+
+    assert saved.version == version_of(account) == 3
+    assert saved.balance == 110
+
+
+def _snapshot_isolation() -> bool:
+    """Whether MariaDB refuses to write on an old snapshot (error 1020), its default since 11.6."""
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
+        row = cursor.fetchone()
+    return row is not None and row[1] == "ON"
+
+
+def test_the_callers_transaction_undoes_the_saved_change(account: Account) -> None:
+    with pytest.raises(Undone):
+        with transaction.atomic():
+            account.save_retrying(Interrupted(0))
+            raise Undone
+
+    assert Account.objects.get().balance == 100
+    assert account.version == 1
+
+
+def test_a_sacrificed_transaction_of_our_own_is_begun_again(
+    account: Account, monkeypatch: Any
+) -> None:
+    failures = iter([1213, 1020])
+
+    def change(obj: Account) -> None:
+        obj.balance += 10
+        for code in failures:
+            raise OperationalError(code, "somebody else goes first")
+
+    Account.objects.retrying(account.pk, change, **QUICK)
+    assert Account.objects.get().balance == 110
+
+    failures = iter([1213])
+    with transaction.atomic(), pytest.raises(OperationalError):
+        Account.objects.retrying(account.pk, change, **QUICK)
+    failures = iter([2006])
+    with pytest.raises(OperationalError):
+        Account.objects.retrying(account.pk, change, **QUICK)
+
+
+# Many processes
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lock_from": 1}, {"lock_from": None, "attempts": 200}], ids=str
+)
+def test_16_processes_add_to_one_balance_and_nothing_is_lost(
+    processes: Processes, options: dict[str, Any]
+) -> None:
+    account = Account.objects.create()
+
+    applied = processes.run(
+        "tests.optimistic_workers:add", count=16, pk=account.pk, times=25, **options
+    )
+
+    account.refresh_from_db()
+    assert account.balance == 16 * 25
+    assert account.version == 16 * 25 + 1
+    assert sum(applied) >= 16 * 25
+
+
+def test_nothing_is_lost_inside_transactions_that_have_read_before(processes: Processes) -> None:
+    account = Account.objects.create()
+
+    processes.run("tests.optimistic_workers:add_in_transactions", count=8, pk=account.pk, times=10)
+
+    account.refresh_from_db()
+    assert account.balance == 80
+
+
+# async
+
+
+def test_the_async_twins_retry_too(account: Account) -> None:
+    async def slow(obj: Account) -> None:
+        await asyncio.sleep(0)
+        await sync_to_async(change)(obj)
+
+    async def run() -> None:
+        nonlocal account
+        saved = await Account.objects.aretrying(account.pk, change, **QUICK)
+        assert (saved.balance, saved.version) == (111, 3)
+        assert await account.asave_retrying(slow, **QUICK) is account
+        await account.asave()
+        with pytest.raises(RetriesExhausted):
+            await account.asave_retrying(Interrupted(9), attempts=2, lock_from=None, **QUICK)
+        await sync_to_async(connections.close_all)()
+
+    change = Interrupted(1)
+    asyncio.run(run())
+
+    assert Account.objects.get().balance == 123
+
+
+def test_a_pausing_task_occupies_no_thread(account: Account) -> None:
+    async def run() -> float:
+        started = time.monotonic()
+        task = asyncio.create_task(
+            Account.objects.aretrying(
+                account.pk, Interrupted(1), pause=5, max_pause=5, lock_from=None
+            )
+        )
+        await asyncio.sleep(0.2)
+        assert await Account.objects.acount() == 1
+        elapsed = time.monotonic() - started
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await sync_to_async(connections.close_all)()
+        return elapsed
+
+    assert asyncio.run(run()) < 2
+
+
+# The decorator
+
+
+def test_a_decorated_function_is_called_again(account: Account) -> None:
+    calls = []
+
+    @retry_on_conflict(**QUICK)
+    def pay(amount: int) -> int:
+        row = Account.objects.get(pk=account.pk)
+        calls.append(row)
+        if len(calls) < 3:
+            other_saves(row)
+        row.balance -= amount
+        row.save()
+        return row.balance
+
+    assert pay(amount=10) == 90
+    assert len(calls) == 3
+    assert pay.__name__ == "pay"
+
+
+def test_a_decorated_function_gives_up(account: Account) -> None:
+    calls = []
+
+    @retry_on_conflict(attempts=2, **QUICK)
+    def pay() -> None:
+        row = Account.objects.get(pk=account.pk)
+        calls.append(row)
+        other_saves(row)
+        row.save()
+
+    with pytest.raises(RetriesExhausted):
+        pay()
+    assert len(calls) == 2
+
+    with transaction.atomic(), pytest.raises(StaleObjectError):
+        pay()
+    assert len(calls) == 3
+
+
+def test_a_decorated_coroutine_function_is_called_again(account: Account) -> None:
+    calls = []
+
+    @retry_on_conflict
+    async def pay() -> int:
+        row = await Account.objects.aget(pk=account.pk)
+        calls.append(row)
+        if len(calls) == 1:
+            await sync_to_async(other_saves)(row)
+        await row.asave()
+        return row.version
+
+    async def run() -> int:
+        try:
+            return int(await pay())
+        finally:
+            await sync_to_async(connections.close_all)()
+
+    assert asyncio.run(run()) == 3
+    assert len(calls) == 2
+
+
+class InTestCase(TestCase):
+    def test_the_transaction_of_a_test_case_does_not_keep_a_function_from_its_retries(
+        self,
+    ) -> None:
+        account = Account.objects.create()
+        calls = []
+
+        @retry_on_conflict
+        def pay() -> None:
+            row = Account.objects.get(pk=account.pk)
+            calls.append(row)
+            if len(calls) == 1:
+                other_saves(row)
+            row.save()
+
+        pay()
+
+        self.assertEqual(len(calls), 2)

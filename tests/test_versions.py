@@ -1,0 +1,114 @@
+"""The version field in migrations, in forms and in the system checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.db import connection, migrations, models
+from django.db.migrations.state import ModelState, ProjectState
+from django.db.migrations.writer import MigrationWriter
+from django.forms import modelform_factory
+from django.test.utils import isolate_apps
+
+from distlock_app.optimistic import VersionedManager, VersionedModel, VersionField
+from tests.app.versioned_models import Account, Article, SavingsAccount, Seat
+
+
+def ids(model: Any) -> set[str]:
+    return {message.id for message in model.check() if message.id.startswith("distlock_app")}
+
+
+def test_the_models_of_the_tests_pass_the_checks() -> None:
+    for model in (Account, Article, SavingsAccount, Seat):
+        assert model.check(databases=["default"]) == []
+
+
+@isolate_apps("tests.app")
+def test_a_version_field_without_the_model_that_guards_it_is_an_error() -> None:
+    class Unguarded(models.Model):
+        version = VersionField()
+
+        class Meta:
+            app_label = "testapp"
+
+    assert ids(Unguarded) == {"distlock_app.E021"}
+
+
+@isolate_apps("tests.app")
+def test_a_second_version_field_is_an_error() -> None:
+    class Twice(VersionedModel):
+        revision = VersionField()
+
+        class Meta:
+            app_label = "testapp"
+
+    class Renamed(VersionedModel):
+        version = None
+        revision = VersionField()
+
+        class Meta:
+            app_label = "testapp"
+
+    assert ids(Twice) == {"distlock_app.E022"}
+    assert ids(Renamed) == set()
+
+
+@isolate_apps("tests.app")
+def test_a_manager_that_leaves_the_version_is_a_warning() -> None:
+    class Unversioned(VersionedModel):
+        objects = models.Manager()  # type: ignore[assignment]
+
+        class Meta:
+            app_label = "testapp"
+
+    class Derived(VersionedModel):
+        objects = type("Own", (VersionedManager,), {})()
+
+        class Meta:
+            app_label = "testapp"
+
+    assert ids(Unversioned) == {"distlock_app.W023"}
+    assert ids(Derived) == set()
+
+
+def test_a_migration_writes_the_field_without_its_fixed_options() -> None:
+    text, imports = MigrationWriter.serialize(VersionField(verbose_name="edition"))
+
+    assert text == "distlock_app.optimistic.VersionField(verbose_name='edition')"
+    assert imports == {"import distlock_app.optimistic"}
+
+
+def test_forms_leave_the_version_out_and_validation_does_not_ask_for_it() -> None:
+    assert "version" not in modelform_factory(Account, fields="__all__").base_fields
+
+    Account(owner="Ann").full_clean(exclude=["seen", "parent"])
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_column_can_be_added_while_code_that_does_not_know_it_inserts() -> None:
+    before = ProjectState()
+    before.add_model(
+        ModelState("testapp", "Ledger", [("id", models.BigAutoField(primary_key=True))])
+    )
+    add = migrations.AddField("Ledger", "version", VersionField())
+    after = before.clone()
+    add.state_forwards("testapp", after)
+    old, new = (state.apps.get_model("testapp", "Ledger") for state in (before, after))
+    with connection.schema_editor() as editor:
+        editor.create_model(old)
+    try:
+        old.objects.create()
+        with connection.schema_editor() as editor:
+            add.database_forwards("testapp", editor, before, after)
+        old.objects.create()
+
+        # A model of a migration guards nothing, but moves the version on.
+        row = new.objects.create()
+        row.save()
+        row.save()
+
+        assert list(new.objects.order_by("pk").values_list("version", flat=True)) == [1, 1, 3]
+    finally:
+        with connection.schema_editor() as editor:
+            editor.delete_model(new)
