@@ -11,7 +11,7 @@ class Counter(models.Model):
     """A number that is read, raised and written back: wrong as soon as two do it at once."""
 
     name = models.CharField(max_length=100, unique=True)
-    value = models.IntegerField(default=0)
+    value = models.BigIntegerField(default=0)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.value}"
