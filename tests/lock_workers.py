@@ -1,0 +1,126 @@
+"""What the worker processes of the exclusion and fault tests do."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+
+from distlock_app import BackendError, Lock, LockBusy, LockLost
+from tests.processes import hear, say
+
+
+def bump(path):
+    """Add 1 to the number in a file, as unprotected as can be; return the new number."""
+    file = Path(path)
+    value = int(file.read_text() or 0) + 1
+    sleep(0.0005)  # where an update would be lost
+    spare = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    spare.write_text(str(value))
+    spare.replace(file)
+    return value
+
+
+def count(path, name, times, threads, using, ttl=10.0):
+    """Bump the file under the lock `times` times in each of `threads` threads."""
+    done, errors = [], []
+
+    def work():
+        try:
+            for _ in range(times):
+                with Lock(name, using=using, wait=100, ttl=ttl):
+                    done.append(bump(path))
+        except BaseException as error:
+            errors.append(repr(error))
+
+    pool = [threading.Thread(target=work) for _ in range(threads)]
+    for thread in pool:
+        thread.start()
+    for thread in pool:
+        thread.join()
+    return {"done": done, "errors": errors}
+
+
+def count_until_killed(path, name, using, ttl, log):
+    """Bump the file under the lock for ever, and log each number that was written."""
+    with open(log, "a") as lines:
+        say("counting")
+        while True:
+            with suppress(LockBusy, LockLost), Lock(name, using=using, wait=30, ttl=ttl):
+                lines.write(f"{bump(path)}\n")
+                lines.flush()
+
+
+def hold(name, using, ttl, renew=True):
+    """Hold the lock until told to release it, and report what became of it."""
+    lost_at = []
+    held = Lock(name, using=using, ttl=ttl, renew=renew).acquire(wait=30)
+    held.on_lost(lambda _: lost_at.append(monotonic()))
+    say({"fence": held.fence})
+    while (order := hear()) != "release":
+        if order == "state":
+            say({"lost": held.lost, "told": bool(lost_at)})
+    try:
+        held.release()
+        return "released"
+    except LockLost:
+        return "lost"
+    except BackendError:
+        return "unknown"
+
+
+def hold_and_write_late(name, using, ttl):
+    """Take the lock, get stopped, and write with the fence in the belief of still holding it."""
+    from tests.app.models import Counter
+
+    held = Lock(name, using=using, ttl=ttl).acquire(wait=30)
+    say(held.fence)
+    hear()  # stopped and continued while waiting here
+    written = Counter.objects.filter(name=name, value__lt=held.fence).update(value=held.fence)
+    return {"written": written, "lost": held.lost}
+
+
+def take_once(name, using, ttl, wait):
+    """Take the lock once; return when it was got, by the clock that all processes share."""
+    say("waiting")
+    with Lock(name, using=using, ttl=ttl, wait=wait):
+        return monotonic()
+
+
+def contend(name, using, seconds):
+    """Take the lock again and again, holding it 1 ms; return every wait in seconds."""
+    lock = Lock(name, using=using, wait=60)
+    waits = []
+    end = monotonic() + seconds
+    while (asked := monotonic()) < end:
+        with lock:
+            waits.append((asked, monotonic()))
+            sleep(0.001)
+    return waits
+
+
+def grab_new_names(names, using):
+    """Take and release each name; return the errors that reached the caller."""
+    errors = []
+    for name in names:
+        try:
+            with Lock(name, using=using, wait=60):
+                pass
+        except Exception as error:
+            errors.append(repr(error))
+    return errors
+
+
+def keep_taking(name, using, ttl):
+    """Take and release for ever, saying so before the first time."""
+    say("taking")
+    while True:
+        held = None
+        with suppress(LockBusy, BackendError, LockLost):
+            try:
+                held = Lock(name, using=using, ttl=ttl, wait=5).acquire()
+            finally:
+                if held is not None:
+                    held.release()
