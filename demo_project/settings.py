@@ -1,0 +1,151 @@
+"""Settings of the demo shop; the environment chooses where its locks and its data are.
+
+DEMO_ENGINE        database (default): the lock table; redis: the server of DEMO_REDIS_URL
+DEMO_REDIS_URL     redis://:password@host:6379/0
+DEMO_DATABASE_URL  mysql://user:password@host:3306/name or postgresql://...; without it, SQLite
+DEMO_VAR           the directory of the files of SQLite and of the secret key
+DEMO_DEBUG         1 shows Django's error pages
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.utils import get_random_secret_key
+
+BASE_DIR = Path(__file__).resolve().parent
+VAR_DIR = Path(os.environ.get("DEMO_VAR", BASE_DIR / "var"))
+VAR_DIR.mkdir(parents=True, exist_ok=True)
+
+
+def secret_key() -> str:
+    """Return the key of this copy of the shop; the first of its processes makes it."""
+    path = VAR_DIR / "secret_key"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=VAR_DIR) as file:
+            file.write(get_random_secret_key())
+            file.flush()
+            try:
+                os.link(file.name, path)  # whole or not at all, and only once
+            except FileExistsError:
+                pass
+    return path.read_text()
+
+
+def sqlite(name: str, **options: Any) -> dict[str, Any]:
+    """Return a database in a file; in WAL mode those who read do not wait for who writes."""
+    options |= {
+        "timeout": 20,
+        "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
+    }
+    return {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": VAR_DIR / f"{name}.sqlite3",
+        "OPTIONS": options,
+        "TEST": {"NAME": VAR_DIR / f"test_{name}.sqlite3"},
+    }
+
+
+def on_server(url: str) -> dict[str, Any]:
+    """Return the database of a URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("mysql", "postgresql"):
+        raise ImproperlyConfigured("DEMO_DATABASE_URL begins with mysql:// or postgresql://")
+    return {
+        "ENGINE": f"django.db.backends.{parts.scheme}",
+        "NAME": unquote(parts.path.lstrip("/")),
+        "HOST": parts.hostname or "127.0.0.1",
+        "PORT": parts.port or "",
+        "USER": unquote(parts.username or ""),
+        "PASSWORD": unquote(parts.password or ""),
+    }
+
+
+if url := os.environ.get("DEMO_DATABASE_URL"):
+    DATABASES = {"default": on_server(url)}
+    LOCK_TABLE_IN = "default"
+else:
+    # SQLite has one writer for each file. In a file of its own, a lock never waits for the
+    # shop's transactions. IMMEDIATE: a transaction that reads before it writes waits for its
+    # turn at the beginning, instead of failing with "database is locked" in the middle.
+    DATABASES = {"default": sqlite("shop", transaction_mode="IMMEDIATE"), "locks": sqlite("locks")}
+    DATABASE_ROUTERS = ["demo_project.routers.LocksApart"]
+    LOCK_TABLE_IN = "locks"
+
+ENGINE = os.environ.get("DEMO_ENGINE", "database")
+if ENGINE == "database":
+    DISTLOCK = {
+        "default": {
+            "BACKEND": "distlock_app.backends.database.DatabaseBackend",
+            "LOCATION": LOCK_TABLE_IN,
+        }
+    }
+elif ENGINE == "redis":
+    CACHES = {
+        "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"},
+        "locks": {
+            "BACKEND": "django_redis.cache.RedisCache",
+            "LOCATION": os.environ.get("DEMO_REDIS_URL", "redis://127.0.0.1:6379/0"),
+        },
+    }
+    DISTLOCK = {
+        "default": {
+            "BACKEND": "distlock_app.backends.redis.RedisBackend",
+            "LOCATION": "locks",
+        }
+    }
+else:
+    raise ImproperlyConfigured(f"DEMO_ENGINE is database or redis, not {ENGINE!r}")
+
+SECRET_KEY = secret_key()
+DEBUG = os.environ.get("DEMO_DEBUG") == "1"
+ALLOWED_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+ROOT_URLCONF = "demo_project.urls"
+WSGI_APPLICATION = "demo_project.wsgi.application"
+LANGUAGE_CODE = "en"
+TIME_ZONE = "UTC"
+USE_TZ = True
+STATIC_URL = "static/"
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+SESSION_COOKIE_NAME = "shop_session"  # cookies know no ports: not that of another local project
+CSRF_COOKIE_NAME = "shop_csrf"
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "distlock_app",
+    "demo_project.shop",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.locale.LocaleMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+                "demo_project.shop.visitors.visitor",
+            ],
+        },
+    },
+]
