@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .commands import locked_command
+    from .decorators import assert_locked, locked
     from .errors import (
         BackendError,
         LockBusy,
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from .groups import all_of
     from .holds import Hold
     from .locks import Lock
+    from .views import locked_view
 
 __version__ = "0.1.0"
 
@@ -35,6 +38,10 @@ _HOMES = {
     "RetriesExhausted": "errors",
     "StaleObjectError": "errors",
     "all_of": "groups",
+    "assert_locked": "decorators",
+    "locked": "decorators",
+    "locked_command": "commands",
+    "locked_view": "views",
 }
 
 __all__ = [
@@ -49,6 +56,10 @@ __all__ = [
     "RetriesExhausted",
     "StaleObjectError",
     "all_of",
+    "assert_locked",
+    "locked",
+    "locked_command",
+    "locked_view",
 ]
 
 

@@ -13,7 +13,7 @@ from . import transactions
 from .errors import BackendError, LockError, LockLost, NotHeld
 from .leases import Lease
 from .names import shown
-from .registry import checked_ttl
+from .registry import MIN_TTL, checked_ttl
 from .renewal import GONE, lease_facts, renewer
 from .signals import lock_released
 from .waiting import in_thread
@@ -90,10 +90,11 @@ class Hold:
     async def aextend(self, ttl: float | None = None) -> None:
         """Do as `extend`, without blocking the event loop."""
         self.check()
+        lease = self._lease
         asked_at = monotonic()
-        seconds = self._lease.capped(self._lease.ttl if ttl is None else checked_ttl(ttl))
-        extend = self._lease.backend.extend
-        self._extended(seconds, asked_at, await in_thread(extend, self._lease.grant, seconds))
+        seconds = lease.capped(lease.ttl if ttl is None else checked_ttl(ttl))
+        answer = await in_thread(lease.backend, lease.backend.extend, lease.grant, seconds)
+        self._extended(seconds, asked_at, answer)
 
     def release(self) -> None:
         """Give the lock up; inside `atomic()` when the outermost block has ended.
@@ -110,10 +111,28 @@ class Hold:
             lease = self._lease
             self._finish_release(
                 await in_thread(
+                    lease.backend,
                     self._ask_release,
                     cancelled=lambda: renewer.give_back(lease.backend, lease.grant),
                 )
             )
+
+    def leave_for(self, seconds: float) -> None:
+        """Give the hold up, but leave the lock taken for `seconds`, by the engine's clock.
+
+        It stays so when this process ends. It may last up to one ttl longer: no engine
+        shortens a claim. Does not wait for an open transaction. Raise what `extend` raises;
+        after a BackendError it lasts until its ttl is over.
+        """
+        if not self._lease.backend.expires:
+            raise LockError("this engine's locks end with their session, not at a given time")
+        self.check()
+        try:
+            self.extend(max(seconds, MIN_TTL))
+        finally:
+            self._released = True
+            if self._lease.part():
+                renewer.unwatch(self._lease)
 
     def on_lost(self, callback: Callable[[Hold], None]) -> None:
         """Call `callback(hold)` when the lock is lost, on a thread of its own.

@@ -140,7 +140,7 @@ class Lock:
         give_back = partial(renewer.give_back, attempt.backend, Grant(claim))
         try:
             steps = acquiring(attempt.backend, claim, attempt.wait)
-            grant, asked_at = await arun(steps, bell, cancelled=give_back)
+            grant, asked_at = await arun(attempt.backend, steps, bell, cancelled=give_back)
             hold = attempt.hold(grant, asked_at)
         except LockBusy:
             await lock_busy.asend_robust(**attempt.facts())
@@ -329,6 +329,14 @@ def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: 
             reason=reason,
         )
     return cleared
+
+
+def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:
+    """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
+    runner = identity.current_runner()
+    place = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
+    lease = _leases.get(place)
+    return lease if lease is not None and lease.runner() is runner and lease.handles else None
 
 
 def _stable_token(owner: str) -> str:
