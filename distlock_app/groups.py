@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from . import names
-from .errors import LockBusy
+from .errors import LockBusy, LockTimeout
 from .holds import Hold
 from .locks import UNSET, Lock, enter, leave
 from .registry import checked_wait, registry
@@ -94,7 +94,7 @@ class AllOf:
                 taken[place] = lock.acquire(wait=deadline.remaining())
         except BaseException as error:
             Holds(taken.values()).leave(error)
-            raise
+            raise _as_timeout(error, deadline) from error.__cause__
         return self._in_order_of_arguments(taken)
 
     async def aacquire(self, wait: float | None = UNSET) -> Holds:
@@ -106,7 +106,7 @@ class AllOf:
                 taken[place] = await lock.aacquire(wait=deadline.remaining())
         except BaseException as error:
             await Holds(taken.values()).aleave(error)
-            raise
+            raise _as_timeout(error, deadline) from error.__cause__
         return self._in_order_of_arguments(taken)
 
     def try_acquire(self) -> Holds | None:
@@ -165,6 +165,14 @@ class AllOf:
     @staticmethod
     def _in_order_of_arguments(taken: dict[int, Hold]) -> Holds:
         return Holds(taken[place] for place in sorted(taken))
+
+
+def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:
+    """Return what to raise: whoever waited for the first locks was not merely busy at the last."""
+    waited = deadline.wait != 0 and deadline.remaining() == 0
+    if type(error) is LockBusy and waited:
+        return LockTimeout(error.args[0], free_in=error.free_in)
+    return error
 
 
 def all_of(*locks: Lock) -> AllOf:

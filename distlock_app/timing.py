@@ -19,9 +19,10 @@ def drift(ttl: float) -> float:
 class Deadline:
     """One point in time, computed once; `wait=None` never comes."""
 
-    __slots__ = ("at",)
+    __slots__ = ("at", "wait")
 
     def __init__(self, wait: float | None) -> None:
+        self.wait = wait
         self.at = None if wait is None else monotonic() + wait
 
     def remaining(self) -> float | None:

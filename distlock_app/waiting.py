@@ -2,7 +2,8 @@
 
 The loop is a generator that does nothing itself: it yields calls to make and pauses to take.
 `run` makes them in the calling thread; `arun` makes the calls in a small pool of threads and
-takes the pauses in the event loop, so that a waiting task occupies no thread.
+takes the pauses in the event loop, so that a waiting task occupies no thread. Only a call that
+itself waits, of an engine that `blocks`, has a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
@@ -23,10 +25,11 @@ from .timing import Deadline, drift, full_jitter
 
 # A claim that ends by itself is asked for this much later than the engine said, in seconds.
 AFTER_EXPIRY = 0.005
-IO_THREADS = 8
+IO_THREADS = 8  # of each backend: one that hangs holds up no other
 
-# ("call", function, arguments) answers what the function returns; ("pause", seconds) answers
-# the grant that was pushed meanwhile, or None.
+# ("call", function, arguments) answers what the function returns, ("wait", ...) too, but it may
+# take as long as the caller is ready to wait; ("pause", seconds) answers the grant that was
+# pushed meanwhile, or None.
 Step = tuple[Any, ...]
 
 
@@ -49,7 +52,8 @@ def acquiring(
         try:
             if attempt == 0 or last or (answer := (yield ("call", backend.look, claim))) is None:
                 asked_at = monotonic()
-                answer = yield ("call", backend.acquire, claim, left)
+                kind = "wait" if backend.blocks and not last else "call"
+                answer = yield (kind, backend.acquire, claim, left)
             failure = None
         except BackendError as error:
             if attempt == 0 or last:
@@ -57,22 +61,23 @@ def acquiring(
             failure, answer = error, None
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
-            pause = _pause(backend, attempt, free_in)
+            pause = 0.0 if backend.blocks and not failure else _pause(backend, attempt, free_in)
             answer = yield ("pause", deadline.cap(pause))
         if answer:
             began = asked_at if answer.asked_at is None else answer.asked_at
             if monotonic() < began + claim.ttl - drift(claim.ttl):
                 return answer, began
             # The process or the network slept for longer than the lease: it may be over.
-            yield ("call", backend.release, answer)
+            try:
+                yield ("call", backend.release, answer)
+            except BackendError as error:
+                failure = error  # the same owner is granted again
         if last:
             raise failure or _refusal(claim, wait, free_in)
         attempt += 1
 
 
 def _pause(backend: BaseLockBackend, attempt: int, free_in: float | None) -> float:
-    if backend.blocks:
-        return 0.0
     if backend.pushes:
         pause = backend.poll_max
     else:
@@ -109,7 +114,8 @@ class Bell:
     def pause(self, seconds: float) -> Grant | None:
         """Sleep until it rings, at most `seconds`."""
         self._rung.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
-        return self._grant
+        grant, self._grant = self._grant, None
+        return grant
 
 
 class AsyncBell:
@@ -133,12 +139,15 @@ class AsyncBell:
 
     async def pause(self, seconds: float) -> Grant | None:
         """Sleep until it rings, at most `seconds`."""
+        # Not wait_for(): before Python 3.12 it swallows a cancellation as the bell rings.
+        timer = self._loop.call_later(seconds, self._rung.set)
         try:
-            await asyncio.wait_for(self._rung.wait(), seconds)
-        except asyncio.TimeoutError:
-            pass
+            await self._rung.wait()
+        finally:
+            timer.cancel()
         self._rung.clear()
-        return self._grant
+        grant, self._grant = self._grant, None
+        return grant
 
 
 def run(steps: Generator[Step, Any, Any], bell: Bell) -> Any:
@@ -152,18 +161,22 @@ def run(steps: Generator[Step, Any, Any], bell: Bell) -> Any:
             return stop.value
         error = None
         try:
-            if step[0] == "call":
-                answer = step[1](*step[2:])
-            else:
+            if step[0] == "pause":
                 answer = bell.pause(step[1])
+            else:
+                answer = step[1](*step[2:])
         except Exception as raised:
             error = raised
 
 
 async def arun(
-    steps: Generator[Step, Any, Any], bell: AsyncBell, *, cancelled: Callable[[], None]
+    backend: BaseLockBackend,
+    steps: Generator[Step, Any, Any],
+    bell: AsyncBell,
+    *,
+    cancelled: Callable[[], None],
 ) -> Any:
-    """Run the generator in the event loop; its calls are made in the pool of threads.
+    """Run the generator in the event loop; its calls are made in threads.
 
     `cancelled` is called when the task was cancelled and no call is under way any more.
     """
@@ -175,46 +188,68 @@ async def arun(
         except StopIteration as stop:
             return stop.value
         error = None
+        if step[0] == "pause":
+            try:
+                answer = await bell.pause(step[1])
+            except BaseException:
+                cancelled()
+                raise
+            continue
+        begin = _begin_alone if step[0] == "wait" else _begin
         try:
-            if step[0] == "call":
-                answer = await in_thread(*step[1:], cancelled=cancelled)
-                continue
+            answer = await _end(begin(backend, *step[1:]), cancelled)
         except Exception as raised:
             error = raised
-            continue
-        try:
-            answer = await bell.pause(step[1])
-        except BaseException:
-            cancelled()
-            raise
-
-
-def _new_pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(IO_THREADS, thread_name_prefix="distlock-io")
-
-
-_pool = _new_pool()
-
-
-def _after_fork() -> None:
-    global _pool
-    _pool = _new_pool()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 async def in_thread(
-    function: Callable[..., Any], *args: Any, cancelled: Callable[[], None] | None = None
+    backend: BaseLockBackend,
+    function: Callable[..., Any],
+    *args: Any,
+    cancelled: Callable[[], None] | None = None,
 ) -> Any:
-    """Call `function` in the pool.
+    """Call `function` in the threads of `backend`.
 
     A cancellation does not wait for the call; `cancelled` is called when it has ended.
     """
-    request = _pool.submit(function, *args)
+    return await _end(_begin(backend, function, *args), cancelled)
+
+
+async def _end(request: Future[Any], cancelled: Callable[[], None] | None) -> Any:
     try:
         return await asyncio.wrap_future(request)
-    except asyncio.CancelledError:
-        if cancelled is not None:
+    except BaseException as error:
+        # Cancelled, or dropped (GeneratorExit); not what the call raised.
+        if cancelled is not None and not isinstance(error, Exception):
             request.add_done_callback(lambda _: cancelled())
         raise
+
+
+_pools: weakref.WeakKeyDictionary[BaseLockBackend, ThreadPoolExecutor]
+_pools = weakref.WeakKeyDictionary()
+
+
+def _begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    pool = _pools.get(backend)
+    if pool is None:
+        pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="distlock-io")
+        pool = _pools.setdefault(backend, pool)
+    return pool.submit(function, *args)
+
+
+def _begin_alone(_: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call it in a daemon thread: in the pool, waiters would keep the holder from releasing."""
+    request: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            request.set_result(function(*args))
+        except BaseException as error:
+            request.set_exception(error)
+
+    request.set_running_or_notify_cancel()
+    threading.Thread(target=work, name="distlock-wait", daemon=True).start()
+    return request
+
+
+os.register_at_fork(after_in_child=_pools.clear)

@@ -1,0 +1,135 @@
+"""Engines that fail, hang, answer late or lose their answers, for tests of the core.
+
+engine = pytest.fixture(engines.install)     # DISTLOCK["default"] is a FakeBackend
+engine.fail("extend", times=2)               # the request never arrives
+engine.fail("release", after=True)           # it arrives, but the answer is lost
+engine.hang("extend")                        # until engine.go_on()
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+from distlock_app.backends.locmem import LocMemBackend
+from distlock_app.errors import BackendError
+from distlock_app.registry import registry
+
+DEADLINE = 30.0
+
+
+class FakeBackend(LocMemBackend):
+    """LocMem, with a hook before and after each verb; it writes down what it is asked."""
+
+    def __init__(self, *, alias: str, location: Any = None) -> None:
+        super().__init__(alias=alias, location=location)
+        self.asked: list[str] = []
+        self.before: dict[str, Callable[[], Any]] = {}
+        self.after: dict[str, Callable[[], Any]] = {}
+        self._gate = threading.Event()
+
+    def acquire(self, claim, wait):
+        return self._do("acquire", lambda: super(FakeBackend, self).acquire(claim, wait))
+
+    def extend(self, grant, ttl):
+        return self._do("extend", lambda: super(FakeBackend, self).extend(grant, ttl))
+
+    def release(self, grant):
+        return self._do("release", lambda: super(FakeBackend, self).release(grant))
+
+    def _do(self, verb, work):
+        self.asked.append(verb)
+        self.before.get(verb, _nothing)()
+        answer = work()
+        self.after.get(verb, _nothing)()
+        return answer
+
+    def fail(self, verb, *, error=None, times=10**9, after=False):
+        """Raise BackendError, or `error`, the next `times` times."""
+        left = iter(range(times))
+
+        def hook():
+            if next(left, None) is not None:
+                raise error or BackendError("the engine is down")
+
+        (self.after if after else self.before)[verb] = hook
+
+    def hang(self, verb, *, after=False):
+        """Let the verb hang until `go_on()`, at most for the tests' deadline."""
+        self._gate.clear()
+        (self.after if after else self.before)[verb] = lambda: self._gate.wait(DEADLINE)
+
+    def go_on(self):
+        """Let everything work again."""
+        self.before.clear()
+        self.after.clear()
+        self._gate.set()
+
+
+class BlockingBackend(FakeBackend):
+    """An engine that waits on its server, in the thread that asks."""
+
+    blocks = True
+    pushes = False
+
+    def acquire(self, claim, wait):
+        end = None if wait is None else time.monotonic() + wait
+        while True:
+            answer = super().acquire(claim, 0)
+            if answer or (end is not None and time.monotonic() >= end):
+                return answer
+            time.sleep(0.002)
+
+
+def _nothing():
+    pass
+
+
+def install(settings):
+    """Fixture: make `default` a FakeBackend and `other` another one; return the first."""
+    fake = {"BACKEND": "tests.engines.FakeBackend"}
+    blocking = {"BACKEND": "tests.engines.BlockingBackend"}
+    settings.DISTLOCK = {"default": fake, "other": fake, "blocking": blocking}
+    backend = registry["default"].backend
+    yield backend
+    for entry in registry.made():
+        entry.backend.go_on()
+
+
+def until(condition, within=DEADLINE):
+    """Wait until `condition()` is true; fail if it does not become so within the deadline."""
+    end = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def free(backend, name="a"):
+    """Return whether nobody holds the lock or waits for it, as the engine sees it."""
+    from distlock_app.names import key_of
+
+    with backend._lock:
+        return key_of(name) not in backend._states
+
+
+@contextmanager
+def running(work, *args):
+    """Run `work` in a thread; join it at the end, and raise what it raised."""
+    errors = []
+
+    def run():
+        try:
+            work(*args)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]

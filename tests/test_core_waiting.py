@@ -1,0 +1,331 @@
+"""The waiting loop: deadlines, late grants, failures while waiting, and pushed grants."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
+from distlock_app.claims import Busy, Claim, Grant
+from distlock_app.names import key_of
+from distlock_app.waiting import AsyncBell, Bell, acquiring, run
+from tests import engines
+from tests.engines import running, until
+
+engine = pytest.fixture(engines.install)
+
+
+def claim(**options):
+    fields = {"name": "a", "key": key_of("a"), "owner": "o", "ttl": 10.0, "holder": "{}"}
+    return Claim(**{**fields, **options})
+
+
+class Scripted:
+    """What an engine answers, one after the other, without one."""
+
+    blocks = pushes = False
+    poll_min = poll_max = 0.001
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.asked = []
+
+    def look(self, claim):
+        return None
+
+    def acquire(self, claim, wait):
+        self.asked.append(wait)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if callable(answer):
+            answer = answer()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def release(self, grant):
+        self.asked.append("release")
+        return True
+
+
+def test_one_try_asks_once_and_leaves_nothing_behind(engine):
+    held = Lock("a").acquire()
+
+    with pytest.raises(LockBusy) as caught:
+        _in_thread(lambda: Lock("a").acquire(wait=0))
+
+    assert type(caught.value) is LockBusy
+    assert 0 < caught.value.free_in <= 30
+    assert engine.asked.count("acquire") == 2
+    held.release()
+    assert engines.free(engine)
+
+
+def test_a_timeout_is_no_busy_and_comes_at_the_deadline(engine):
+    held = Lock("a").acquire()
+    began = time.monotonic()
+
+    with pytest.raises(LockTimeout):
+        _in_thread(lambda: Lock("a").acquire(wait=0.3))
+
+    assert 0.3 <= time.monotonic() - began < 5
+    held.release()
+    assert engines.free(engine)
+
+
+def test_the_last_try_has_no_wait_whatever_came_before():
+    backend = Scripted(Busy())
+
+    with pytest.raises(LockTimeout):
+        run(acquiring(backend, claim(), 0.05), Bell())
+
+    assert backend.asked[-1] == 0
+    assert all(wait > 0 for wait in backend.asked[:-1])
+    assert backend.asked[:-1] == sorted(backend.asked[:-1], reverse=True)
+
+
+@pytest.mark.parametrize("wait", [None, float("inf")])
+def test_waiting_for_ever_has_no_deadline(engine, wait):
+    held = Lock("a").acquire()
+
+    with running(lambda: Lock("a").acquire(wait=wait).release()) as waiter:
+        waiter.join(0.2)
+        assert waiter.is_alive()
+        held.release()
+
+    assert engines.free(engine)
+
+
+def test_the_first_try_tells_at_once_that_the_engine_is_down(engine):
+    engine.fail("acquire")
+    began = time.monotonic()
+
+    with pytest.raises(BackendError):
+        Lock("a").acquire(wait=20)
+
+    assert time.monotonic() - began < 5
+
+
+def test_a_waiter_survives_an_engine_that_fails_for_a_while(engine):
+    held = Lock("a").acquire()
+    got = []
+
+    with running(lambda: got.append(Lock("a").acquire(wait=20).release())):
+        until(lambda: engine.asked.count("acquire") == 2)
+        engine.fail("acquire", times=2)
+        held.release()
+
+    assert got == [None]
+
+
+def test_an_engine_that_is_down_at_the_deadline_is_no_timeout():
+    backend = Scripted(Busy(), BackendError("down"))
+
+    with pytest.raises(BackendError):
+        run(acquiring(backend, claim(), 0.05), Bell())
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_failing_engine_is_asked_again_after_a_pause(blocks):
+    backend = Scripted(Busy(), BackendError("down"))
+    backend.blocks = blocks
+    backend.poll_min = backend.poll_max = 0.1
+
+    with pytest.raises(BackendError):
+        run(acquiring(backend, claim(), 1.0), Bell())
+
+    assert len(backend.asked) < 100
+
+
+def test_a_grant_that_comes_after_its_own_lease_is_given_back():
+    def slowly():
+        time.sleep(0.12)
+        return Grant(claim(ttl=0.1))
+
+    backend = Scripted(slowly, Grant(claim(ttl=0.1)))
+
+    grant, asked_at = run(acquiring(backend, claim(ttl=0.1), 10), Bell())
+
+    assert backend.asked[1] == "release"
+    assert time.monotonic() < asked_at + 0.1 or grant
+    assert len(backend.asked) == 3
+
+
+def test_an_engine_that_fails_to_take_a_late_grant_back_does_not_end_the_wait():
+    def slowly():
+        time.sleep(0.12)
+        return Grant(claim(ttl=0.1))
+
+    backend = Scripted(slowly, Grant(claim(ttl=0.1)))
+    backend.release = lambda grant: _raise(BackendError("down"))
+
+    grant, _ = run(acquiring(backend, claim(ttl=0.1), 10), Bell())
+
+    assert grant
+
+
+def test_the_time_that_a_grant_names_decides_when_its_lease_began():
+    began = time.monotonic() - 5
+    backend = Scripted(Grant(claim(), asked_at=began))
+
+    _, asked_at = run(acquiring(backend, claim(), 10), Bell())
+
+    assert asked_at == began
+
+
+def test_a_late_pushed_grant_is_refused_once_and_not_again():
+    wanted = claim(ttl=0.1)
+    stale = Grant(wanted, asked_at=time.monotonic() - 5)
+    backend = Scripted(Busy(), Busy(), Busy(), Grant(wanted))
+    backend.pushes = True
+    bell = Bell()
+    bell.ring(stale)
+
+    run(acquiring(backend, wanted, 10), bell)
+
+    assert backend.asked.count("release") == 1
+
+
+def test_an_async_bell_forgets_a_grant_that_was_heard():
+    async def main():
+        bell = AsyncBell()
+        bell.ring(Grant(claim()))
+        return [await bell.pause(0.5), await bell.pause(0.01)]
+
+    heard = asyncio.run(main())
+
+    assert heard == [Grant(claim()), None]
+
+
+def test_a_bell_that_rang_before_the_pause_ends_it_at_once():
+    bell = Bell()
+    bell.ring(None)
+    began = time.monotonic()
+
+    bell.pause(20)
+
+    assert time.monotonic() - began < 5
+
+
+def test_cancelling_a_pause_is_never_swallowed_by_the_bell():
+    async def main():
+        bell = AsyncBell()
+        task = asyncio.ensure_future(bell.pause(20))
+        await asyncio.sleep(0)
+        bell._rung.set()
+        await asyncio.sleep(0)
+        task.cancel()
+        return await asyncio.gather(task, return_exceptions=True)
+
+    async def at_every_step(steps):
+        bell = AsyncBell()
+        task = asyncio.ensure_future(bell.pause(20))
+        await asyncio.sleep(0.01)
+        bell._rung.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        asked = task.cancel()
+        (answer,) = await asyncio.gather(task, return_exceptions=True)
+        return not asked or isinstance(answer, asyncio.CancelledError)
+
+    asyncio.run(main())
+    assert all(asyncio.run(at_every_step(steps)) for steps in range(6))
+
+
+def test_all_locks_of_a_group_share_one_deadline(engine):
+    held = Lock("b").acquire()
+    began = time.monotonic()
+
+    with pytest.raises(LockTimeout):
+        _in_thread(lambda: all_of(Lock("a"), Lock("b"), Lock("c")).acquire(wait=0.3))
+
+    assert 0.3 <= time.monotonic() - began < 5
+    held.release()
+    assert all(engines.free(engine, name) for name in "abc")
+
+
+def test_a_group_that_waited_until_its_deadline_times_out_at_a_later_lock(engine):
+    first, second = sorted(["a", "b"], key=key_of)
+    held = Lock(second).acquire()
+    engine.after["acquire"] = lambda: time.sleep(0.1)
+
+    with pytest.raises(LockTimeout):
+        _in_thread(lambda: all_of(Lock(first), Lock(second)).acquire(wait=0.05))
+
+    held.release()
+
+
+def test_a_group_that_did_not_want_to_wait_is_busy(engine):
+    held = Lock("b").acquire()
+
+    with pytest.raises(LockBusy) as caught:
+        _in_thread(lambda: all_of(Lock("a"), Lock("b")).acquire(wait=0))
+
+    assert type(caught.value) is LockBusy
+    held.release()
+
+
+def test_the_same_owner_is_granted_again_when_the_answer_was_lost(engine):
+    held = Lock("a").acquire()
+    got = []
+
+    with running(lambda: got.append(Lock("a").acquire(wait=20).release())):
+        until(lambda: engine.asked.count("acquire") == 2)
+        engine.fail("acquire", times=1, after=True)
+        held.release()
+
+    assert got == [None]
+
+
+def test_a_lost_answer_to_the_first_try_leaves_nobody_holding(engine):
+    engine.fail("acquire", times=1, after=True)
+
+    with pytest.raises(BackendError):
+        Lock("a").acquire(wait=0)
+
+    until(lambda: engines.free(engine))
+
+
+def test_a_wait_that_is_no_number_of_seconds_is_refused(engine):
+    for wait, error in ((-1, ValueError), (float("nan"), ValueError), ("1", TypeError)):
+        with pytest.raises(error):
+            Lock("a").acquire(wait=wait)
+        with pytest.raises(error):
+            Lock("a", wait=wait)
+
+
+def test_nobody_gets_the_lock_twice_at_once_by_a_pushed_and_an_asked_grant(engine):
+    counter = {"in": 0, "most": 0, "done": 0}
+
+    def work():
+        for _ in range(20):
+            with Lock("a", wait=DEADLINE):
+                counter["in"] += 1
+                counter["most"] = max(counter["most"], counter["in"])
+                counter["done"] += 1
+                counter["in"] -= 1
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+
+    assert counter == {"in": 0, "most": 1, "done": 20 * 64}
+
+
+DEADLINE = 60.0
+
+
+def _raise(error):
+    raise error
+
+
+def _in_thread(work):
+    """Return what `work` returns in another thread, or raise what it raises."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(DEADLINE)
