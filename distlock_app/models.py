@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from django.db import models
 from django.utils.translation import gettext_lazy as _
+
+if TYPE_CHECKING:
+    from .claims import Holding
 
 
 class DistLock(models.Model):
@@ -34,7 +39,14 @@ class DistLock(models.Model):
 class LiveLock(models.Model):
     """A lock that some engine holds now: no table, rows come from the engines."""
 
-    name = models.CharField(_("name"), max_length=255)
+    if TYPE_CHECKING:  # set by `live_list.row_of`
+        holding: Holding
+        state: str
+        place: str
+        activity: str
+
+    id = models.TextField(primary_key=True, editable=False)
+    name = models.CharField(_("name"), max_length=255, editable=False)
 
     class Meta:
         managed = False

@@ -69,13 +69,8 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="LiveLock",
             fields=[
-                (
-                    "id",
-                    models.BigAutoField(
-                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
-                    ),
-                ),
-                ("name", models.CharField(max_length=255, verbose_name="name")),
+                ("id", models.TextField(editable=False, primary_key=True, serialize=False)),
+                ("name", models.CharField(editable=False, max_length=255, verbose_name="name")),
             ],
             options={
                 "verbose_name": "live lock",

@@ -1,0 +1,108 @@
+"""Forced release as a person does it: what was seen is compared, every refusal is explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlencode
+
+from django import forms
+from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext_lazy as _
+
+from . import live, locks
+from .errors import BackendError
+from .live_list import parts_of, row_of
+from .models import LiveLock
+from .names import SHOWN_LENGTH, shown
+
+
+class ReasonForm(forms.Form):
+    """Why a lock is taken away from its holder: kept in the log and in the admin's history."""
+
+    reason = forms.CharField(
+        label=_("Reason"),
+        max_length=SHOWN_LENGTH,
+        widget=forms.TextInput(attrs={"class": "vTextField dl-reason", "autofocus": True}),
+    )
+
+    def clean_reason(self) -> str:
+        """Return one printable line: it goes into logs."""
+        return shown(" ".join(self.cleaned_data["reason"].split()))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What of the locks asked for is still held as it was seen."""
+
+    rows: list[LiveLock] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # for whoever asked
+
+
+def rows_of(ids: Iterable[str]) -> Found:
+    """Read the holdings with these ids (see `live_list.id_of`) afresh from their engines."""
+    asked: dict[str, tuple[str, str, str]] = {}
+    for row_id in ids:
+        try:
+            asked[row_id] = parts_of(row_id)
+        except ValueError:
+            continue  # made up by hand
+    wanted: dict[str, dict[str, None]] = {}
+    for alias, key, _seen in asked.values():
+        wanted.setdefault(alias, {})[key] = None
+    reading = live.read({alias: list(keys) for alias, keys in wanted.items()})
+    down = [engine for engine in reading.engines if not engine.up]
+    problems = [
+        gettext("“%(alias)s”: %(reason)s.")
+        % {"alias": shown(engine.alias), "reason": engine.reason}
+        for engine in down
+    ]
+    rows: dict[str, LiveLock] = {}
+    free = 0
+    for alias, key, seen in asked.values():
+        same = [h for h in reading.holdings if (h.alias, h.key) == (alias, key)]
+        matching = [row_of(h) for h in same if not seen or h.seen == seen]
+        if matching:
+            rows[matching[0].pk] = matching[0]
+        elif same:
+            problems.append(_changed_hands(row_of(same[0])))
+        elif alias not in {engine.alias for engine in down}:
+            free += 1
+    if free:
+        problems.append(
+            ngettext("The lock is free by now.", "%(count)d locks are free by now.", free)
+            % {"count": free}
+        )
+    return Found(list(rows.values()), problems)
+
+
+def query_of(rows: Iterable[LiveLock]) -> str:
+    """Return the query string that names these rows to the confirmation page."""
+    return urlencode([("lock", row.pk) for row in rows])
+
+
+def clear(row: LiveLock, user: str, reason: str) -> str:
+    """Take the lock from the holder in `row`; return why not, or nothing if it is done."""
+    held = row.holding
+    try:
+        if locks.clear(held.alias, held.key, row.name, held.seen, user, reason):
+            return ""
+    except BackendError as error:
+        why = live.Health(alias=held.alias, error=error).reason
+        text = gettext("“%(name)s” may still be held: “%(alias)s” %(reason)s.")
+        return text % {"name": row.name, "alias": held.alias, "reason": why}
+    found = rows_of([row.pk])
+    return found.problems[0] if found.problems else _changed_hands(row)
+
+
+def holder_of(row: LiveLock) -> str:
+    """Return who holds the lock, for a sentence."""
+    words: Sequence[str] = [word for word in (row.place, row.activity) if word]
+    return " – ".join(words) or gettext("an unnamed holder")
+
+
+def _changed_hands(row: LiveLock) -> str:
+    text = gettext(
+        "“%(name)s” changed hands meanwhile and was left alone: %(holder)s holds it now."
+    )
+    return text % {"name": row.name, "holder": holder_of(row)}

@@ -1,0 +1,175 @@
+"""What the engines hold now and how each of them is: all asked at once, none waited for long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from time import monotonic
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from django.utils.translation import gettext
+
+from .claims import Holding
+from .errors import BackendError
+from .names import shown
+from .registry import registry
+from .timing import Deadline
+
+logger = logging.getLogger("distlock_app")
+
+# Seconds that a page waits for an engine: drivers give up after 5 at the earliest.
+ANSWER_WITHIN = 2.0
+
+# Locks of one alias that are read: more would neither fit a page nor a look at it.
+MOST = 20_000
+
+# States of a lock, for people.
+HELD, WAITED_ON, EXPIRING = "held", "waited-on", "expiring"
+
+# A lock that is renewed always has two thirds of its ttl left. Engines do not keep the ttl, so
+# that of the alias stands for it; a tenth suits locks with a ttl of their own, down to a sixth.
+EXPIRING_BELOW = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How one engine answered."""
+
+    alias: str
+    ping_ms: float | None = None  # one round trip; None: it did not answer
+    error: BaseException | None = None  # why not; None: it said nothing in time
+    truncated: bool = False  # it holds more than was read
+
+    @property
+    def up(self) -> bool:
+        return self.ping_ms is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it is down, for a page: drivers put addresses and users into their messages."""
+        if self.up:
+            return ""
+        if self.error is None:
+            return gettext("no answer within %(seconds)g s") % {"seconds": ANSWER_WITHIN}
+        kind = type(self.error.__cause__ or self.error).__name__
+        if isinstance(self.error, ImproperlyConfigured):
+            return gettext("wrong settings, see the system checks")
+        return gettext("cannot be used (%(error)s)") % {"error": kind}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read in one go."""
+
+    holdings: list[Holding] = field(default_factory=list)
+    engines: list[Health] = field(default_factory=list)
+
+
+def read(wanted: Mapping[str, Sequence[str] | None] | None = None) -> Reading:
+    """Ask the engines of these aliases for what they hold of these keys (None: everything).
+
+    Without `wanted` ask all that settings name. Return within `ANSWER_WITHIN` seconds.
+    """
+    if wanted is None:
+        wanted = dict.fromkeys(registry)
+    deadline = Deadline(ANSWER_WITHIN)
+    questions = [_ask(alias, keys) for alias, keys in wanted.items()]
+    reading = Reading()
+    for question in questions:
+        holdings, health = question.answer(deadline)
+        reading.holdings.extend(holdings)
+        reading.engines.append(health)
+    return reading
+
+
+def state_of(holding: Holding) -> str:
+    """Return HELD, WAITED_ON or EXPIRING: it was not renewed, and ends in a moment."""
+    left = holding.expires_in
+    if left is not None:
+        whole = min(registry[holding.alias].ttl, left + (holding.held_for or 0.0))
+        if left < whole * EXPIRING_BELOW:
+            return EXPIRING
+    return WAITED_ON if holding.waiters else HELD
+
+
+def place_of(holder: Mapping[str, Any]) -> str:
+    """Return where the holder runs, host:pid:thread, as printable text."""
+    parts = [holder[key] for key in ("host", "pid", "thread") if holder.get(key)]
+    return shown(":".join(str(part) for part in parts))
+
+
+def activity_of(holder: Mapping[str, Any]) -> str:
+    """Return what the holder does, as printable text; empty if it did not say."""
+    return shown(str(holder.get("who") or ""))
+
+
+class _Question(threading.Thread):
+    """One engine asked on a thread of its own; a daemon, for it may never end."""
+
+    def __init__(self, alias: str, keys: Sequence[str] | None) -> None:
+        super().__init__(name=f"distlock-read-{alias}", daemon=True)
+        self._alias = alias
+        self._keys = keys
+        self._holdings: Sequence[Holding] = ()
+        self._health = Health(alias=alias)
+        self._answered = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._holdings, self._health = self._read()
+        except Exception as error:  # whatever it is: it must not break a page
+            if not isinstance(error, (BackendError, ImproperlyConfigured)):
+                logger.exception("cannot read the locks of alias %r", self._alias)
+            self._health = Health(alias=self._alias, error=error)
+        finally:
+            self._answered.set()
+            connections.close_all()  # those of this thread, which an engine may have opened
+
+    def answer(self, deadline: Deadline) -> tuple[Sequence[Holding], Health]:
+        """Wait for the answer until `deadline`."""
+        if self._answered.wait(deadline.remaining()):
+            _overdue.pop(self._alias, None)
+            return self._holdings, self._health
+        _overdue[self._alias] = self
+        return (), Health(alias=self._alias)
+
+    def _read(self) -> tuple[Sequence[Holding], Health]:
+        backend = registry[self._alias].backend
+        started = monotonic()
+        backend.ping()
+        ping_ms = (monotonic() - started) * 1000
+        found: Iterable[Holding]
+        if self._keys is None:
+            found = backend.holders()
+        else:
+            found = (holding for key in self._keys for holding in backend.holders(key))
+        holdings = list(islice(found, MOST + 1))
+        truncated = len(holdings) > MOST
+        return holdings[:MOST], Health(alias=self._alias, ping_ms=ping_ms, truncated=truncated)
+
+
+class _Silence:
+    """The answer of an engine that still owes one: threads must not pile up behind it."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+
+    def answer(self, deadline: Deadline) -> tuple[Sequence[Holding], Health]:
+        return (), Health(alias=self._alias)
+
+
+_overdue: dict[str, _Question] = {}
+
+
+def _ask(alias: str, keys: Sequence[str] | None) -> _Question | _Silence:
+    earlier = _overdue.get(alias)
+    if earlier is not None and earlier.is_alive():
+        return _Silence(alias)
+    question = _Question(alias, keys)
+    question.start()
+    return question

@@ -1,0 +1,120 @@
+"""The columns and filters of the admin's list of live locks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from django.contrib import admin
+from django.http import HttpRequest
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString, mark_safe
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from .live import EXPIRING, HELD, WAITED_ON
+from .models import LiveLock
+from .registry import registry
+
+STATES = {HELD: _("held"), WAITED_ON: _("waited-on"), EXPIRING: _("expiring")}
+KINDS = {"exclusive": _("exclusive"), "shared": _("shared"), "permit": _("permit")}
+
+
+class _Filter(admin.SimpleListFilter):
+    """Choices known beforehand: nothing is asked to offer them."""
+
+    value_of: Callable[[LiveLock], str]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        wanted = self.value()
+        if wanted is None:
+            return queryset
+        return queryset.where(lambda row: type(self).value_of(row) == wanted)
+
+
+class AliasFilter(_Filter):
+    title = _("alias")
+    parameter_name = "alias"
+    value_of = staticmethod(lambda row: row.holding.alias)
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [(alias, alias) for alias in registry]
+
+
+class StateFilter(_Filter):
+    title = _("state")
+    parameter_name = "state"
+    value_of = staticmethod(lambda row: row.state)
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
+        return list(STATES.items())
+
+
+class KindFilter(_Filter):
+    title = _("kind")
+    parameter_name = "kind"
+    value_of = staticmethod(lambda row: row.holding.kind)
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
+        return list(KINDS.items())
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as 0:07, 2:07 or 1:02:07: the same in every language."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class LiveColumns:
+    """Every fact of a row as people read it; countdown.js keeps the times going."""
+
+    @admin.display(description=_("alias"), ordering="alias")
+    def alias(self, row: LiveLock) -> str:
+        return row.holding.alias
+
+    @admin.display(description=_("kind"), ordering="kind")
+    def kind(self, row: LiveLock) -> str:
+        return str(KINDS.get(row.holding.kind, row.holding.kind))
+
+    @admin.display(description=_("state"), ordering="state")
+    def state(self, row: LiveLock) -> SafeString:
+        text = str(STATES[row.state]).upper()
+        return format_html('<span class="dl-pill dl-{}">{}</span>', row.state, text)
+
+    @admin.display(description=_("time left"), ordering="expires_in")
+    def time_left(self, row: LiveLock) -> str:
+        left = row.holding.expires_in
+        if left is None:
+            return gettext("as long as its session")
+        return format_html(
+            '<span class="dl-time" data-dl-left="{}" data-dl-over="{}">{}</span>',
+            f"{left:.3f}",
+            gettext("renewed or over"),
+            clock(left),
+        )
+
+    @admin.display(description=_("held for"), ordering="held_for", empty_value="—")
+    def held_for(self, row: LiveLock) -> str | None:
+        held = row.holding.held_for
+        if held is None:
+            return None
+        return format_html(
+            '<span class="dl-time" data-dl-since="{}">{}</span>', f"{held:.3f}", clock(held)
+        )
+
+    @admin.display(description=_("holder"), ordering="place", empty_value="—")
+    def holder(self, row: LiveLock) -> str | None:
+        """Return where it runs, and below that what it does."""
+        place = format_html_join(mark_safe(":<wbr>"), "{}", [(p,) for p in row.place.split(":")])
+        lines = [(line,) for line in (place, row.activity) if line]
+        return format_html_join(mark_safe("<br>"), "{}", lines) or None
+
+    @admin.display(description=_("waiters"), ordering="waiters", empty_value="—")
+    def waiters(self, row: LiveLock) -> int | None:
+        return row.holding.waiters
+
+    @admin.display(description=_("fence"), ordering="fence", empty_value="—")
+    def fence(self, row: LiveLock) -> str | None:
+        # Compared and copied, so without thousands separators.
+        return None if row.holding.fence is None else str(row.holding.fence)

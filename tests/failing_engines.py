@@ -1,0 +1,33 @@
+"""Engines that fail as real ones do, for the pages and commands that have to live with it."""
+
+from __future__ import annotations
+
+import threading
+
+from distlock_app.backends.locmem import LocMemBackend
+from distlock_app.errors import BackendError
+
+
+class DownBackend(LocMemBackend):
+    """Cannot be reached; its driver quotes a password in the error."""
+
+    def ping(self):
+        raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
+
+
+class HangingBackend(LocMemBackend):
+    """Accepts the question and says nothing until the test lets it."""
+
+    answers = threading.Event()
+    asked = 0
+
+    def ping(self):
+        type(self).asked += 1
+        self.answers.wait(30)
+
+
+class StubbornBackend(LocMemBackend):
+    """Goes down between the look at a lock and its clearing."""
+
+    def clear(self, key, seen=None):
+        raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")

@@ -1,0 +1,576 @@
+"""The admin's pages of live locks: what they show, to whom, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.utils import quote
+from django.contrib.auth.models import Permission, User
+from django.test import Client
+from django.urls import reverse
+
+from distlock_app import Lock, identity, live, names
+from distlock_app.claims import Grant, Holding
+from distlock_app.live import state_of
+from distlock_app.live_list import id_of
+from distlock_app.models import DistLock
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from distlock_app.signals import lock_cleared
+from tests.database_workers import claim
+from tests.failing_engines import HangingBackend
+
+LIST = "/admin/distlock_app/livelock/"
+CLEAR = f"{LIST}clear/"
+NASTY = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "\u202ekcol", "a\x00b",
+         "x" * 10_000, "{{ 7|add:7 }}", "%s %(name)s", " ", "../../etc", "日本",
+         "\ud800"]  # fmt: skip
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def aliases(settings):
+    """Two engines in memory; a test may add others."""
+    settings.DISTLOCK = {
+        "default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
+        "second": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
+    }
+
+    def add(alias, backend, **params):
+        settings.DISTLOCK = {**settings.DISTLOCK, alias: {"BACKEND": backend, **params}}
+
+    return add
+
+
+@pytest.fixture
+def browse(client):
+    """Log a member of staff in who has these permissions; return their client."""
+
+    def login(*codenames, **options):
+        user = User.objects.create_user("ann", password="x", is_staff=True)
+        user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+        client = Client(**options)
+        client.force_login(user)
+        return client
+
+    return login
+
+
+@pytest.fixture
+def viewer(browse):
+    return browse("view_livelock")
+
+
+@pytest.fixture
+def clearer(browse):
+    return browse("view_livelock", "clear_lock")
+
+
+def row_id(name, alias="default"):
+    """Return the id under which the list shows the holder of now."""
+    [holding] = registry[alias].backend.holders(key_of(name))
+    return id_of(alias, holding.key, holding.seen)
+
+
+def taken(name, alias="default"):
+    """Take the lock as another process would: nothing here renews or releases it."""
+    grant = registry[alias].backend.acquire(replace(claim(name), holder=identity.holder_text()), 0)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def post(client, *ids, reason="host is gone"):
+    return client.post(CLEAR, {"lock": ids, "reason": reason}, follow=True)
+
+
+def said(response):
+    """Return the messages on the page, in one text."""
+    return "\n".join(str(message) for message in response.context["messages"])
+
+
+def test_the_list_shows_the_locks_of_every_alias_and_who_holds_them(viewer):
+    with identity.activity("alice /pay/7"), Lock("invoice:42"), Lock("nightly", using="second"):
+        html = viewer.get(LIST).content.decode()
+
+    assert "invoice:42" in html and "nightly" in html
+    assert "alice /pay/7" in html
+    assert identity.holder_fields(identity.holder_text())["host"] in html
+    assert html.count("dl-pill dl-held") == 2
+
+
+def test_the_time_left_is_the_servers_and_counted_down_by_a_file(viewer):
+    with Lock("a", ttl=25):
+        html = viewer.get(LIST).content.decode()
+
+    [left] = re.findall(r'data-dl-left="([\d.]+)"', html)
+    assert 20 < float(left) <= 25
+    assert "distlock_app/countdown.js" in html
+    assert "distlock_app/locks.css" in html
+
+
+def test_no_page_has_a_script_or_style_of_its_own_in_it(clearer):
+    with Lock("a"):
+        pages = [LIST, f"{CLEAR}?lock={row_id('a')}"]
+        htmls = [clearer.get(page).content.decode() for page in pages]
+
+    for html in htmls:
+        assert not re.search(r"<script(?![^>]*\bsrc=)", html)
+        assert not re.search(r"<style|\sstyle=|\son\w+=", html)
+
+
+def test_the_list_tells_a_lock_that_others_wait_for(viewer):
+    waiting = Lock("wanted", ttl=20)
+    with Lock("quiet", ttl=20), waiting:
+        claim_of_a_waiter(waiting)
+        html = viewer.get(LIST).content.decode()
+
+    assert 'dl-held">HELD' in html
+    assert 'dl-waited-on">WAITED-ON' in html
+
+
+@pytest.mark.parametrize(
+    ("left", "held_for", "waiters", "state"),
+    [
+        (20, 300, 0, "held"),
+        (20, 300, None, "held"),
+        (20, 300, 3, "waited-on"),
+        (2.9, 300, 3, "expiring"),  # nobody renewed it: the ttl of the alias is 30
+        (0.6, 0.3, 0, "held"),  # a ttl of 0.9
+        (0.05, 0.85, 0, "expiring"),
+        (None, 300, 0, "held"),  # as long as its session
+    ],
+)
+def test_the_state_tells_waiters_and_whether_anybody_renews(left, held_for, waiters, state):
+    holding = Holding(
+        name="a", key="0", alias="default", seen="1",
+        expires_in=left, held_for=held_for, waiters=waiters,
+    )  # fmt: skip
+
+    assert state_of(holding) == state
+
+
+def claim_of_a_waiter(lock):
+    """Stand in the queue of `lock`."""
+    registry["default"].backend.acquire(claim(lock.name), 5)
+
+
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [
+        ("alias=second", {"nightly"}),
+        ("alias=default", {"invoice:1", "report"}),
+        ("kind=shared", {"report"}),
+        ("state=held", {"invoice:1", "report", "nightly"}),
+        ("state=expiring", set()),
+        ("q=INVOICE", {"invoice:1"}),
+        ("q=bob+/reports", {"report"}),
+        ("q=nothing", set()),
+        ("alias=nonsense", set()),
+        ("nonsense=1", {"invoice:1", "report", "nightly"}),
+    ],
+)
+def test_filters_and_search(viewer, query, shown):
+    with Lock("invoice:1"), Lock("nightly", using="second"):
+        with identity.activity("bob /reports"), Lock("report", shared=True):
+            response = viewer.get(f"{LIST}?{query}", follow=True)
+
+    assert {row.name for row in response.context["cl"].result_list} == shown
+
+
+def test_every_column_can_be_sorted_both_ways(viewer):
+    with Lock("a", ttl=5), Lock("b", ttl=15), Lock("c", using="second"):
+        for column in range(9):
+            for sign in ("", "-"):
+                rows = viewer.get(f"{LIST}?o={sign}{column}").context["cl"].result_list
+                assert {row.name for row in rows} == {"a", "b", "c"}
+        longest = viewer.get(f"{LIST}?o=-3").context["cl"].result_list
+
+    assert [row.name for row in longest] == ["c", "b", "a"]
+
+
+def test_many_locks_come_in_pages(viewer):
+    holds = [Lock(f"n{i:03}").acquire() for i in range(130)]
+    first = viewer.get(LIST).context["cl"].result_list
+    second = viewer.get(f"{LIST}?p=2").context["cl"].result_list
+    for hold in holds:
+        hold.release()
+
+    assert [row.name for row in first][:2] == ["n000", "n001"]
+    assert len(first) == 100 and len(second) == 30
+
+
+def test_an_engine_that_is_down_is_shown_so_without_its_secrets(viewer, aliases):
+    aliases("broken", "tests.failing_engines.DownBackend")
+
+    with Lock("a"):
+        html = viewer.get(LIST).content.decode()
+
+    assert 'dl-down">down' in html
+    assert "cannot be used (OSError)" in html
+    assert "hunter2" not in html and "db7" not in html
+    assert html.count("data-dl-left") == 1
+
+
+def test_an_engine_that_hangs_costs_its_bound_once_and_one_thread(viewer, aliases):
+    aliases("silent", "tests.failing_engines.HangingBackend")
+    HangingBackend.asked = 0
+    HangingBackend.answers.clear()
+
+    with Lock("a"):
+        started = time.monotonic()
+        html = viewer.get(LIST).content.decode()
+        first = time.monotonic() - started
+        pages = [viewer.get(LIST) for _ in range(3)]
+        rest = time.monotonic() - started - first
+        HangingBackend.answers.set()
+
+    assert "no answer within 2 s" in html
+    assert html.count("data-dl-left") == 1
+    assert first < 3.5 and rest < 2
+    assert all(page.status_code == 200 for page in pages)
+    assert HangingBackend.asked == 1
+
+
+def test_an_alias_with_wrong_settings_does_not_break_the_page(viewer, aliases):
+    aliases("wrong", "no.such.Backend")
+
+    with Lock("a"):
+        html = viewer.get(LIST).content.decode()
+
+    assert "wrong settings, see the system checks" in html
+    assert html.count("data-dl-left") == 1
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_names_are_text_on_every_page(clearer, name):
+    with identity.activity(name[:100]):
+        taken(name)
+        pk = row_id(name)
+        detail = clearer.get(change_url(pk)).content.decode()
+        htmls = [clearer.get(LIST).content.decode(), detail]
+        htmls.append(clearer.get(CLEAR, {"lock": pk}).content.decode())
+        htmls.append(post(clearer, pk, reason=f"{names.shown(name)[:100]}!").content.decode())
+        htmls.append(clearer.get(history_url(pk)).content.decode())
+        assert not Lock(name).locked()
+
+    for html in htmls:
+        assert "<script>alert" not in html and "<img src=x" not in html
+        assert "\u202e" not in html and "\x00" not in html
+    assert LogEntry.objects.count() == 1
+
+
+def change_url(pk):
+    return reverse("admin:distlock_app_livelock_change", args=[quote(pk)])
+
+
+def history_url(pk):
+    return reverse("admin:distlock_app_livelock_history", args=[quote(pk)])
+
+
+def test_the_detail_page_shows_one_lock_and_leads_to_its_release(clearer):
+    with Lock("a"):
+        pk = row_id("a")
+        html = clearer.get(change_url(pk)).content.decode()
+        [link] = re.findall(r'href="([^"]*/clear/[^"]*)"', html)
+        confirmation = clearer.get(link.replace("&amp;", "&")).content.decode()
+
+    assert "data-dl-left" in html
+    assert 'name="reason"' in confirmation
+
+
+def test_the_detail_page_of_a_lock_that_is_free_says_so(viewer):
+    with Lock("a"):
+        pk = row_id("a")
+
+    response = viewer.get(change_url(pk), follow=True)
+
+    assert response.redirect_chain[0][0] == LIST
+    assert "free by now" in said(response)
+
+
+def test_the_detail_page_of_a_holder_that_is_gone_names_the_next(viewer):
+    with Lock("a"):
+        old = row_id("a")
+    with identity.activity("bob /b"), Lock("a"):
+        response = viewer.get(change_url(old), follow=True)
+
+    assert "changed hands" in said(response) and "bob /b" in said(response)
+
+
+@pytest.mark.parametrize("pk", ["nonsense", "a:b:c:d", "default:00:1", "none:00:1", ":", "1"])
+def test_made_up_ids_lead_back_to_the_list(clearer, pk):
+    for page in (change_url(pk), history_url(pk)):
+        assert clearer.get(page).status_code in (200, 302)
+    assert clearer.get(CLEAR, {"lock": pk}).status_code == 302
+    assert post(clearer, pk).status_code == 200
+
+
+def test_without_the_view_permission_there_is_nothing_to_see(browse):
+    client = browse()
+
+    with Lock("a"):
+        for page in (LIST, change_url(row_id("a")), history_url(row_id("a")), CLEAR):
+            assert client.get(page).status_code == 403
+
+
+def test_a_viewer_may_look_but_not_clear(viewer):
+    with Lock("a") as hold:
+        pk = row_id("a")
+        detail = viewer.get(change_url(pk)).content.decode()
+        assert "Force release" not in detail
+        assert viewer.get(CLEAR, {"lock": pk}).status_code == 403
+        assert viewer.post(CLEAR, {"lock": pk, "reason": "x"}).status_code == 403
+        viewer.post(LIST, {"action": "force_release", "_selected_action": [pk], "index": 0})
+        assert Lock("a").locked()
+        hold.check()
+
+
+def test_visitors_are_sent_to_the_login(client):
+    assert client.get(LIST).status_code == 302
+    assert client.post(CLEAR, {"lock": "x", "reason": "x"}).status_code == 302
+
+
+def test_the_permission_to_change_rows_does_not_clear_locks(browse):
+    client = browse("view_livelock", "view_distlock", "delete_user", "change_user")
+
+    with Lock("a"):
+        assert client.post(CLEAR, {"lock": row_id("a"), "reason": "x"}).status_code == 403
+
+
+def test_get_clears_nothing(clearer):
+    with Lock("a") as hold:
+        pk = row_id("a")
+        for query in ({"lock": pk}, {"lock": pk, "reason": "x"}, {"lock": pk, "post": "yes"}):
+            assert clearer.get(CLEAR, query).status_code == 200
+        assert Lock("a").locked()
+        hold.extend()
+
+    assert not LogEntry.objects.exists()
+
+
+def test_a_forged_form_is_refused(browse):
+    client = browse("view_livelock", "clear_lock", enforce_csrf_checks=True)
+
+    with Lock("a"):
+        response = client.post(CLEAR, {"lock": row_id("a"), "reason": "x"})
+        assert response.status_code == 403
+        assert Lock("a").locked()
+
+
+def test_a_reason_is_required(clearer):
+    with Lock("a"):
+        pk = row_id("a")
+        for reason in ("", "   ", "x" * 201):
+            response = post(clearer, pk, reason=reason)
+            assert response.context["form"].errors
+        assert Lock("a").locked()
+
+
+def test_the_confirmation_names_the_holder(clearer):
+    with identity.activity("alice /pay/7"), Lock("a"):
+        html = clearer.get(CLEAR, {"lock": row_id("a")}).content.decode()
+
+    assert "alice /pay/7" in html
+    assert f"{identity.holder_fields(identity.holder_text())['pid']}" in html
+
+
+def test_force_release_frees_the_lock_moves_the_fence_on_and_is_written_down(clearer):
+    heard = []
+    receiver = lambda **facts: heard.append(facts)  # noqa: E731
+    lock_cleared.connect(receiver)
+    cleared = taken("a")
+
+    response = post(clearer, row_id("a"), reason=" host\n is  gone ")
+
+    assert "was released" in said(response)
+    assert taken("a").fence > cleared.fence
+    entry = LogEntry.objects.get()
+    assert entry.object_repr == "a"
+    assert entry.get_change_message().endswith("host is gone")
+    assert (heard[0]["user"], heard[0]["reason"]) == ("ann", "host is gone")
+    lock_cleared.disconnect(receiver)
+
+
+def test_a_lock_that_changed_hands_meanwhile_is_left_alone(clearer):
+    with Lock("a"):
+        old = row_id("a")
+    with identity.activity("bob /b"), Lock("a") as hold:
+        response = post(clearer, old)
+        hold.extend()
+
+    assert "changed hands" in said(response) and "bob /b" in said(response)
+    assert not LogEntry.objects.exists()
+
+
+def test_a_lock_that_changes_hands_in_the_last_moment_is_left_alone(clearer, monkeypatch):
+    """Between the look that the request itself takes and the clearing."""
+    with Lock("a"):
+        old = row_id("a")
+        answers = [live.read()]
+    really = live.read
+    monkeypatch.setattr(live, "read", lambda *args: answers.pop() if answers else really(*args))
+    with identity.activity("bob /b"), Lock("a") as hold:
+        response = post(clearer, old)
+        hold.extend()
+
+    assert "changed hands" in said(response) and "bob /b" in said(response)
+    assert not LogEntry.objects.exists()
+
+
+def test_a_free_lock_is_not_cleared_again(clearer):
+    with Lock("a"):
+        pk = row_id("a")
+
+    assert "free by now" in said(post(clearer, pk))
+
+
+def test_an_engine_that_fails_at_the_clearing_is_told_without_its_secrets(clearer, aliases):
+    aliases("stubborn", "tests.failing_engines.StubbornBackend")
+
+    with Lock("a", using="stubborn"):
+        response = post(clearer, row_id("a", "stubborn"))
+
+    assert "may still be held" in said(response)
+    assert "hunter2" not in response.content.decode()
+    assert not LogEntry.objects.exists()
+
+
+def test_several_locks_are_released_after_one_confirmation(clearer):
+    locks = ["a", "b", "c"]
+    for name in locks:
+        taken(name)
+    selected = [row_id("a"), row_id("b")]
+
+    response = clearer.post(
+        LIST, {"action": "force_release", "_selected_action": selected, "index": 0}
+    )
+    assert all(Lock(name).locked() for name in locks)
+    ids = re.findall(r'name="lock" value="([^"]+)"', response.content.decode())
+    done = post(clearer, *ids)
+
+    assert sorted(ids) == sorted(selected)
+    assert said(done).count("was released") == 2
+    assert [Lock(name).locked() for name in locks] == [False, False, True]
+    assert LogEntry.objects.count() == 2
+
+
+def test_a_selected_lock_that_changed_hands_is_not_even_confirmed(clearer):
+    with Lock("a"):
+        old = row_id("a")
+    with Lock("a"), Lock("b"):
+        response = clearer.post(
+            LIST,
+            {"action": "force_release", "_selected_action": [old, row_id("b")], "index": 0},
+        )
+
+    html = response.content.decode()
+    assert "changed hands" in html
+    assert len(re.findall(r'name="lock" value=', html)) == 1
+
+
+def test_too_many_at_once_are_refused(clearer):
+    holds = [Lock(f"n{i}").acquire() for i in range(201)]
+    ids = [row_id(f"n{i}") for i in range(201)]
+
+    select = {"action": "force_release", "_selected_action": ids[:1], "index": 0}
+    action = clearer.post(LIST, {**select, "select_across": "1"}, follow=True)
+    posted = post(clearer, *ids)
+
+    assert "at most 200" in said(action)
+    assert "at most 200" in said(posted)
+    for hold in holds:
+        hold.release()
+
+
+def test_the_history_of_a_lock_outlives_its_holders(clearer):
+    taken("a")
+    pk = row_id("a")
+    post(clearer, pk, reason="host is gone")
+
+    html = clearer.get(history_url(pk)).content.decode()
+
+    assert "host is gone" in html
+    assert clearer.get(LogEntry.objects.get().get_admin_url(), follow=True).status_code == 200
+
+
+def test_no_page_shows_a_token(clearer):
+    with Lock("a", owner="the owner's name") as hold:
+        token = hold._lease.grant.claim.owner
+        pk = row_id("a")
+        pages = [LIST, change_url(pk), history_url(pk), f"{CLEAR}?lock={pk}", "/admin/"]
+        htmls = [clearer.get(page).content.decode() for page in pages]
+
+    for html in htmls:
+        assert token not in html and "the owner's name" not in html
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+class TestLockTable:
+    """Locks in the table of a second database, where the rows are shown as well."""
+
+    @pytest.fixture(autouse=True)
+    def table(self, aliases):
+        aliases("table", "distlock_app.backends.database.DatabaseBackend", LOCATION="locks")
+
+    def test_its_locks_are_listed_and_cleared_with_a_greater_fence(self, clearer):
+        cleared = taken("a", "table")
+        assert "a" in {row.name for row in clearer.get(LIST).context["cl"].result_list}
+
+        response = post(clearer, row_id("a", "table"))
+
+        assert "was released" in said(response)
+        assert taken("a", "table").fence > cleared.fence
+
+    def test_its_rows_are_shown_to_who_may_see_them_without_the_owner(self, browse):
+        client = browse("view_distlock")
+        with identity.activity("alice /pay/7"), Lock("a", using="table") as hold:
+            token = hold._lease.grant.claim.owner
+            page = reverse("admin:distlock_app_distlock_change", args=[key_of("a")])
+            htmls = [client.get("/admin/distlock_app/distlock/").content.decode()]
+            htmls.append(client.get(page).content.decode())
+            assert DistLock.objects.using("locks").get().owner == token
+
+        for html in htmls:
+            assert "alice /pay/7" in html or "icon-yes" in html
+            assert token not in html
+
+    def test_nobody_can_ask_for_an_owner_digit_by_digit(self, browse):
+        client = browse("view_distlock")
+
+        for lookup in ("owner__startswith=0", "owner__gte=0", "q=0&owner=1"):
+            assert client.get(f"/admin/distlock_app/distlock/?{lookup}").status_code == 400
+
+    def test_its_rows_cannot_be_changed(self, browse):
+        client = browse("view_distlock")
+        with Lock("a", using="table") as hold:
+            page = reverse("admin:distlock_app_distlock_change", args=[key_of("a")])
+            assert client.post(page, {"name": "b"}).status_code == 403
+            hold.extend()
+
+    def test_its_rows_need_their_own_permission(self, viewer):
+        assert viewer.get("/admin/distlock_app/distlock/").status_code == 403
+
+
+def test_without_a_lock_table_the_admin_has_no_page_for_it(browse):
+    client = browse("view_distlock", "view_livelock")
+
+    assert "/distlock/" not in client.get("/admin/").content.decode()
+    assert client.get("/admin/distlock_app/distlock/").status_code == 403
+
+
+def test_locks_on_redis_are_listed_and_cleared(redis_url, clearer, aliases):
+    aliases("redis", "distlock_app.backends.redis.RedisBackend", LOCATION="locks")
+    cleared = taken("test-admin", "redis")
+    assert "test-admin" in {row.name for row in clearer.get(LIST).context["cl"].result_list}
+
+    response = post(clearer, row_id("test-admin", "redis"))
+
+    assert "was released" in said(response)
+    following = taken("test-admin", "redis")
+    assert following.fence > cleared.fence
+    registry["redis"].backend.release(following)
