@@ -200,14 +200,14 @@ class _Guard:
                 elif isinstance(error, LockBusy):
                     raise _Busy from error
                 else:
-                    _release_half_taken(lock, held_before)
+                    release_half_taken(lock, held_before)
                 raise
             self._end(hold, started, None)
         return result
 
     def tell(self, command: Any, lock: Lock, busy: _Busy, options: dict[str, Any]) -> None:
         """Say that the command runs elsewhere; raise CommandError, except to skip in silence."""
-        text = f"{_command_name(type(command))} runs already: {_held_by(lock)}"
+        text = f"{_command_name(type(command))} runs already: {held_by(lock)}"
         if self.busy_exit:
             raise CommandError(text, returncode=self.busy_exit) from busy.__cause__
         if options.get("verbosity", 1) > 1:
@@ -268,7 +268,7 @@ class _Termination:
             raise Terminated(TERMINATED)
 
 
-def _release_half_taken(lock: Lock, held_before: Lease | None) -> None:
+def release_half_taken(lock: Lock, held_before: Lease | None) -> None:
     """Release what was granted when a signal came before we had it in our hands.
 
     The traceback of the signal's exception still refers to it.
@@ -280,7 +280,7 @@ def _release_half_taken(lock: Lock, held_before: Lease | None) -> None:
             lease.backend.release(lease.grant)
 
 
-def _held_by(lock: Lock) -> str:
+def held_by(lock: Lock) -> str:
     try:
         holding = lock.holders()[0]
     except Exception:  # it may be free, or its engine down, by now: no reason not to say the rest

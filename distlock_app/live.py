@@ -108,6 +108,13 @@ def activity_of(holder: Mapping[str, Any]) -> str:
     return shown(str(holder.get("who") or ""))
 
 
+def clock(seconds: float) -> str:
+    """Return a duration as 0:07, 2:07 or 1:02:07: the same in every language."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 class _Question(threading.Thread):
     """One engine asked on a thread of its own; a daemon, for it may never end."""
 

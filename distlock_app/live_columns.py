@@ -12,7 +12,7 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from .live import EXPIRING, HELD, WAITED_ON
+from .live import EXPIRING, HELD, WAITED_ON, clock
 from .models import LiveLock
 from .registry import registry
 
@@ -57,13 +57,6 @@ class KindFilter(_Filter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
         return list(KINDS.items())
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as 0:07, 2:07 or 1:02:07: the same in every language."""
-    minutes, second = divmod(max(0, int(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class LiveColumns:

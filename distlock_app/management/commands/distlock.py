@@ -1,0 +1,226 @@
+"""`manage.py distlock`: look at locks, take one away, run a program under one.
+
+Exit codes: 0 done; 1 `show`, `clear`: nobody holds it, or not as it was seen; 69 an engine is
+down; 75 `run`: somebody else holds it; 76 `run`: the lock was lost, the program terminated;
+else the program's own. Uses no model and no system check: it works while a database is down.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from distlock_app import identity, live, locks, names
+from distlock_app.claims import Holding
+from distlock_app.commands import EX_TEMPFAIL, held_by
+from distlock_app.errors import BackendError, LockBusy, LockLost
+from distlock_app.registry import registry
+from distlock_app.running import EX_LOST, EX_NOT_FOUND, EX_UNAVAILABLE, run
+
+# A fence goes on from the server's clock, which is never set back by so much.
+PURGED_AFTER = 7 * 24 * 3600.0
+
+
+class Command(BaseCommand):
+    help = "Looks at locks on every engine, takes one away, or runs a program under one."
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+        def action(name: str, text: str, using: str | None = "default") -> Any:
+            added = actions.add_parser(name, help=text, description=text)
+            which = "every alias" if using is None else using
+            added.add_argument("--using", default=using, help=f"alias of DISTLOCK ({which})")
+            return added
+
+        listing = action("list", "List the locks that are held.", using=None)
+        showing = action("show", "Show who holds a lock; exit 1 if nobody does.")
+        clearing = action("clear", "Take a lock away from its holder.")
+        purging = action("purge", "Delete what is left in the lock table of locks long free.")
+        running = action("run", "Run a program while holding a lock; exit 75 if it is busy.")
+        for added in (showing, clearing, running):
+            added.add_argument("name", metavar="NAME")
+        for added in (listing, showing, clearing, purging):
+            added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
+        clearing.add_argument("--seen", help="only from the holder whom `show --json` calls so")
+        clearing.add_argument("--reason", default="", help="for the log")
+        clearing.add_argument("--yes", action="store_true", help="do not ask")
+        purging.add_argument("--older-than", type=float, default=PURGED_AFTER, metavar="SECONDS")
+        running.add_argument("--wait", type=float, metavar="SECONDS", help="0 is one try")
+        running.add_argument("--ttl", type=float, metavar="SECONDS")
+        running.add_argument("program", nargs="+", metavar="-- CMD")
+
+    def handle(self, *args: Any, action: str, **options: Any) -> None:
+        try:
+            code = getattr(self, f"_{action}")(**options)
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
+        except BackendError as error:
+            raise CommandError(str(error), returncode=EX_UNAVAILABLE) from error
+        if code:
+            sys.exit(code)
+
+    def _list(self, *, using: str | None, as_json: bool, **options: Any) -> int:
+        if using is not None:
+            registry[using]  # a wrong alias is the caller's mistake, not an engine that is down
+        reading = live.read(None if using is None else {using: None})
+        self._write(reading.holdings, as_json, engines=reading.engines)
+        return self._tell_down(reading.engines)
+
+    def _show(self, *, name: str, using: str, as_json: bool, **options: Any) -> int:
+        held = self._held(name, using)
+        self._write(held, as_json)
+        return 0 if held else 1
+
+    def _clear(
+        self,
+        *,
+        name: str,
+        using: str,
+        seen: str | None,
+        reason: str,
+        yes: bool,
+        as_json: bool,
+        **options: Any,
+    ) -> int:
+        held = [h for h in self._held(name, using) if seen in (None, h.seen)]
+        if held and not yes:
+            self._confirm(held)
+        # What was shown is compared: a lock that changed hands since then is left alone.
+        cleared = [
+            h
+            for h in held
+            if locks.clear(using, h.key, h.name, h.seen, f"{_user()} (command line)", reason)
+        ]
+        if as_json:
+            self._write(cleared, as_json)
+        else:
+            self.stdout.write(f"{len(cleared)} cleared")
+        return 0 if cleared else 1
+
+    def _purge(self, *, using: str, older_than: float, as_json: bool, **options: Any) -> None:
+        if not older_than >= 0:
+            raise CommandError("--older-than must be 0 or more seconds")
+        purge = getattr(registry[using].backend, "purge", None)
+        purged = 0 if purge is None else purge(older_than)
+        self.stdout.write(_json({"purged": purged}) if as_json else f"{purged} deleted")
+
+    def _run(
+        self,
+        *,
+        name: str,
+        using: str,
+        wait: float | None,
+        ttl: float | None,
+        program: list[str],
+        **options: Any,
+    ) -> int:
+        entry = registry[using]
+        try:
+            lock = locks.Lock(
+                name,
+                using=using,
+                wait=entry.wait if wait is None else wait,
+                ttl=entry.ttl if ttl is None else ttl,
+            )
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        # Not the arguments: there may be a password among them.
+        with identity.activity(f"distlock run {program[0]}"):
+            try:
+                code = run(lock, program)
+            except LockBusy as error:
+                raise CommandError(f"busy: {held_by(lock)}", returncode=EX_TEMPFAIL) from error
+            except LockLost as error:
+                text = f"{error}; the program was terminated"
+                raise CommandError(text, returncode=EX_LOST) from error
+        if code == EX_NOT_FOUND:
+            self.stderr.write(f"{program[0]}: not found, or it ended with {code}")
+        return code
+
+    def _held(self, name: str, using: str) -> list[Holding]:
+        try:
+            key = names.key_of(names.checked(name))
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        registry[using]  # as above
+        reading = live.read({using: [key]})
+        if self._tell_down(reading.engines):
+            sys.exit(EX_UNAVAILABLE)
+        return reading.holdings
+
+    def _tell_down(self, engines: Iterable[live.Health]) -> int:
+        down = [engine for engine in engines if not engine.up]
+        for engine in down:
+            # Whoever has a shell here may read what the driver says.
+            self.stderr.write(f"{engine.alias} is down: {engine.error or engine.reason}")
+        return EX_UNAVAILABLE if down else 0
+
+    def _confirm(self, held: Sequence[Holding]) -> None:
+        if not sys.stdin.isatty():
+            raise CommandError("nobody to ask: repeat it with --yes")
+        self._write(held, False)
+        self.stdout.write("Its holder is not stopped, and somebody else may get the lock at once.")
+        if input("Clear it? [y/N] ").strip().lower() not in {"y", "yes"}:
+            raise CommandError("nothing was cleared")
+
+    def _write(
+        self,
+        held: Sequence[Holding],
+        as_json: bool,
+        engines: Iterable[live.Health] | None = None,
+    ) -> None:
+        if not as_json:
+            for line in _table(held):
+                self.stdout.write(line)
+            if not held:
+                self.stdout.write("nothing is held")
+            return
+        answer: dict[str, Any] = {"locks": [asdict(h) for h in held]}
+        if engines is not None:
+            answer["engines"] = [
+                {"alias": e.alias, "up": e.up, "ping_ms": e.ping_ms, "reason": e.reason}
+                for e in engines
+            ]
+        self.stdout.write(_json(answer))
+
+
+def _table(held: Sequence[Holding]) -> Iterable[str]:
+    """Yield the lines of a table; nothing for no locks."""
+    rows = [("NAME", "ALIAS", "STATE", "LEFT", "HELD FOR", "WAITERS", "FENCE", "HOLDER")]
+    for h in sorted(held, key=lambda h: (h.alias, h.name)):
+        holder = [live.place_of(h.holder), live.activity_of(h.holder)]
+        rows.append(
+            (
+                names.shown(h.name),
+                h.alias,
+                live.state_of(h),
+                "session" if h.expires_in is None else live.clock(h.expires_in),
+                "-" if h.held_for is None else live.clock(h.held_for),
+                "-" if h.waiters is None else str(h.waiters),
+                "-" if h.fence is None else str(h.fence),
+                " ".join(filter(None, holder)) or "-",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if held else ():
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, default=str)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return "somebody"

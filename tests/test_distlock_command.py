@@ -1,0 +1,374 @@
+"""`manage.py distlock`: what it says, what it does, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from distlock_app import identity
+from distlock_app.claims import Claim, Grant
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from distlock_app.signals import lock_cleared
+from tests.conftest import missing
+from tests.launching import launch, mortal
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def memory(settings):
+    """Two engines in memory, and a way to add others."""
+    settings.DISTLOCK = {
+        "default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
+        "second": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
+    }
+
+    def add(alias, backend):
+        settings.DISTLOCK = {**settings.DISTLOCK, alias: {"BACKEND": backend}}
+
+    return add
+
+
+def taken(name, alias="default", who="somewhere else"):
+    """Take the lock as another process would."""
+    with identity.activity(who):
+        holder = identity.holder_text()
+    owner = os.urandom(16).hex()
+    claim = Claim(name=name, key=key_of(name), owner=owner, ttl=30, holder=holder)
+    grant = registry[alias].backend.acquire(claim, 0)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def say(capsys, *args):
+    """Call the command; return its exit code, and what it wrote."""
+    code = 0
+    try:
+        call_command("distlock", *args)
+    except SystemExit as end:
+        code = end.code
+    written = capsys.readouterr()
+    return code, written.out, written.err
+
+
+def ends_with(*args):
+    """Call the command, which has to fail; return the error."""
+    with pytest.raises(CommandError) as caught:
+        call_command("distlock", *args)
+    return caught.value
+
+
+def test_list_shows_every_alias_as_a_table(memory, capsys):
+    taken("invoice:42", who="alice /pay/7")
+    taken("nightly", "second")
+
+    code, out, _ = say(capsys, "list")
+
+    head, first, second = out.splitlines()
+    assert code == 0
+    assert head.split()[:3] == ["NAME", "ALIAS", "STATE"]
+    assert first.startswith("invoice:42") and "alice /pay/7" in first
+    assert second.startswith("nightly") and "second" in second
+
+
+def test_list_of_one_alias(memory, capsys):
+    taken("a")
+    taken("b", "second")
+
+    assert [lock["name"] for lock in listed(capsys, "--using", "second")["locks"]] == ["b"]
+
+
+def listed(capsys, *args):
+    return json.loads(say(capsys, "list", "--json", *args)[1])
+
+
+def test_list_as_json_has_no_secret(memory, capsys):
+    grant = taken("a")
+
+    answer = listed(capsys)
+
+    [lock] = answer["locks"]
+    assert lock["fence"] == grant.fence and lock["seen"] == str(grant.fence)
+    assert [engine["up"] for engine in answer["engines"]] == [True, True]
+    assert grant.claim.owner not in json.dumps(answer)
+
+
+def test_list_tells_which_engine_is_down_and_shows_the_rest(memory, capsys):
+    memory("broken", "tests.failing_engines.DownBackend")
+    taken("a")
+
+    code, out, err = say(capsys, "list")
+
+    assert code == 69
+    assert "broken is down: no route to db7" in err
+    assert out.splitlines()[1].startswith("a")
+
+
+def test_no_name_or_holder_can_write_to_the_terminal(memory, capsys):
+    taken("\x1b[2Jred\n\u202efake", who="\x1b]0;title\x07")
+
+    _, out, _ = say(capsys, "list")
+
+    assert "\x1b" not in out and "\u202e" not in out and "\x07" not in out
+    assert len(out.splitlines()) == 2
+
+
+def test_show_ends_with_1_if_nobody_holds_it(memory, capsys):
+    assert say(capsys, "show", "a")[0] == 1
+    taken("a", who="bob /b")
+
+    code, out, _ = say(capsys, "show", "a")
+
+    assert code == 0 and "bob /b" in out
+
+
+def test_clear_frees_the_lock_with_a_greater_fence_and_says_who_did_it(memory, capsys):
+    heard = []
+    receiver = lambda **facts: heard.append(facts)  # noqa: E731
+    lock_cleared.connect(receiver)
+    before = taken("a")
+
+    code, out, _ = say(capsys, "clear", "a", "--yes", "--reason", "host is gone")
+
+    lock_cleared.disconnect(receiver)
+    assert (code, out) == (0, "1 cleared\n")
+    assert taken("a").fence > before.fence
+    assert heard[0]["reason"] == "host is gone"
+    assert heard[0]["user"].endswith("(command line)")
+
+
+def test_clear_spares_a_holder_who_was_not_meant(memory, capsys):
+    held = taken("a")
+
+    code, out, _ = say(capsys, "clear", "a", "--yes", "--seen", "1")
+
+    assert (code, out) == (1, "0 cleared\n")
+    assert registry["default"].backend.extend(held, 30)
+
+
+def test_clear_asks_before_it_does_anything(memory, capsys, monkeypatch):
+    taken("a", who="bob /b")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    answers = iter(["", "no", "yes"])
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+
+    for _ in range(2):
+        assert str(ends_with("clear", "a")) == "nothing was cleared"
+    assert "bob /b" in capsys.readouterr().out
+    assert say(capsys, "clear", "a")[0] == 0
+
+
+def test_clear_does_not_guess_where_nobody_can_be_asked(memory, monkeypatch):
+    taken("a")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+
+    assert "--yes" in str(ends_with("clear", "a"))
+
+
+def test_clear_of_a_free_lock_ends_with_1(memory, capsys):
+    assert say(capsys, "clear", "a", "--yes")[0] == 1
+
+
+@pytest.mark.parametrize("action", [["show", "a"], ["clear", "a", "--yes"]])
+def test_an_engine_that_is_down_is_neither_free_nor_cleared(memory, capsys, action):
+    memory("broken", "tests.failing_engines.DownBackend")
+
+    assert say(capsys, *action, "--using", "broken")[0] == 69
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["list", "--using", "none"],
+        ["show", "a", "--using", "none"],
+        ["show", ""],
+        ["purge", "--older-than", "-1"],
+        ["run", "a", "--ttl", "0", "--", "true"],
+        ["run", "a", "--using", "none", "--", "true"],
+        ["run", "", "--", "true"],
+    ],
+)
+def test_mistakes_are_told_as_such(memory, args):
+    assert ends_with(*args).returncode == 1
+
+
+def test_purge_says_how_many_rows_went(memory, capsys):
+    assert say(capsys, "purge")[1] == "0 deleted\n"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_purge_deletes_from_the_lock_table_what_has_long_been_free(capsys):
+    backend = registry["default"].backend
+    backend.release(taken("free"))
+    taken("held")
+    time.sleep(0.1)
+
+    code, out, _ = say(capsys, "purge", "--older-than", "0.05", "--json")
+
+    assert (code, json.loads(out)) == (0, {"purged": 1})
+
+
+@pytest.fixture
+def started(transactional_db):
+    """Start the command as a shell does; whatever still runs is killed at the end."""
+    running = []
+
+    def start(*args, **env):
+        command = mortal([sys.executable, "-m", "django", "distlock", *args])
+        env = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **env}
+        pipe = subprocess.PIPE
+        process = launch(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def until(condition, within=30.0):
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_held(name):
+    return any(registry["default"].backend.holders(key_of(name)))
+
+
+def shell(script):
+    return ["--", "sh", "-c", script]
+
+
+def test_run_holds_the_lock_and_returns_the_exit_code(started, tmp_path):
+    process = started(
+        "run", "a", *shell(f"while [ ! -e {tmp_path}/go ]; do sleep .05; done; exit 7")
+    )
+
+    until(lambda: is_held("a"))
+    (tmp_path / "go").touch()
+
+    assert process.wait(30) == 7
+    assert not is_held("a")
+
+
+def test_run_gives_a_busy_lock_up_with_75_and_names_the_holder(started):
+    taken("a", who="bob /b")
+
+    process = started("run", "a", "--wait", "0", *shell("echo ran"))
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 75
+    assert out == "" and "bob /b" in err
+
+
+def test_run_waits_for_its_turn(started):
+    grant = taken("a")
+    process = started("run", "a", "--wait", "30", *shell("echo ran"))
+    time.sleep(0.5)
+    registry["default"].backend.release(grant)
+
+    assert process.communicate(timeout=60)[0] == "ran\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_run_passes_signals_on_and_releases(started, tmp_path, number):
+    trap = f"trap 'echo got; exit 3' {number.name[3:]}"
+    script = f"{trap}; touch {tmp_path}/up; while :; do sleep .05; done"
+    process = started("run", "a", *shell(script))
+    until((tmp_path / "up").exists)
+
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+
+    assert (process.returncode, out) == (3, "got\n")
+    assert not is_held("a")
+
+
+def test_run_ends_with_128_and_the_signal_that_ended_the_program(started):
+    process = started("run", "a", *shell("kill -KILL $$"))
+
+    assert process.wait(60) == 137
+    assert not is_held("a")
+
+
+def test_a_signal_ends_the_waiting(started):
+    taken("a")
+    process = started("run", "a", "--wait", "60", *shell("echo ran"))
+    time.sleep(2.5)  # it needs as long to start
+
+    process.terminate()
+    out, _ = process.communicate(timeout=30)
+
+    assert (process.returncode, out) in [(143, ""), (-15, "")]  # -15: it was still starting
+
+
+@pytest.mark.slow
+def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
+    process = started("run", "a", "--ttl", "1", *shell("exec sleep 60"))
+    until(lambda: is_held("a"))
+
+    registry["default"].backend.clear(key_of("a"))
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+
+    assert process.returncode == 76
+    assert "the program was terminated" in err
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("program", "code"), [("/no/such/program", 127), (str(Path(__file__)), 126)]
+)
+def test_run_of_what_cannot_run_ends_as_a_shell_does(memory, capsys, program, code):
+    assert say(capsys, "run", "a", "--", program)[0] == code
+    assert not is_held("a")
+
+
+def test_run_leaves_the_options_of_the_program_alone(memory, capfd):
+    args = ["run", "a", "--wait", "5", "--", "echo", "--wait", "--", "--settings=x", "-v"]
+
+    call_command("distlock", *args)
+
+    assert capfd.readouterr().out == "--wait -- --settings=x -v\n"
+
+
+def test_locks_on_other_engines_are_shown_and_cleared_while_the_database_is_down(
+    redis_url, started
+):
+    grant = taken("test-command", "redis")
+    url = "mysql://nobody@127.0.0.1:1/none"
+    if connection.vendor != "mysql":
+        try:
+            import MySQLdb  # noqa: F401
+        except ImportError:
+            missing("mysql", "mysqlclient is not installed")
+    down = {"DISTLOCK_TEST_DATABASE": "mysql", "DISTLOCK_TEST_MYSQL_URL": url}
+
+    process = started("list", "--using", "redis", **down)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "test-command" in out
+
+    process = started("clear", "test-command", "--using", "redis", "--yes", **down)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "1 cleared\n"), err
+
+    process = started("list", **down)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 69 and "default is down" in err
+    assert not registry["redis"].backend.release(grant)
