@@ -10,3 +10,8 @@ class DistlockConfig(AppConfig):
     name = "distlock_app"
     verbose_name = _("Distributed locks")
     default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from . import checks
+
+        checks.register()

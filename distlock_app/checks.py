@@ -1,0 +1,138 @@
+"""System checks: what in the settings would make locks fail, or protect less than they seem to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from django.conf import settings
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DEFAULT_DB_ALIAS, connections
+
+from .backends.dummy import DummyBackend
+from .backends.locmem import LocMemBackend
+from .registry import Entry, registry
+
+# A renewal comes every third of the ttl: below this, a pause of a third of a second loses locks.
+SHORT_TTL = 1.0
+
+
+def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Check each alias, and let its engine look at its own settings; no server is asked."""
+    try:
+        aliases = list(registry)
+    except ImproperlyConfigured as error:
+        return [checks.Error(str(error), id="distlock_app.E001")]
+    messages: list[checks.CheckMessage] = []
+    for alias in aliases:
+        try:
+            entry = registry[alias]
+        except Exception as error:  # whatever an engine's own code raises: other checks go on
+            messages.append(checks.Error(_says(alias, error), id="distlock_app.E001"))
+        else:
+            messages += [*entry.backend.check(), *_check_ttl(entry)]
+    if DEFAULT_DB_ALIAS not in aliases:
+        messages.append(
+            checks.Warning(
+                "DISTLOCK has no alias 'default', which locks use that do not name another.",
+                id="distlock_app.W001",
+            )
+        )
+    return [*messages, *_check_isolation()]
+
+
+def check_servers(
+    databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[checks.CheckMessage]:
+    """Let the engines ask their servers: those in these databases, and those in none.
+
+    `migrate` runs this first. It must not fail because a lock server is down, nor for want of
+    the lock table that it is about to make: whatever is found here is a warning at most.
+    """
+    if not databases:
+        return []
+    messages = []
+    for entry in _entries():
+        backend = entry.backend
+        if getattr(backend, "using", None) in (None, *databases):
+            known = backend.check()
+            messages += [found for found in backend.check(ask=True) if found not in known]
+    for message in messages:
+        message.level = min(message.level, checks.WARNING)
+    return messages
+
+
+def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Warn of engines that exclude no other process (`check --deploy`, unless DEBUG)."""
+    if settings.DEBUG:
+        return []
+    return [
+        checks.Warning(
+            f"DISTLOCK[{entry.alias!r}] uses {type(entry.backend).__name__}: "
+            "no other process is excluded.",
+            hint="Name an engine that all processes share, such as the lock table.",
+            id="distlock_app.W003",
+        )
+        for entry in _entries()
+        if isinstance(entry.backend, (LocMemBackend, DummyBackend))
+    ]
+
+
+def register() -> None:
+    """Let Django run these checks."""
+    checks.register(check_settings, "distlock")
+    checks.register(check_servers, checks.Tags.database, "distlock")
+    checks.register(check_deployment, "distlock", deploy=True)
+
+
+def _entries() -> Iterator[Entry]:
+    """Yield the aliases that work; `check_settings` tells of the others."""
+    try:
+        for alias in registry:
+            try:
+                yield registry[alias]
+            except Exception:
+                continue
+    except ImproperlyConfigured:
+        return
+
+
+def _says(alias: str, error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, ImproperlyConfigured) and alias in text:
+        return text
+    return f"DISTLOCK[{alias!r}]: {text or type(error).__name__}"
+
+
+def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
+    if entry.backend.expires and entry.ttl < SHORT_TTL:
+        yield checks.Warning(
+            f"DISTLOCK[{entry.alias!r}]: a TTL of {entry.ttl:g} s is lost by any short pause.",
+            hint="The TTL says how long a crash keeps a lock; renewal covers longer work.",
+            id="distlock_app.W002",
+        )
+
+
+def _check_isolation() -> Iterator[checks.CheckMessage]:
+    """Warn of transactions that read a snapshot: it may be older than a lock taken in them."""
+    for alias in connections:
+        if _repeats_reads(connections[alias]):
+            yield checks.Warning(
+                f"Transactions on DATABASES[{alias!r}] are REPEATABLE READ: under a lock that is "
+                "taken after their first query, they still read what was there before.",
+                hint="Use READ COMMITTED, or take locks before transactions begin, as "
+                "Lock(..., atomic=True) and locked_view do.",
+                id="distlock_app.W004",
+            )
+
+
+def _repeats_reads(connection: Any) -> bool:
+    """Tell whether the settings ask for it; SERIALIZABLE notices what changed by itself."""
+    level = connection.settings_dict["OPTIONS"].get("isolation_level")
+    if connection.vendor == "postgresql" and level is not None:
+        from django.db.backends.postgresql.psycopg_any import IsolationLevel
+
+        return bool(level == IsolationLevel.REPEATABLE_READ)
+    # Where the option is not set, Django asks MySQL for READ COMMITTED.
+    return connection.vendor == "mysql" and str(level).lower() == "repeatable read"
