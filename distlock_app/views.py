@@ -222,7 +222,8 @@ def _default_name(call: _Call) -> str:
 
 
 def _around_function(guard: _Guard, view: Any) -> Any:
-    signature = signature_of(view)
+    # What as_view() returns poses as the `dispatch` that it wraps, whose arguments are others.
+    signature = None if hasattr(view, "view_class") else signature_of(view)
     if guard.template is not None:
         known = parameters_of(signature)
         known = None if known is None else {*known, "request"}

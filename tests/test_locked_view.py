@@ -1,0 +1,674 @@
+"""Requests to views under a lock: who gets in, what the others are told, and the transactions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial, wraps
+from urllib.request import urlopen
+
+import pytest
+from django.contrib.auth.decorators import login_required
+from django.contrib.auth.mixins import LoginRequiredMixin
+from django.contrib.auth.models import AnonymousUser, User
+from django.db import connection, connections, transaction
+from django.http import HttpResponse, StreamingHttpResponse
+from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.views.decorators.csrf import csrf_exempt
+from django.views.generic import View
+
+from distlock_app import BackendError, Lock, LockError, LockLost, locked_view
+from distlock_app.registry import registry
+from distlock_app.testing import held_elsewhere, lose
+from tests.app.models import Counter
+from tests.view_workers import LOCKS_APART
+
+on_locmem = partial(locked_view, using="locmem")
+elsewhere = partial(held_elsewhere, using="locmem")
+
+
+def holders():
+    return list(registry["locmem"].backend.holders())
+
+
+def held():
+    """The names of all locks that anybody holds, as a response."""
+    return HttpResponse(" ".join(sorted(holder.name for holder in holders())))
+
+
+def post(view, *args, user=None, path="/", **kwargs):
+    """Call the view with a POST of `user`."""
+    request = RequestFactory().post(path, **kwargs.pop("extra", {}))
+    request.user = user or AnonymousUser()
+    return view(request, *args, **kwargs)
+
+
+@pytest.fixture
+def atomic_requests():
+    """Let each request be a transaction on the default database."""
+    settings = connections.settings["default"]
+    settings["ATOMIC_REQUESTS"] = True
+    yield
+    settings["ATOMIC_REQUESTS"] = False
+
+
+# Who gets in
+
+
+def test_the_name_is_made_of_the_request_and_what_the_url_captured():
+    @on_locmem("pay:{order}:{request.user.pk}:{page}")
+    def pay(request, order, page=1):
+        return held()
+
+    assert post(pay, order=7, user=User(pk=3)).content == b"pay:7:3:1"
+    assert post(pay, 7, user=User(pk=3)).content == b"pay:7:3:1"
+    assert holders() == []
+
+
+def test_a_field_that_the_view_does_not_get_is_refused_when_decorating():
+    with pytest.raises(ValueError, match="order_id"):
+
+        @on_locmem("pay:{order_id}")
+        def pay(request, order):
+            pass
+
+
+def test_without_a_template_a_view_is_locked_for_each_visitor_and_what_the_url_captured():
+    @on_locmem()
+    def pay(request, order):
+        return held()
+
+    name = f"{pay.__module__}.{pay.__qualname__}"
+
+    assert post(pay, order="a:b", user=User(pk=3)).content.decode() == (
+        f"{name}:order=a%3Ab:user=3"
+    )
+    assert post(pay, order=1).content.decode() == f"{name}:order=1:address=127.0.0.1"
+
+
+def test_an_anonymous_visitor_is_known_by_the_session_but_its_key_is_not_shown():
+    @on_locmem()
+    def pay(request):
+        return held()
+
+    @on_locmem("pay:{request.user.pk}")
+    def pay_too(request):
+        return held()
+
+    for view in (pay, pay_too):
+        request = RequestFactory().post("/")
+        request.user = AnonymousUser()
+        request.session = type("Session", (), {"session_key": "secret"})()
+        name = view(request).content.decode()
+
+        assert "session=" in name.replace("%3D", "=")
+        assert "secret" not in name
+
+
+def test_a_function_may_give_the_name():
+    @on_locmem(name=lambda request, order: f"order-{order}")
+    def pay(request, order):
+        return held()
+
+    assert post(pay, order=7).content == b"order-7"
+
+
+def test_reading_is_free_unless_it_is_named():
+    @on_locmem("a")
+    def page(request):
+        return held()
+
+    @on_locmem("a", methods=["get"])
+    def report(request):
+        return held()
+
+    with elsewhere("a"):
+        assert page(RequestFactory().get("/")).status_code == 200
+        assert report(RequestFactory().get("/")).status_code == 423
+        assert post(report).status_code == 200
+
+
+def test_people_see_who_holds_the_lock_and_where():
+    seen = []
+
+    @on_locmem("a")
+    def pay(request):
+        seen.extend(holders())
+        return HttpResponse()
+
+    post(pay, user=User(pk=3, username="alice"), path="/pay/7?card=1")
+
+    assert seen[0].holder["who"] == "alice /pay/7"
+
+
+# What the others are told
+
+
+def test_busy_is_423_with_the_time_after_which_to_try_again():
+    @on_locmem("a")
+    def pay(request):
+        raise AssertionError("not under the lock")
+
+    with elsewhere("a", ttl=3):
+        answer = post(pay)
+    assert (answer.status_code, answer["Retry-After"]) == (423, "3")
+    assert answer["Content-Type"] == "text/plain; charset=utf-8"
+    assert answer["Cache-Control"] == "no-store"
+    assert b"try again" in answer.content
+
+    with elsewhere("a", ttl=600):
+        assert post(pay)["Retry-After"] == "10"
+    with elsewhere("a", ttl=0.4):
+        assert post(pay)["Retry-After"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("application/json", "application/json"),
+        ("application/json, text/plain;q=0.5", "application/json"),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", "text/plain; charset=utf-8"),
+        ("*/*", "text/plain; charset=utf-8"),
+        ("image/png", "text/plain; charset=utf-8"),
+    ],
+)
+def test_busy_is_json_where_json_is_asked_for(accept, kind):
+    @on_locmem("a")
+    def pay(request):
+        pass
+
+    with elsewhere("a", ttl=2):
+        answer = post(pay, extra={"headers": {"accept": accept}})
+
+    assert answer["Content-Type"] == kind
+    if kind == "application/json":
+        assert b'"retry_after": 2' in answer.content
+
+
+def test_the_status_and_the_response_may_be_chosen():
+    @on_locmem("a", status=409)
+    def conflict(request):
+        pass
+
+    @on_locmem("a", busy_response=lambda request, busy: HttpResponse(type(busy).__name__))
+    def custom(request):
+        pass
+
+    with elsewhere("a"):
+        assert post(conflict).status_code == 409
+        assert post(custom).content == b"LockBusy"
+
+
+def test_a_view_may_wait_and_then_says_the_same():
+    @on_locmem("a", wait=0.05)
+    def pay(request):
+        pass
+
+    with elsewhere("a"):
+        assert post(pay).status_code == 423
+
+
+def test_a_lock_that_the_view_itself_finds_busy_is_its_own_affair():
+    @on_locmem("mine")
+    def pay(request):
+        Lock("a", using="locmem", wait=0).acquire()
+
+    with elsewhere("a"), pytest.raises(LockError):
+        post(pay)
+    assert holders() == []
+
+
+def test_an_engine_that_is_down_is_not_taken_for_a_busy_lock(monkeypatch):
+    @on_locmem("a")
+    def pay(request):
+        pass
+
+    def down(claim, wait):
+        raise BackendError("down")
+
+    monkeypatch.setattr(registry["locmem"].backend, "acquire", down)
+
+    with pytest.raises(BackendError):
+        post(pay)
+
+
+# Kinds of views
+
+
+class Pay(View):
+    def get(self, request, **kwargs):
+        return held()
+
+    def post(self, request, **kwargs):
+        return held()
+
+
+@on_locmem()
+class LockedPay(Pay):
+    pass
+
+
+@on_locmem("named:{order}")
+class NamedPay(Pay):
+    pass
+
+
+@method_decorator(on_locmem("method:{order}"), name="dispatch")
+class MethodPay(Pay):
+    pass
+
+
+class OnlyPost(Pay):
+    @method_decorator(on_locmem("post:{order}"))
+    def post(self, request, order):
+        return held()
+
+
+@on_locmem("own:{request.user.pk}")
+class Own(LoginRequiredMixin, Pay):
+    pass
+
+
+@on_locmem("async:{order}")
+class AsyncPay(View):
+    async def get(self, request, **kwargs):
+        return HttpResponse("read")
+
+    async def post(self, request, **kwargs):
+        await asyncio.sleep(0)
+        return held()
+
+
+class AsyncPlain(View):
+    async def post(self, request, order):
+        return held()
+
+
+@method_decorator(on_locmem("async:{order}"), name="dispatch")
+class AsyncMethodPay(AsyncPlain):
+    pass
+
+
+@on_locmem("async:{order}")
+async def async_pay(request, order):
+    await asyncio.sleep(0)
+    return held()
+
+
+@on_locmem("user:{request.user.pk}")
+async def async_user(request):
+    return held()
+
+
+@csrf_exempt
+@on_locmem("exempt")
+def exempt_outside(request):
+    return held()
+
+
+@on_locmem("exempt")
+@csrf_exempt
+def exempt_inside(request):
+    return held()
+
+
+@on_locmem("stream")
+def stream(request):
+    return StreamingHttpResponse(iter([b"a", b"b"]))
+
+
+@on_locmem("stream")
+async def async_stream(request):
+    async def body():
+        yield b"a"
+        yield held().content
+
+    return StreamingHttpResponse(body())
+
+
+def hiding(view):
+    def wrapper(request, *args, **kwargs):
+        return view(request, *args, **kwargs)
+
+    return wrapper
+
+
+def wrapping(view):
+    return wraps(view)(hiding(view))
+
+
+@on_locmem("write", wait=10)
+def write(request, name):
+    Counter.objects.create(name=name)
+    if name == "fails":
+        raise KeyError(name)
+    if name == "loses":
+        lose(Lock("write", using="locmem").acquire())
+    assert connection.in_atomic_block
+    return held()
+
+
+@on_locmem("write")
+@transaction.non_atomic_requests
+def write_alone(request):
+    return HttpResponse(str(connection.in_atomic_block))
+
+
+@transaction.non_atomic_requests
+@on_locmem("write")
+def write_alone_too(request):
+    return HttpResponse(str(connection.in_atomic_block))
+
+
+@on_locmem("class-write")
+class Write(View):
+    def get(self, request):
+        return HttpResponse(str(connection.in_atomic_block))
+
+    post = get
+
+
+@on_locmem("async-write")
+async def async_write(request):
+    return HttpResponse()
+
+
+urlpatterns = [
+    path("pay/<order>", LockedPay.as_view()),
+    path("own", Own.as_view()),
+    path("named/<order>", NamedPay.as_view()),
+    path("method/<order>", MethodPay.as_view()),
+    path("post/<order>", OnlyPost.as_view()),
+    path("around/<order>", on_locmem("around:{order}")(Pay.as_view())),
+    path("async-around/<order>", on_locmem("async:{order}")(AsyncPlain.as_view())),
+    path("async-class/<order>", AsyncPay.as_view()),
+    path("async-method/<order>", AsyncMethodPay.as_view()),
+    path("async/<order>", async_pay),
+    path("async-user", async_user),
+    path("exempt-outside", exempt_outside),
+    path("exempt-inside", exempt_inside),
+    path("stream", stream),
+    path("async-stream", async_stream),
+    path("login", login_required(on_locmem("login:{request.user.pk}")(lambda r: held()))),
+    path("write/<name>", write),
+    path("wrapped/<name>", wrapping(write)),
+    path("hidden/<name>", hiding(write)),
+    path("hidden-method/<order>", OnlyPost.as_view()),
+    path("write-alone", write_alone),
+    path("write-alone-too", write_alone_too),
+    path("class-write", Write.as_view()),
+    path("async-write", async_write),
+]
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+@pytest.mark.parametrize("kind", ["named", "method", "post", "around"])
+def test_a_class_based_view_is_locked_however_it_is_decorated(client, kind):
+    assert client.post(f"/{kind}/7").content.decode() == f"{kind}:7"
+    with elsewhere(f"{kind}:7"):
+        assert client.post(f"/{kind}/7").status_code == 423
+        assert client.get(f"/{kind}/7").status_code == 200
+    assert holders() == []
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+def test_a_class_is_named_by_itself_and_what_the_url_captured(client):
+    assert client.post("/pay/7").content.decode() == (
+        "tests.test_locked_view.LockedPay:order=7:address=127.0.0.1"
+    )
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+def test_a_view_for_users_still_sends_the_others_to_the_login(client, admin_user):
+    assert client.post("/own").status_code == 302
+    assert client.post("/login").status_code == 302
+    client.force_login(admin_user)
+    assert client.post("/own").content.decode() == f"own:{admin_user.pk}"
+    assert client.post("/login").content.decode() == f"login:{admin_user.pk}"
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+@pytest.mark.parametrize("kind", ["async", "async-class", "async-method", "async-around"])
+def test_an_async_view_is_locked_in_either_kind_of_server(client, kind):
+    async def main():
+        answer = await AsyncClient().post(f"/{kind}/7")
+        with elsewhere("async:7"):
+            return answer.content, (await AsyncClient().post(f"/{kind}/7")).status_code
+
+    assert asyncio.run(main()) == (b"async:7", 423)
+    assert client.post(f"/{kind}/7").content == b"async:7"
+    assert holders() == []
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+def test_an_async_view_may_be_named_by_its_user_who_is_read_from_the_database(client, admin_user):
+    client.force_login(admin_user)
+
+    assert client.post("/async-user").content.decode() == f"user:{admin_user.pk}"
+
+
+def test_an_async_view_may_answer_asynchronously_when_busy():
+    async def answer(request, busy):
+        return HttpResponse("later")
+
+    @on_locmem("a", busy_response=answer)
+    async def pay(request):
+        pass
+
+    with elsewhere("a"):
+        assert asyncio.run(pay(AsyncRequestFactory().post("/"))).content == b"later"
+
+
+def test_a_cancelled_async_view_gives_up_its_lock():
+    @on_locmem("a")
+    async def pay(request):
+        await asyncio.sleep(30)
+
+    async def main():
+        task = asyncio.create_task(pay(AsyncRequestFactory().post("/")))
+        while not holders():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(main())
+    assert holders() == []
+
+
+@pytest.mark.urls("tests.test_locked_view")
+@pytest.mark.parametrize("url", ["/exempt-outside", "/exempt-inside"])
+@pytest.mark.django_db
+def test_other_marks_of_a_view_are_kept(url):
+    assert Client(enforce_csrf_checks=True).post(url).content == b"exempt"
+
+
+# Streams
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+def test_a_stream_keeps_the_lock_until_it_is_closed(client):
+    answer = client.post("/stream")
+
+    assert [holder.name for holder in holders()] == ["stream"]
+    assert b"".join(answer.streaming_content) == b"ab"  # the client closes it at its end
+    assert holders() == []
+
+
+def test_a_stream_that_is_closed_early_gives_up_its_lock():
+    answer = post(stream)
+    next(iter(answer))
+
+    assert holders() != []
+    answer.close()
+    assert holders() == []
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+def test_an_async_stream_keeps_the_lock_until_it_is_closed():
+    async def main():
+        answer = await AsyncClient().post("/async-stream")
+        return [part async for part in answer.streaming_content]
+
+    assert asyncio.run(main()) == [b"a", b"stream"]
+    assert holders() == []
+
+
+# Transactions
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.urls("tests.test_locked_view")
+@pytest.mark.usefixtures("atomic_requests")
+class TestUnderAtomicRequests:
+    @pytest.mark.parametrize("kind", ["write", "wrapped"])
+    def test_the_view_runs_in_its_transaction_inside_the_lock(self, client, kind):
+        assert client.post(f"/{kind}/a").content == b"write"
+        assert client.get(f"/{kind}/b").status_code == 200  # no lock, but the transaction
+        assert Counter.objects.count() == 2
+
+    def test_a_view_that_raises_is_rolled_back(self, client):
+        with pytest.raises(KeyError):
+            client.post("/write/fails")
+        assert not Counter.objects.exists()
+        assert holders() == []
+
+    def test_a_lock_that_was_lost_meanwhile_commits_nothing(self, client):
+        with pytest.raises(LockLost):
+            client.post("/write/loses")
+        assert not Counter.objects.exists()
+
+    def test_the_lock_is_held_until_the_commit_is_done(self, client):
+        seen = []
+
+        @on_locmem("commit")
+        def view(request):
+            transaction.on_commit(lambda: seen.extend(h.name for h in holders()))
+            return HttpResponse()
+
+        post(view)
+
+        assert seen == ["commit"]
+        assert holders() == []
+
+    def test_a_class_runs_in_its_transaction_too(self, client):
+        assert client.post("/class-write").content == b"True"
+        assert client.get("/class-write").content == b"True"
+
+    @pytest.mark.parametrize("url", ["/write-alone", "/write-alone-too"])
+    def test_a_view_that_was_exempt_stays_so(self, client, url):
+        assert client.post(url).content == b"False"
+
+    @pytest.mark.parametrize("url", ["/hidden/a", "/hidden-method/7"])
+    def test_a_decorator_that_hides_the_mark_is_found_out(self, client, url):
+        with pytest.raises(LockError, match="outermost"):
+            client.post(url)
+        assert not Counter.objects.exists()
+
+    def test_an_async_view_is_refused_as_django_refuses_it(self, client):
+        with pytest.raises(RuntimeError, match="ATOMIC_REQUESTS"):
+            client.post("/async-write")
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+def test_in_a_testcase_the_tests_own_transaction_is_none(client, atomic_requests):
+    assert client.post("/write/a").content == b"write"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_view_may_ask_for_a_transaction_of_its_own():
+    @on_locmem("a", atomic=True)
+    def pay(request):
+        return HttpResponse(str(connection.in_atomic_block))
+
+    assert post(pay).content == b"True"
+
+
+def test_wrong_uses_are_refused_when_decorating():
+    async def asynchronous(request):
+        pass
+
+    with pytest.raises(TypeError, match="atomic"):
+        on_locmem("a", atomic=True)(asynchronous)
+    with pytest.raises(TypeError, match="atomic"):
+        on_locmem("a", atomic=True)(AsyncPay)
+    with pytest.raises(TypeError):
+        on_locmem("a", methods="POST")
+    with pytest.raises(ValueError):
+        on_locmem("a", ttl=-1)
+    with pytest.raises(TypeError):
+        on_locmem("a")(int)
+
+
+# Exclusion, of real requests
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_240_posts_of_8_processes_are_all_counted_under_atomic_requests(processes):
+    Counter.objects.create(name="a")
+
+    answers = processes.run("tests.view_workers:post", count=8, url="/locked/a", times=30)
+
+    assert Counter.objects.get(name="a").value == 240
+    assert answers == [[[200, "in a transaction"]]] * 8
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite refuses the second writer itself")
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_posts_are_lost_under_a_lock_that_is_released_before_the_commit(processes):
+    Counter.objects.create(name="a")
+
+    processes.run("tests.view_workers:post", count=8, url="/early/a", times=10)
+
+    assert Counter.objects.get(name="a").value < 80
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+@pytest.mark.urls("tests.view_workers")
+@pytest.mark.usefixtures("atomic_requests")
+def test_240_posts_to_a_threaded_server_are_all_counted_under_atomic_requests(
+    settings, live_server
+):
+    settings.DISTLOCK = LOCKS_APART
+    Counter.objects.create(name="a")
+    answers = []
+
+    def work():
+        for _ in range(30):
+            with urlopen(f"{live_server.url}/locked/a", data=b"", timeout=60) as answer:
+                answers.append(answer.read())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+
+    assert answers == [b"in a transaction"] * 240
+    assert Counter.objects.get(name="a").value == 240
+
+
+@pytest.mark.parametrize("roll_back", [False, True], ids=["committed", "half rolled back"])
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_a_plain_lock_inside_of_atomic_loses_nothing(processes, roll_back):
+    Counter.objects.create(name="a")
+
+    kept = processes.run(
+        "tests.view_workers:bump_in_transactions",
+        count=8,
+        name="a",
+        times=12,
+        roll_back=roll_back,
+    )
+
+    assert sum(kept) == (48 if roll_back else 96)
+    assert Counter.objects.get(name="a").value == sum(kept)
