@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import random
+import signal
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -124,3 +127,52 @@ def keep_taking(name, using, ttl):
             finally:
                 if held is not None:
                     held.release()
+
+
+def interrupt_children(number, using, ttl):
+    """Fork children that take and release a lock for ever; interrupt each; return how many."""
+    chance = random.Random(3)
+    interrupted = 0
+    for child in range(number):
+        ready, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _take_until_interrupted(f"interrupted-{child}", using, ttl, told)
+        os.close(told)
+        os.read(ready, 1)
+        os.close(ready)
+        sleep(chance.uniform(0.0, 0.02))
+        interrupted += _interrupt(pid)
+    return interrupted
+
+
+def _interrupt(pid):
+    """Press Ctrl-C until the child ends: Python ignores an exception inside a finalizer."""
+    deadline = monotonic() + 20
+    while monotonic() < deadline:
+        os.kill(pid, signal.SIGINT)
+        patience = monotonic() + 1
+        while monotonic() < patience:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return status == 0
+            sleep(0.001)
+    os.kill(pid, signal.SIGABRT)  # says where it hangs
+    os.waitpid(pid, 0)
+    return False
+
+
+def _take_until_interrupted(name, using, ttl, told):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        lock = Lock(name, using=using, ttl=ttl)
+        with lock:
+            os.write(told, b"!")
+        while True:
+            with lock:
+                pass
+    except KeyboardInterrupt:
+        os._exit(0)
+    except BaseException:
+        faulthandler.dump_traceback()
+        os._exit(1)

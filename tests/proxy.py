@@ -1,0 +1,84 @@
+"""A TCP proxy between a client and a real server, for what networks do to locks."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+class Proxy:
+    """Passes bytes on; `lose` is the chance that an answer is lost and its connection cut."""
+
+    def __init__(self, port: int, *, seed: int = 1) -> None:
+        self.server = ("127.0.0.1", port)
+        self.lose = 0.0
+        self.lost = 0  # answers lost so far
+        self.silent = False  # passes nothing on any more, and cuts nothing: a black hole
+        self._chance = random.Random(seed)
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Close every connection that is open now."""
+        with self._lock:
+            sockets = list(self._open)
+        for one in sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Accept no more, and cut what is open."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(self.server, timeout=5)
+                except OSError:
+                    client.close()
+                    continue
+                server.settimeout(None)
+                for one in (client, server):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with self._lock:
+                    self._open |= {client, server}
+                for source, target, answers in ((client, server, False), (server, client, True)):
+                    args = (source, target, answers)
+                    threading.Thread(target=self._pass_on, args=args, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if self.silent:
+                    continue
+                if answers and self.lose and self._chance.random() < self.lose:
+                    self.lost += 1
+                    break
+                target.sendall(data)
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._open -= {source}
+        source.close()
+
+
+@contextmanager
+def proxy_to(port: int) -> Iterator[Proxy]:
+    """Run a proxy to a port of this machine."""
+    proxy = Proxy(port)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
