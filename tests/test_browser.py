@@ -1,0 +1,241 @@
+"""The admin's pages in a real browser, under a strict Content-Security-Policy."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.contrib.contenttypes.models import ContentType
+
+from distlock_app import identity
+from distlock_app.claims import Grant
+from distlock_app.models import LiveLock
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from tests.conftest import missing
+from tests.database_workers import claim
+
+try:
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
+except ImportError:
+    webdriver = None  # type: ignore[assignment]
+
+pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
+
+LIST = "/admin/distlock_app/livelock/"
+FLAGS = """
+    --headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
+    --disable-background-networking --disable-component-update --disable-sync
+    --window-size=1400,1000
+"""
+WITHIN = 20
+
+
+class StrictPolicy:
+    """What a site with `Content-Security-Policy: default-src 'self'` sends."""
+
+    def __init__(self, get_response):
+        self.get_response = get_response
+
+    def __call__(self, request):
+        response = self.get_response(request)
+        response["Content-Security-Policy"] = "default-src 'self'"
+        return response
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """One browser for the module, with a profile of its own."""
+    if webdriver is None:
+        missing("chromium", "selenium is not installed")
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        missing("chromium", "chromium or chromedriver is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # Only to this machine, whatever proxy the environment names.
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def site(settings, live_server):
+    """The test project with locks in memory, which the server's threads share with the test."""
+    settings.DISTLOCK = {
+        "default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
+        "broken": {"BACKEND": "tests.failing_engines.DownBackend"},
+    }
+    settings.MIDDLEWARE = ["tests.test_browser.StrictPolicy", *settings.MIDDLEWARE]
+    return live_server
+
+
+@pytest.fixture
+def browser(chromium, site):
+    """Log somebody with these permissions in; return the browser."""
+
+    def login(*codenames):
+        user = User.objects.create_user("ann", password="x", is_staff=True)
+        # Whatever other transactional tests have flushed.
+        for codename in codenames:
+            kind = ContentType.objects.get_for_model(LiveLock)
+            permission, _ = Permission.objects.get_or_create(
+                codename=codename, content_type=kind, defaults={"name": codename}
+            )
+            user.user_permissions.add(permission)
+        chromium.delete_all_cookies()
+        chromium.get(f"{site}/admin/login/?next={LIST}")
+        chromium.find_element(By.NAME, "username").send_keys("ann")
+        chromium.find_element(By.NAME, "password").send_keys("x")
+        chromium.find_element(By.CSS_SELECTOR, "[type=submit]").click()
+        shows(chromium, "Live locks")
+        return chromium
+
+    yield login
+    violations = [e["message"] for e in chromium.get_log("browser") if "Policy" in e["message"]]
+    assert violations == []
+
+
+def taken(name, ttl=600.0, who="bob /pay/7"):
+    """Take the lock as another process would."""
+    with identity.activity(who):
+        wanted = replace(claim(name, ttl=ttl), holder=identity.holder_text())
+    grant = registry["default"].backend.acquire(wanted, 0)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def held(name):
+    return bool(list(registry["default"].backend.holders(key_of(name))))
+
+
+def text(browser):
+    return browser.find_element(By.TAG_NAME, "body").text
+
+
+def shows(browser, wanted):
+    """Wait until the page has `wanted` in it."""
+    WebDriverWait(browser, WITHIN).until(lambda b: wanted in text(b))
+
+
+def seconds_left(browser):
+    minutes, seconds = browser.find_element(By.CSS_SELECTOR, "[data-dl-left]").text.split(":")
+    return int(minutes) * 60 + int(seconds)
+
+
+def test_a_lock_counts_down_by_the_servers_clock(browser):
+    taken("invoice:42", ttl=90)
+    page = browser("view_livelock")
+
+    first = seconds_left(page)
+    WebDriverWait(page, WITHIN).until(lambda b: seconds_left(b) < first)
+
+    assert 60 < first <= 90
+    assert "invoice:42" in text(page) and "bob /pay/7" in text(page)
+    assert re.search(r"broken\s+down", text(page))
+
+
+def test_a_time_that_is_up_is_not_called_free(browser):
+    taken("invoice:42", ttl=600)
+    page = browser("view_livelock")
+
+    page.execute_script("document.querySelector('[data-dl-left]').dataset.dlLeft = '0.1'")
+
+    shows(page, "renewed or over")
+
+
+def test_a_lock_is_taken_away_with_the_permission(browser):
+    taken("invoice:42")
+    page = browser("view_livelock", "clear_lock")
+
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+    page.find_element(By.PARTIAL_LINK_TEXT, "Force release").click()
+    shows(page, "Take this lock away")
+    assert "bob /pay/7" in text(page)
+    assert held("invoice:42")
+    page.find_element(By.NAME, "reason").send_keys("host is gone")
+    page.find_element(By.CSS_SELECTOR, "button.dl-danger").click()
+
+    shows(page, "“invoice:42” was released")
+    assert not held("invoice:42")
+
+
+def test_no_reason_no_release(browser):
+    taken("invoice:42")
+    page = browser("view_livelock", "clear_lock")
+
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+    page.find_element(By.PARTIAL_LINK_TEXT, "Force release").click()
+    page.find_element(By.CSS_SELECTOR, "button.dl-danger").click()
+
+    shows(page, "Take this lock away")
+    assert held("invoice:42")
+
+
+def test_several_locks_are_taken_away_at_once(browser):
+    for name in ("a1", "a2", "a3"):
+        taken(name)
+    page = browser("view_livelock", "clear_lock")
+
+    for box in page.find_elements(By.CSS_SELECTOR, "input.action-select")[:2]:
+        box.click()
+    page.find_element(By.CSS_SELECTOR, "select[name=action] option[value=force_release]").click()
+    page.find_element(By.CSS_SELECTOR, "button[name=index]").click()
+    shows(page, "Take these 2 locks away")
+    page.find_element(By.NAME, "reason").send_keys("hosts are gone")
+    page.find_element(By.CSS_SELECTOR, "button.dl-danger").click()
+
+    shows(page, "“a2” was released")
+    assert [held(name) for name in ("a1", "a2", "a3")] == [False, False, True]
+
+
+def test_a_lock_that_changed_hands_meanwhile_is_left_alone(browser):
+    grant = taken("invoice:42")
+    page = browser("view_livelock", "clear_lock")
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+    page.find_element(By.PARTIAL_LINK_TEXT, "Force release").click()
+    shows(page, "Take this lock away")
+
+    registry["default"].backend.release(grant)
+    taken("invoice:42", who="eve /next")
+    page.find_element(By.NAME, "reason").send_keys("host is gone")
+    page.find_element(By.CSS_SELECTOR, "button.dl-danger").click()
+
+    shows(page, "changed hands meanwhile")
+    assert "eve /next" in text(page)
+    assert held("invoice:42")
+
+
+def test_without_the_permission_there_is_no_way_to_release(browser, site):
+    taken("invoice:42")
+    page = browser("view_livelock")
+
+    assert page.find_elements(By.CSS_SELECTOR, "select[name=action]") == []
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+    shows(page, "bob /pay/7")
+    assert page.find_elements(By.PARTIAL_LINK_TEXT, "Force release") == []
+    page.get(f"{site}{LIST}clear/?lock=default:{key_of('invoice:42')}")
+    shows(page, "403")
+    assert held("invoice:42")
+
+
+def test_a_name_with_a_script_in_it_is_only_text(browser):
+    name = "<img src=x onerror=\"document.title='owned'\">"
+    taken(name)
+    page = browser("view_livelock", "clear_lock")
+
+    shows(page, "<img src=x")
+    page.find_element(By.PARTIAL_LINK_TEXT, "<img").click()
+    shows(page, "<img src=x")
+
+    assert page.title != "owned"
