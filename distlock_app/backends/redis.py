@@ -1,0 +1,268 @@
+"""Locks on one Redis or Valkey server (6.0 or newer): a script each way, waiters in order."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from time import monotonic
+from typing import Any
+
+from django.core.checks import CheckMessage
+from django.core.exceptions import ImproperlyConfigured
+
+from ..claims import Busy, Claim, Grant, Holding
+from ..errors import BackendError
+from ..names import SHOWN_LENGTH, shown
+from .base import BaseLockBackend
+from .redis_alias import recipe
+from .redis_checks import check_server, check_sharing
+from .redis_listener import Listener
+from .redis_pool import Lost, Pool
+from .redis_scripts import ACQUIRE, CLEAR, EXTEND, GUARDED_SET, RELEASE, Script, fill, pack
+
+# All keys of a single server share one slot; a Cluster will spread them over many shards.
+SHARD = "0"
+# Requests in one round trip: their answers fit any socket buffer, and others get a turn.
+BATCH = 500
+# Parts of the index: Redis keeps a ZSET of up to 128 members without pointers, which takes 60
+# bytes for a held lock instead of 170, up to about 100,000 of them.
+PARTS = 1024
+# How long the first waiter of a process waits for its subscription to be confirmed.
+SUBSCRIBE_SECONDS = 1.0
+
+
+class RedisBackend(BaseLockBackend):
+    """Leases in Redis. LOCATION is an alias of CACHES; only its server and options are used."""
+
+    fences = True
+    queues = True
+    pushes = True
+    # The scripts take a waiter who did not ask again for three seconds for dead.
+    poll_max = 1.0
+
+    def __init__(self, *, alias: str, location: Any = None, prefix: str = "distlock") -> None:
+        """`prefix` begins every key and channel; the cache's own KEY_PREFIX is not used."""
+        super().__init__(alias=alias, location=location)
+        if not isinstance(location, str):
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: LOCATION must be the name of an alias in CACHES."
+            )
+        if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: PREFIX must be text without braces and blanks."
+            )
+        self._prefix = f"{prefix}:{{{SHARD}}}:"
+        self._channels = f"{prefix}:wake:"
+        self._recipe = recipe(location)
+        self._template = lru_cache(maxsize=4096)(self._make_template)
+        self._start()
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
+        """Take the lock, or a place in its queue; a woken caller has the lock already."""
+        asked = monotonic()
+        listener = self._listener
+        if wait == 0:
+            listener.forget(claim.owner)
+            return self._try(claim, asked)[0]
+        if claim.wake is None:
+            return self._try(claim, asked, channel="-")[0]
+        if not listener.running:
+            # Most locks are free: a process that never waits needs no thread.
+            grant = self._try(claim, asked)[0]
+            if grant:
+                return grant
+        channel = listener.channel if listener.works(SUBSCRIBE_SECONDS) else "-"
+        asked = monotonic()
+        waiter = listener.trying(claim, asked)
+        try:
+            result, server, arrived = self._try(claim, asked, channel, waiter.arrived)
+        except BaseException:
+            listener.failed(waiter)
+            raise
+        if result:
+            listener.forget(claim.owner)
+            return result
+        again = listener.waits(waiter, asked, server, arrived)
+        if isinstance(again, Grant):
+            return again
+        return Busy(free_in=0.0) if again else result
+
+    def _try(
+        self, claim: Claim, asked: float, channel: str = "", arrived: int = 0
+    ) -> tuple[Grant | Busy, int, int]:
+        """Return the result of one try, the server's time, and that of the claim's arrival."""
+        name = claim.name
+        if len(name) > SHOWN_LENGTH or not name.isprintable():
+            name = shown(name)
+        answer = self._pool.run(
+            ACQUIRE,
+            fill(
+                self._template(ACQUIRE, claim.key),
+                claim.owner.encode(),
+                _milliseconds(claim.ttl),
+                f"{claim.holder} {name}".encode(),
+                channel.encode(),
+                b"%d" % arrived,
+            ),
+        )
+        if answer[0]:
+            return Grant(claim, fence=answer[1], asked_at=asked), answer[2], 0
+        return Busy(free_in=max(answer[1], 1) / 1000), answer[2], answer[3]
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        return bool(self._pool.run(EXTEND, self._extend(grant, ttl)))
+
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+        results: list[bool | Exception] = []
+        for start in range(0, len(work), BATCH):
+            batch = work[start : start + BATCH]
+            try:
+                answers = self._pool.run_all(EXTEND, [self._extend(*item) for item in batch])
+            except BackendError as error:
+                results += [error] * len(batch)
+            else:
+                results += [a if isinstance(a, Exception) else bool(a) for a in answers]
+        return results
+
+    def release(self, grant: Grant) -> bool:
+        """Give the lock to the next in the queue, or leave the queue."""
+        claim = grant.claim
+        self._listener.forget(claim.owner)
+        request = fill(self._template(RELEASE, claim.key), claim.owner.encode())
+        return self._run_once(RELEASE, request)
+
+    def guarded_set(
+        self,
+        grant: Grant,
+        key: str,
+        value: str | bytes | int | float,
+        *,
+        release: bool = False,
+        ttl: float | None = None,
+    ) -> bool:
+        """Write `value` to the Redis key `key` only if the lock is still ours; return whether.
+
+        In the lock's database, under that very key, without a cache's prefix or serializer;
+        it expires after `ttl` seconds. `release` gives the lock up in the same step.
+        """
+        claim = grant.claim
+        data = value if isinstance(value, bytes) else str(value).encode()
+        request = fill(
+            GUARDED_SET.template(*self._keys(claim.key), key.encode(), claim.key.encode()),
+            claim.owner.encode(),
+            data,
+            b"0" if ttl is None else _milliseconds(ttl),
+            b"1" if release else b"0",
+        )
+        if release:
+            return self._run_once(GUARDED_SET, request)
+        return bool(self._pool.run(GUARDED_SET, request))
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        if key is not None:
+            yield from self._holdings([key])
+            return
+        # The index, never a scan over the keys of the server.
+        for start in range(0, PARTS, BATCH):
+            parts = range(start, min(start + BATCH, PARTS))
+            pages = self._pool.ask(
+                *[pack(b"ZRANGE", self._index(part), b"0", b"-1") for part in parts]
+            )
+            keys = [member.decode() for page in pages for member in page]
+            for at in range(0, len(keys), BATCH):
+                yield from self._holdings(keys[at : at + BATCH])
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        request = fill(self._template(CLEAR, key), b"" if seen is None else seen.encode())
+        return int(self._pool.run(CLEAR, request))
+
+    def check(self, *, ask: bool = False) -> list[CheckMessage]:
+        messages = check_sharing(self.alias, self.location)
+        return messages + check_server(self.alias, self._pool) if ask else messages
+
+    def ping(self) -> None:
+        self._pool.ask(pack(b"PING"))
+
+    def close(self) -> None:
+        self._listener.close()
+        self._pool.close()
+        self._start()
+
+    def after_fork(self) -> None:
+        # redis-py shuts no socket down in another process than its own (Connection.pid): the
+        # child only loses its copies. Its locks are new too: a thread of the parent may have
+        # held the old ones.
+        self._start()
+
+    def _start(self) -> None:
+        pool = self._pool = Pool(self.alias, self._recipe)
+        channel = self._channels + secrets.token_hex(8)
+        self._listener = Listener(channel, pool.connect, self.release)
+
+    def _keys(self, key: str) -> list[bytes]:
+        lock = f"{self._prefix}{key}".encode()
+        index = self._index(int(key[:4], 16) % PARTS)
+        return [lock, lock + b":q", lock + b":w", index, f"{self._prefix}fence".encode()]
+
+    def _index(self, part: int) -> bytes:
+        return f"{self._prefix}held:{part}".encode()
+
+    def _make_template(self, script: Script, key: str) -> bytes:
+        return script.template(*self._keys(key), key.encode())
+
+    def _extend(self, grant: Grant, ttl: float) -> bytes:
+        claim = grant.claim
+        template = self._template(EXTEND, claim.key)
+        return fill(template, claim.owner.encode(), _milliseconds(ttl))
+
+    def _run_once(self, script: Script, request: bytes) -> bool:
+        """Run a script whose repetition finds its own work done, and so cannot say True."""
+        try:
+            return bool(self._pool.run(script, request, repeat=False))
+        except Lost as error:
+            if self._pool.run(script, request):
+                return True
+            raise BackendError(
+                f"Redis {self.alias!r} lost the answer: the lock is not ours any more, "
+                "whether it was until then is not known."
+            ) from error
+
+    def _holdings(self, keys: Iterable[str]) -> Iterator[Holding]:
+        keys = list(keys)
+        requests = []
+        for key in keys:
+            lock = f"{self._prefix}{key}".encode()
+            requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
+        if not requests:
+            return
+        seconds, micros = (answers := self._pool.ask(pack(b"TIME"), *requests))[0]
+        now = int(seconds) + int(micros) / 1e6
+        for at, key in enumerate(keys):
+            held, left, waiters = answers[1 + 3 * at : 4 + 3 * at]
+            if held is not None and left > 0:
+                yield self._holding(key, held.decode(), left / 1000, waiters, now)
+
+    def _holding(self, key: str, held: str, left: float, waiters: int, now: float) -> Holding:
+        _, fence, about = held.split(" ", 2)
+        try:
+            holder, end = json.JSONDecoder().raw_decode(about)
+        except ValueError:
+            holder, end = {}, about.find(" ")
+        return Holding(
+            name=about[end + 1 :],
+            key=key,
+            alias=self.alias,
+            seen=fence,
+            fence=int(fence),
+            expires_in=left,
+            # A fence is the server's time unless its clock was set back.
+            held_for=max(0.0, now - int(fence) / 1e6),
+            waiters=waiters,
+            holder=holder,
+        )
+
+
+def _milliseconds(seconds: float) -> bytes:
+    return b"%d" % max(1, int(seconds * 1000))

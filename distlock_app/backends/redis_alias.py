@@ -1,0 +1,129 @@
+"""Where a lock's Redis is: connections of our own, made as a CACHES alias describes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
+from redis.backoff import NoBackoff
+from redis.connection import ConnectionPool
+from redis.retry import Retry
+
+# The default of redis-py since 8.0; older ones wait for ever.
+SOCKET_TIMEOUT = 5.0
+
+# What a lock needs whatever the alias says: scripts are never repeated behind our back, one
+# answer for one request (RESP3 may push others in between), and bytes.
+_OURS = {
+    "retry": Retry(NoBackoff(), 0),
+    "protocol": 2,
+    "decode_responses": False,
+    "health_check_interval": 0,
+}
+_NOT_OURS = (
+    "retry_on_timeout",
+    "retry_on_error",
+    "maint_notifications_config",
+    "maint_notifications_pool_handler",
+)
+
+
+def recipe(alias: str) -> Any:
+    """Return a redis-py pool to take `connection_class` and `connection_kwargs` from.
+
+    It is nobody else's: django-redis keeps one pool per URL and gives a second alias with
+    the same URL the options of the first (jazzband/django-redis#685). Nothing connects.
+    """
+    params = settings.CACHES.get(alias)
+    if params is None:
+        raise ImproperlyConfigured(
+            f"LOCATION {alias!r} is not in CACHES: name a Redis cache there, "
+            f"one of {sorted(settings.CACHES)}."
+        )
+    try:
+        pool = _maker(alias, params)(params)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        # Not chained: a message of urllib or redis-py may quote the URL with its password.
+        raise ImproperlyConfigured(
+            f"CACHES[{alias!r}] does not describe a Redis server: check LOCATION and OPTIONS "
+            f"({type(error).__name__})."
+        ) from None
+    kwargs = pool.connection_kwargs
+    for name in _NOT_OURS:
+        kwargs.pop(name, None)
+    kwargs.update(_OURS)
+    if kwargs.get("socket_timeout") is None:
+        kwargs["socket_timeout"] = SOCKET_TIMEOUT
+    return pool
+
+
+def place(alias: str) -> tuple[Any, ...] | None:
+    """Return what two aliases of one Redis database have in common; None: not a Redis cache."""
+    try:
+        pool = recipe(alias)
+    except (ImproperlyConfigured, ImportError):
+        return None
+    kwargs = pool.connection_kwargs
+    server = kwargs.get("path") or (kwargs.get("host", "localhost"), int(kwargs.get("port", 6379)))
+    return (getattr(pool, "service_name", None) or server, int(kwargs.get("db") or 0))
+
+
+def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    """Return the function that builds a pool from the settings of such a cache."""
+    path = params.get("BACKEND", "")
+    cache = import_string(path)
+    if path.startswith("django_redis.") or any(
+        base.__module__.startswith("django_redis.") for base in cache.__mro__
+    ):
+        client = params.get("OPTIONS", {}).get("CLIENT_CLASS", "")
+        if "ShardClient" in client:
+            raise ImproperlyConfigured(
+                f"CACHES[{alias!r}] spreads its keys over several servers (ShardClient): "
+                "a lock needs an alias with one server, DefaultClient or SentinelClient."
+            )
+        return _django_redis
+    if any(base.__module__ == "django.core.cache.backends.redis" for base in cache.__mro__):
+        return _django
+    raise ImproperlyConfigured(
+        f"CACHES[{alias!r}] is no Redis cache (BACKEND {path!r}): "
+        "use one whose BACKEND is django_redis.cache.RedisCache."
+    )
+
+
+def _first(location: Any) -> str:
+    """Return the primary's URL: the first of several."""
+    urls = re.split("[;,]", location) if isinstance(location, str) else list(location)
+    return str(urls[0])
+
+
+def _django_redis(params: dict[str, Any]) -> Any:
+    from django_redis.pool import get_connection_factory
+
+    options = dict(params.get("OPTIONS") or {})
+    options["CONNECTION_POOL_KWARGS"] = {**(options.get("CONNECTION_POOL_KWARGS") or {}), **_OURS}
+    if options.get("SENTINELS"):
+        # A client for a sentinel would try ten times by default (redis-py 8).
+        timeout = options.get("SOCKET_TIMEOUT") or SOCKET_TIMEOUT
+        options["SENTINEL_KWARGS"] = {
+            "socket_timeout": timeout,
+            "socket_connect_timeout": options.get("SOCKET_CONNECT_TIMEOUT") or timeout,
+            "retry": Retry(NoBackoff(), 0),
+            **(options.get("SENTINEL_KWARGS") or {}),
+        }
+    factory: Any = get_connection_factory(options=options)
+    return factory.get_connection_pool(factory.make_connection_params(_first(params["LOCATION"])))
+
+
+def _django(params: dict[str, Any]) -> Any:
+    options = dict(params.get("OPTIONS") or {})
+    options.pop("serializer", None)
+    kind = options.pop("pool_class", None) or ConnectionPool
+    if isinstance(kind, str):
+        kind = import_string(kind)
+    if isinstance(options.get("parser_class"), str):
+        options["parser_class"] = import_string(options["parser_class"])
+    return kind.from_url(_first(params["LOCATION"]), **{**options, **_OURS})

@@ -1,0 +1,240 @@
+"""One thread per process that hears from Redis whose turn has come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from ..claims import Claim, Grant
+
+logger = logging.getLogger("distlock_app")
+
+# A connection that is silent for so long is asked for a sign of life, and given up if it shows
+# none for twice as long again.
+HEARTBEAT = 0.5
+# Without waiters for so long, thread and connection go; the next waiter brings them back.
+IDLE_SECONDS = 60.0
+# First and longest pause between two attempts to connect.
+RETRY_MIN, RETRY_MAX = 0.05, 1.0
+# What the clocks of two hosts may differ in rate (as in `timing.drift`).
+RATE_DRIFT = 0.01
+
+
+class Waiter:
+    """What is known about one claim that waits, from its first try to its grant."""
+
+    __slots__ = ("again", "armed", "arrived", "asked", "claim", "given", "server")
+
+    def __init__(self, claim: Claim, asked: float) -> None:
+        self.claim = claim
+        self.arrived = 0  # place in the queue: server time of arrival, 0 before the first answer
+        # When a try was sent that found the lock taken, and the server's time when it ran.
+        self.asked = asked
+        self.server: int | None = None
+        self.armed = False  # the caller pauses: its wake may be called
+        self.given: tuple[int, int, float] | None = None  # a message that overtook the answer
+        self.again = False  # messages may have been lost while the try was under way
+
+    def grant(self, fence: int, began: int, heard: float) -> Grant:
+        """Return the grant that a message brought: a lease that began at server time `began`.
+
+        The message may be hours old (a stopped process reads it when it goes on). The lease
+        cannot have begun before `asked`, since the try that was sent then found the lock
+        taken, and it began `began - server` later, by the server's clock.
+        """
+        asked_at = self.asked
+        if self.server is not None:
+            asked_at += (began - self.server) / 1e6 * (1 - RATE_DRIFT)
+        return Grant(self.claim, fence=fence, asked_at=min(asked_at, heard))
+
+
+class Listener:
+    """The channel of this process, and the claims that wait for a message on it."""
+
+    def __init__(
+        self, channel: str, connect: Callable[[], Any], refused: Callable[[Grant], Any]
+    ) -> None:
+        """`connect` makes a connection; `refused` gets a grant that its caller failed to take."""
+        self.channel = channel
+        self._connect = connect
+        self._refused = refused
+        self._lock = threading.Lock()  # guards the three below and every Waiter
+        self._waiters: dict[str, Waiter] = {}
+        self._thread: threading.Thread | None = None
+        self._connection: Any = None
+        self._closed = threading.Event()
+        self._settled = threading.Event()  # an attempt to subscribe has ended
+        self._subscribed = False
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has been started."""
+        return self._thread is not None
+
+    def works(self, timeout: float) -> bool:
+        """Start the thread if need be; tell whether it has subscribed, within `timeout` seconds."""
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._settled.clear()
+                self._subscribed = False
+                thread = threading.Thread(
+                    target=self._run, name=f"distlock {self.channel}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads, or the interpreter is ending
+                    return False
+                self._thread = thread
+        return self._settled.wait(timeout) and self._subscribed
+
+    def trying(self, claim: Claim, asked: float) -> Waiter:
+        """Note, before its request is sent, that `claim` is about to wait."""
+        with self._lock:
+            waiter = self._waiters.get(claim.owner)
+            if waiter is None or waiter.claim is not claim:
+                waiter = self._waiters[claim.owner] = Waiter(claim, asked)
+            waiter.armed = False
+            waiter.given = None
+            waiter.again = False
+            return waiter
+
+    def waits(self, waiter: Waiter, asked: float, server: int, arrived: int) -> Grant | bool:
+        """Let messages wake the claim, whose try has failed.
+
+        Return its grant if the message has come already, or whether to try again at once.
+        """
+        with self._lock:
+            waiter.asked, waiter.server, waiter.arrived = asked, server, arrived
+            if waiter.given is not None:
+                self._drop(waiter)
+                return waiter.grant(*waiter.given)
+            waiter.armed = not waiter.again
+            return waiter.again
+
+    def failed(self, waiter: Waiter) -> None:
+        """Let messages wake the claim although nobody knows what became of its try."""
+        with self._lock:
+            waiter.armed = True
+
+    def forget(self, owner: str) -> None:
+        """Expect no message for the claim any more."""
+        if self._waiters:
+            with self._lock:
+                self._waiters.pop(owner, None)
+
+    def close(self) -> None:
+        """End the thread; the callers who wait ask again by themselves."""
+        self._closed.set()
+        with self._lock:
+            thread, connection = self._thread, self._connection
+        if connection is not None:
+            connection.disconnect()  # its shutdown() ends the thread's poll()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(2 * HEARTBEAT)
+
+    def _drop(self, waiter: Waiter) -> None:
+        if self._waiters.get(waiter.claim.owner) is waiter:
+            del self._waiters[waiter.claim.owner]
+
+    def _run(self) -> None:
+        pause, failing_since = RETRY_MIN, monotonic()
+        while True:
+            try:
+                self._listen()
+                return
+            except Exception as error:  # whatever it is: without this thread waiting is slow
+                if self._subscribed:  # it did work, and will again in a moment
+                    self._subscribed = False
+                    self._settled.clear()
+                    pause, failing_since = RETRY_MIN, monotonic()
+                else:
+                    if pause == RETRY_MIN and not self._closed.is_set():
+                        logger.warning("cannot listen for locks: %s", type(error).__name__)
+                    self._settled.set()
+                    pause = min(2 * pause, RETRY_MAX)
+            self._closed.wait(pause)
+            if self._ends(idle=monotonic() - failing_since):
+                return
+
+    def _ends(self, *, idle: float) -> bool:
+        """Whether the thread is to end; from then on the next waiter starts another one."""
+        with self._lock:
+            if self._closed.is_set() or (idle > IDLE_SECONDS and not self._waiters):
+                self._thread = None
+                return True
+        return False
+
+    def _listen(self) -> None:
+        """Subscribe and hand out messages; return when there is nothing to do, else raise."""
+        connection = self._connect()
+        try:
+            self._connection = connection
+            connection.send_command("SUBSCRIBE", self.channel, check_health=False)
+            connection.read_response(disconnect_on_error=True)
+            self._subscribed = True
+            self._settled.set()
+            self._wake_all()
+            self._hear(connection)
+        finally:
+            self._connection = None
+            connection.disconnect()
+
+    def _hear(self, connection: Any) -> None:
+        needed, pinged = monotonic(), 0.0
+        while not self._ends(idle=monotonic() - needed):
+            if self._waiters:
+                needed = monotonic()
+            if connection.can_read(timeout=HEARTBEAT):
+                self._handle(connection.read_response(disconnect_on_error=True))
+                pinged = 0.0
+            elif pinged:
+                # Looked at again: a process that was stopped finds its time over, not its answer.
+                late = monotonic() - pinged > 2 * HEARTBEAT
+                if late and not connection.can_read(timeout=0):
+                    raise ConnectionError("no answer to PING")
+            elif self._waiters:
+                connection.send_command("PING", check_health=False)
+                pinged = monotonic()
+
+    def _handle(self, answer: Any) -> None:
+        """Take one message: "token fence began"."""
+        if answer[0] != b"message":
+            return
+        owner, fence, began = answer[2].decode().split(" ")
+        message = (int(fence), int(began), monotonic())
+        with self._lock:
+            waiter = self._waiters.get(owner)
+            # Nobody waits with this token any more: its last try got the lock as an answer, or
+            # its release has passed the lock on or is about to.
+            if waiter is None:
+                return
+            if not waiter.armed:
+                waiter.given = message
+                return
+            self._drop(waiter)
+            grant = waiter.grant(*message)
+        self._wake(waiter, grant)
+
+    def _wake_all(self) -> None:
+        """Let everybody try again: messages to the connection before this one are lost."""
+        with self._lock:
+            armed = [waiter for waiter in self._waiters.values() if waiter.armed]
+            for waiter in self._waiters.values():
+                waiter.again = not waiter.armed
+                waiter.armed = False
+                # It may be another server's now, with another clock.
+                waiter.server = None
+        for waiter in armed:
+            self._wake(waiter, None)
+
+    def _wake(self, waiter: Waiter, grant: Grant | None) -> None:
+        try:
+            if waiter.claim.wake is not None:
+                waiter.claim.wake(grant)
+        except Exception:  # such as an event loop that was closed
+            logger.exception("a waiter for a lock could not be woken")
+            if grant is not None:
+                self._refused(grant)

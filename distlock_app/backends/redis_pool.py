@@ -1,0 +1,179 @@
+"""Requests to one Redis server over connections that are kept, and what their failures mean."""
+
+from __future__ import annotations
+
+import re
+import select
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+)
+
+from ..errors import BackendError
+from .redis_scripts import Script
+
+# Connections kept after a burst of threads; each is out only for one round trip.
+KEEP_IDLE = 64
+# A connection that was idle for less is used without looking whether it was closed meanwhile.
+TRUST_SECONDS = 0.5
+
+
+class Lost(BackendError):
+    """The connection broke under a request: nobody knows whether it was carried out."""
+
+
+class Link:
+    """One connection, and a way to see that the server has closed it."""
+
+    __slots__ = ("_poll", "connection", "used")
+
+    def __init__(self, recipe: Any) -> None:
+        self.connection: Any = recipe.connection_class(**recipe.connection_kwargs)
+        self.connection.connect()  # not left to the first command: this one asks the sentinels
+        self.used: float | None = None  # when it was kept, None: it is new
+        self._poll = None
+        if hasattr(select, "poll"):
+            self._poll = select.poll()
+            self._poll.register(self.connection._sock, select.POLLIN)
+
+    def usable(self) -> bool:
+        """Tell whether the idle connection is as we left it: nothing to read, no end of file."""
+        if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
+            return True
+        return self._poll is None or not self._poll.poll(0)
+
+
+class Pool:
+    """The connections of one backend in one process: last in, first out."""
+
+    def __init__(self, alias: str, recipe: Any) -> None:
+        self._alias = alias
+        self._recipe = recipe
+        self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+
+    def run(self, script: Script, request: bytes, *, repeat: bool = True) -> Any:
+        """Send one packed EVALSHA and return its answer; raise BackendError.
+
+        When a kept connection breaks under the request, it is repeated once on a new one:
+        every script may be. With `repeat=False`, or when a new one breaks, `Lost`.
+        """
+        [answer] = self._ask(script, (request,), repeat)
+        if isinstance(answer, ResponseError):
+            raise self._refusal(answer) from answer
+        return answer
+
+    def run_all(self, script: Script, requests: Sequence[bytes]) -> list[Any]:
+        """Send many in one round trip; an answer is a value or a BackendError."""
+        answers = self._ask(script, requests)
+        return [self._refusal(a) if isinstance(a, ResponseError) else a for a in answers]
+
+    def ask(self, *requests: bytes) -> list[Any]:
+        """Send packed commands that only read, in one round trip; raise BackendError."""
+        answers = self._ask(None, requests)
+        for answer in answers:
+            if isinstance(answer, ResponseError):
+                raise self._refusal(answer) from answer
+        return answers
+
+    def connect(self) -> Any:
+        """Return a new connection that is nobody else's."""
+        return Link(self._recipe).connection
+
+    def close(self) -> None:
+        """Disconnect what is idle; what is in use is kept when it comes back."""
+        while self._idle:
+            self._idle.pop().connection.disconnect()
+
+    def _ask(
+        self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
+    ) -> list[Any]:
+        link = None
+        try:
+            link = self._take()
+            try:
+                return self._exchange(link, script, requests)
+            except ConnectionError:
+                if link.used is None or not repeat:
+                    raise
+            # The server had closed it, or was restarted, or a sentinel has a new master.
+            self.close()
+            link = None
+            link = Link(self._recipe)
+            return self._exchange(link, script, requests)
+        except RedisError as error:
+            raise self._failure(error, sent=link is not None) from error
+        except OSError as error:  # such as a name that does not resolve, at a sentinel
+            raise BackendError(f"Redis {self._alias!r} could not be reached.") from error
+
+    def _take(self) -> Link:
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                return Link(self._recipe)
+            if link.usable():
+                return link
+            link.connection.disconnect()
+
+    def _exchange(self, link: Link, script: Script | None, requests: Sequence[bytes]) -> list[Any]:
+        """Send requests and return their answers; an error of the server is an answer."""
+        connection = link.connection
+        try:
+            answers, refused = _talk(connection, requests)
+            if refused and script is not None:
+                again = [at for at, a in enumerate(answers) if type(a) is NoScriptError]
+                if again:  # the server was restarted, or somebody flushed its scripts
+                    _talk(connection, [script.load])
+                    rest, refused = _talk(connection, [requests[at] for at in again])
+                    for at, answer in zip(again, rest, strict=True):
+                        answers[at] = answer
+        except BaseException:  # half an exchange: what comes next would be read as our answer
+            connection.disconnect()
+            raise
+        if refused:
+            # Such as READONLY: whoever connects anew may find the new master.
+            connection.disconnect()
+            self.close()
+            return answers
+        link.used = monotonic()
+        if len(self._idle) < KEEP_IDLE:
+            self._idle.append(link)
+        else:
+            connection.disconnect()
+        return answers
+
+    def _failure(self, error: RedisError, *, sent: bool) -> BackendError:
+        """Say what happened; no URL, and none of the texts that may quote our request."""
+        who = f"Redis {self._alias!r}"
+        if isinstance(error, AuthenticationError):
+            return BackendError(f"{who} did not let us in: check user and password in CACHES.")
+        if not sent:
+            return BackendError(f"{who} could not be reached: {type(error).__name__}.")
+        kind = Lost if isinstance(error, ConnectionError) else BackendError
+        return kind(f"{who} did not answer: {type(error).__name__}.")
+
+    def _refusal(self, error: ResponseError) -> BackendError:
+        code = re.match(r"[A-Z]+(?= )", str(error))
+        what = code[0] if code else type(error).__name__
+        return BackendError(f"Redis {self._alias!r} refused the request: {what}.")
+
+
+def _talk(connection: Any, requests: Sequence[bytes]) -> tuple[list[Any], bool]:
+    """Return an answer for each request, and whether one of them is an error of the server."""
+    connection.send_packed_command(requests, check_health=False)
+    answers, refused = [], False
+    for _ in requests:
+        try:
+            answers.append(connection.read_response(disconnect_on_error=True))
+        except ResponseError as error:
+            answers.append(error)
+            refused = True
+    return answers, refused

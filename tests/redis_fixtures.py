@@ -1,0 +1,48 @@
+"""Fixtures of the tests of Redis: backends, and clients to look at their servers."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from tests.redis_workers import Proxy, backend_at, client_of
+
+
+@pytest.fixture
+def prefix():
+    return f"test{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def server(redis_url):
+    client = client_of(redis_url)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def backend(redis_url, prefix, server):
+    made = backend_at(redis_url, prefix=prefix)
+    yield made
+    made.close()
+    for key in server.scan_iter(f"{prefix}:*"):
+        server.delete(key)
+
+
+@pytest.fixture
+def own(own_redis):
+    """A backend with a server for itself, and a client to look at it."""
+    made = backend_at(own_redis.url)
+    client = client_of(own_redis.url)
+    yield made, client
+    made.close()
+    client.close()
+
+
+@pytest.fixture
+def proxy(own_redis):
+    """A way to the test's own server that can swallow an answer."""
+    made = Proxy(own_redis.url)
+    yield made
+    made.close()

@@ -1,0 +1,193 @@
+"""What worker processes do to locks on Redis, and helpers that its tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+from django.conf import settings
+from django.test import override_settings
+
+from distlock_app.backends.redis import RedisBackend
+from distlock_app.claims import Claim, Grant
+from distlock_app.names import key_of
+from distlock_app.waiting import Bell, acquiring, run
+from tests.processes import hear, say
+
+DEADLINE = 60.0
+
+
+def claim(name: str, *, ttl: float = 30.0, owner: str = "", wake: Any = None) -> Claim:
+    """Return a claim as the core makes them."""
+    holder = json.dumps({"host": "web-1", "pid": os.getpid()})
+    owner = owner or secrets.token_hex(16)
+    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder, wake=wake)
+
+
+def backend_at(url: str, *, prefix: str = "distlock", **cache: Any) -> RedisBackend:
+    """Return a backend on an alias of its own; `cache` are more of the alias's OPTIONS."""
+    options = {"CLIENT_CLASS": "django_redis.client.DefaultClient", **cache}
+    alias = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url, "OPTIONS": options}
+    with override_settings(CACHES={**settings.CACHES, "own": alias}):
+        return RedisBackend(alias="redis", location="own", prefix=prefix)
+
+
+def wait_for(backend: RedisBackend, wanted: float, name: str, **options: Any) -> Grant:
+    """Get the lock as the core does, within `wanted` seconds."""
+    bell = Bell()
+    grant, _ = run(acquiring(backend, claim(name, wake=bell.ring, **options), wanted), bell)
+    return grant
+
+
+class Waiter:
+    """A claim that waits, without the core: what its wake is called with is in `woken`."""
+
+    def __init__(self, backend: RedisBackend, name: str, **options: Any) -> None:
+        self.backend = backend
+        self.event = threading.Event()
+        self.woken: list[Grant | None] = []
+        self.claim = claim(name, wake=self.wake, **options)
+
+    def wake(self, grant: Grant | None) -> None:
+        self.woken.append(grant)
+        self.event.set()
+
+    def ask(self) -> Any:
+        """Try once, as one who will go on waiting."""
+        return self.backend.acquire(self.claim, 30)
+
+    def granted(self, within: float = 5.0) -> Grant:
+        """Return the grant that the next message brings."""
+        assert self.event.wait(within), "not woken"
+        self.event.clear()
+        grant = self.woken[-1]
+        assert grant is not None
+        return grant
+
+
+def count(*, path: str, prefix: str, times: int, threads: int) -> list[int]:
+    """Raise the number in a file under the lock, in several threads; return the fences."""
+    backend = RedisBackend(alias="redis", location="locks", prefix=prefix)
+    fences: list[int] = []
+
+    def work() -> None:
+        for _ in range(times):
+            grant = wait_for(backend, DEADLINE, "counter")
+            number = int(Path(path).read_text())
+            time.sleep(0.0005)
+            Path(path).write_text(str(number + 1))
+            fences.append(grant.fence or 0)
+            assert backend.release(grant)
+
+    group = [threading.Thread(target=work) for _ in range(threads)]
+    for thread in group:
+        thread.start()
+    for thread in group:
+        thread.join(DEADLINE)
+    backend.close()
+    return fences
+
+
+def wait_once(*, prefix: str, name: str, ttl: float = 30.0) -> dict[str, float | int | None]:
+    """Take a place in the queue, say so, and tell how old the grant is that arrives."""
+    backend = RedisBackend(alias="redis", location="locks", prefix=prefix)
+    waiter = Waiter(backend, name, ttl=ttl)
+    assert not waiter.ask()
+    say("waits")
+    grant = waiter.granted(DEADLINE)
+    assert grant.asked_at is not None
+    age = time.monotonic() - grant.asked_at
+    backend.release(grant)
+    backend.close()
+    return {"age": age, "fence": grant.fence}
+
+
+def fork_and_go_on(*, prefix: str) -> dict[str, Any]:
+    """Hold a lock and wait for another over the life of a forked child that locks too."""
+    backend = RedisBackend(alias="redis", location="locks", prefix=prefix)
+    mine = wait_for(backend, 5, "of the parent")
+    waiter = Waiter(backend, "of another process")
+    assert not waiter.ask()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads: that is what is tested
+        child = os.fork()
+    if child == 0:
+        backend.after_fork()
+        own = wait_for(backend, 5, "of the child")
+        second = Waiter(backend, "of the child")
+        waits = not second.ask()
+        fine = backend.release(own) and waits and second.granted().claim is second.claim
+        backend.close()
+        os._exit(0 if fine else 1)
+    _, status = os.waitpid(child, 0)
+    say("child is gone")
+    hear()
+    answer = {
+        "child": os.waitstatus_to_exitcode(status),
+        "extended": backend.extend(mine, 30),
+        "granted": waiter.granted().fence is not None,
+        "released": backend.release(mine),
+    }
+    backend.close()
+    return answer
+
+
+class Proxy:
+    """A TCP proxy before Redis that can swallow an answer, and close the connection then."""
+
+    def __init__(self, url: str) -> None:
+        self.target = (urlsplit(url).hostname, urlsplit(url).port)
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.url = (
+            urlsplit(url)._replace(netloc=f"127.0.0.1:{self.server.getsockname()[1]}").geturl()
+        )
+        self.swallow: str | None = None  # "silent" or "close": what to do to the next answer
+        self.sockets = [self.server]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self.server.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self.target)
+            self.sockets += [client, server]
+            for source, sink, answers in ((client, server, False), (server, client, True)):
+                args = (source, sink, answers)
+                threading.Thread(target=self._pass, args=args, daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                if answers and self.swallow:
+                    how, self.swallow = self.swallow, None
+                    if how == "silent":
+                        continue
+                    break
+                sink.sendall(data)
+        except OSError:
+            pass
+        for end in (source, sink):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        for one in self.sockets:
+            one.close()
+
+
+def client_of(url: str) -> redis.Redis:
+    """Return a client to look at the server with."""
+    return redis.Redis.from_url(url, decode_responses=True)

@@ -1,0 +1,238 @@
+"""What Redis and the network do to locks: restarts, lost answers, refusals, failover."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from distlock_app.claims import Grant
+from distlock_app.errors import BackendError
+from tests.redis_workers import Waiter, backend_at, claim, client_of, wait_for
+from tests.servers import RedisServer, SentinelServer
+
+pytest_plugins = ["tests.redis_fixtures"]
+
+
+def text_of(error):
+    """Return what a traceback shows of the error and of what caused it."""
+    text = ""
+    while error is not None:
+        text += f"{error!r} {error} "
+        error = error.__cause__ or error.__context__
+    return text
+
+
+def test_flushed_scripts_are_loaded_again(own):
+    backend, server = own
+    grant = backend.acquire(claim("a"), 0)
+
+    server.script_flush()
+    assert backend.extend(grant, 60)
+    server.script_flush()
+    assert backend.release(grant)
+    server.script_flush()
+    assert backend.acquire(claim("a"), 0)
+
+
+@pytest.mark.parametrize("idle", [0.0, 0.7])
+def test_a_connection_that_the_server_closed_is_replaced(own, idle):
+    backend, server = own
+    grant = backend.acquire(claim("a"), 0)
+
+    for verb in (lambda: backend.extend(grant, 60), lambda: backend.release(grant)):
+        server.client_kill_filter(_type="normal", skipme=True)
+        time.sleep(idle)
+        assert verb() is True
+
+
+def test_a_restarted_server_is_used_again_and_its_waiters_try_again(own_redis):
+    backend = backend_at(own_redis.url)
+    lost = backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+
+    own_redis.kill()
+    with pytest.raises(BackendError):
+        backend.extend(lost, 30)
+    own_redis.start()
+
+    assert waiter.event.wait(10) and waiter.woken == [None]
+    grant = waiter.ask()
+    assert grant.fence > lost.fence
+    assert backend.extend(lost, 30) is False
+    assert backend.release(grant)
+    backend.close()
+
+
+def test_a_server_that_does_not_answer_is_an_error_and_no_busy_lock(own_redis):
+    backend = backend_at(own_redis.url, SOCKET_TIMEOUT=0.2, SOCKET_CONNECT_TIMEOUT=0.2)
+    grant = backend.acquire(claim("a"), 0)
+
+    own_redis.pause()
+    for verb in (
+        lambda: backend.acquire(claim("b"), 0),
+        lambda: backend.extend(grant, 30),
+        lambda: backend.release(grant),
+        lambda: backend.ping(),
+        lambda: list(backend.holders()),
+    ):
+        with pytest.raises(BackendError):
+            verb()
+    own_redis.resume()
+
+    backend.release(grant)
+    backend.ping()
+    assert list(backend.holders(grant.claim.key)) == []
+    backend.close()
+
+
+@pytest.mark.parametrize("how", ["silent", "close"])
+def test_a_lost_answer_to_acquire_leaves_no_orphan(proxy, own, how):
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5, SOCKET_CONNECT_TIMEOUT=5)
+    wanted = claim("a")
+    backend.acquire(claim("warm"), 0)
+
+    proxy.swallow = how
+    if how == "silent":
+        with pytest.raises(BackendError):
+            backend.acquire(wanted, 0)
+        assert backend.acquire(wanted, 0).fence  # granted again
+    else:
+        assert backend.acquire(wanted, 0).fence  # on a new connection
+    proxy.swallow = how
+    if how == "silent":
+        with pytest.raises(BackendError):
+            backend.acquire(claim("b", owner="b" * 32), 0)
+    assert backend.release(Grant(wanted)) in (True, False)
+    backend.release(Grant(claim("b", owner="b" * 32)))
+
+    assert [holding.name for holding in own[0].holders()] == ["warm"]
+    backend.close()
+
+
+def test_a_lost_answer_to_release_is_repeated_and_says_what_it_can(proxy, own):
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5, SOCKET_CONNECT_TIMEOUT=5)
+    backend.release(backend.acquire(claim("a"), 0))  # the script is loaded
+    closed, silent = (backend.acquire(claim(name), 0) for name in ("closed", "silent"))
+
+    proxy.swallow = "close"
+    with pytest.raises(BackendError, match="whether it was until then"):
+        backend.release(closed)
+    backend.ping()
+    proxy.swallow = "silent"
+    with pytest.raises(BackendError, match="did not answer"):
+        backend.release(silent)
+
+    assert backend.release(closed) is backend.release(silent) is False
+    assert list(own[0].holders()) == []
+    backend.close()
+
+
+def test_a_thousand_lost_answers_leave_no_lock(proxy, own):
+    backend = backend_at(proxy.url)
+    lost = 0
+
+    for number in range(1000):
+        wanted = claim(f"n{number % 10}")
+        proxy.swallow = "close"
+        try:
+            assert backend.acquire(wanted, 0)
+        except BackendError:
+            lost += 1
+        if number % 2:
+            proxy.swallow = "close"
+        try:
+            backend.release(Grant(wanted))
+        except BackendError:
+            lost += 1
+
+    assert lost >= 500
+    assert list(own[0].holders()) == []
+    backend.close()
+
+
+def test_a_refusal_of_the_server_is_an_error_and_no_busy_lock(own):
+    backend, server = own
+    grant = backend.acquire(claim("a"), 0)
+
+    server.config_set("maxmemory", 1)
+    with pytest.raises(BackendError, match="OOM|OutOfMemory"):
+        backend.acquire(claim("b"), 0)
+    assert backend.release(grant)
+    server.config_set("maxmemory", 0)
+
+    server.replicaof("127.0.0.1", 1)
+    with pytest.raises(BackendError, match="(?i)readonly"):
+        backend.acquire(claim("b"), 0)
+    server.replicaof("NO", "ONE")
+    assert backend.acquire(claim("b"), 0)
+
+
+def test_a_full_server_still_hands_locks_over(own):
+    backend, server = own
+    grant = backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+
+    server.config_set("maxmemory", 1)
+    assert backend.release(grant)
+
+    assert backend.extend(waiter.granted(), 60)
+
+
+def test_no_error_shows_the_password(private_server):
+    with private_server(RedisServer, config={"requirepass": "correct-horse"}) as server:
+        right = backend_at(server.url)
+        right.ping()
+        right.close()
+        wrong = backend_at(server.url.replace("correct-horse", "wr0ng-horse"))
+        with pytest.raises(BackendError) as refused:
+            wrong.ping()
+        server.stop()
+        with pytest.raises(BackendError) as gone:
+            right.ping()
+
+    for error in (refused.value, gone.value):
+        text = text_of(error)
+        assert "horse" not in text and "redis://" not in text
+
+
+@pytest.mark.slow
+def test_a_sentinel_alias_finds_the_new_master(private_server):
+    master = private_server(RedisServer)
+    replica = private_server(RedisServer, config={"replicaof": f"127.0.0.1 {master.port}"})
+    sentinel = private_server(SentinelServer, master)
+    watcher = client_of(sentinel.url)
+    deadline = time.monotonic() + 30
+    while not watcher.sentinel_slaves("locks"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    backend = backend_at(
+        "redis://locks/0",
+        CLIENT_CLASS="django_redis.client.SentinelClient",
+        CONNECTION_FACTORY="django_redis.pool.SentinelConnectionFactory",
+        SENTINELS=[("127.0.0.1", sentinel.port)],
+        SOCKET_TIMEOUT=1,
+    )
+    before = wait_for(backend, 5, "a")
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+    client_of(master.url).wait(1, 1000)
+
+    master.kill()
+    grant = None
+    deadline = time.monotonic() + 40
+    while not grant:
+        assert time.monotonic() < deadline
+        try:
+            backend.release(before)
+            grant = backend.acquire(waiter.claim, 0)
+        except BackendError:
+            time.sleep(0.1)
+
+    assert grant.fence > before.fence
+    assert client_of(replica.url).role()[0] == "master"
+    assert backend.release(grant)
+    backend.close()
+    watcher.close()

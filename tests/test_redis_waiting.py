@@ -1,0 +1,349 @@
+"""Waiting for locks on Redis: order of arrival, messages, and those that are lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from distlock_app.backends import redis_listener
+from distlock_app.claims import Busy, Grant
+from distlock_app.errors import LockTimeout
+from distlock_app.waiting import Bell, acquiring, run
+from tests.redis_workers import Waiter, backend_at, claim, wait_for
+
+pytest_plugins = ["tests.redis_fixtures"]
+
+
+def listeners(server, prefix):
+    """Return the names of the channels that somebody listens on."""
+    return server.pubsub_channels(f"{prefix}:wake:*")
+
+
+def test_the_lock_is_handed_over_in_order_of_arrival(backend):
+    grant = backend.acquire(claim("a"), 0)
+    waiters = [Waiter(backend, "a") for _ in range(5)]
+    for waiter in waiters:
+        assert isinstance(waiter.ask(), Busy)
+    for waiter in reversed(waiters):
+        waiter.ask()  # asking again is not arriving again
+
+    order = []
+    for waiter in waiters:
+        assert backend.release(grant)
+        grant = waiter.granted()
+        assert grant.claim is waiter.claim and backend.extend(grant, 30)
+        order.append(grant.fence)
+
+    assert order == sorted(order)
+    assert [len(waiter.woken) for waiter in waiters] == [1] * 5
+
+
+def test_one_message_wakes_one_waiter_and_costs_two_requests_each(own):
+    backend, server = own
+    backend.release(wait_for(backend, 5, "a"))
+    grant = wait_for(backend, 5, "a")
+    waiters = [Waiter(backend, "a") for _ in range(20)]
+    waiters[0].ask()
+    server.config_resetstat()
+
+    for waiter in waiters[1:]:
+        waiter.ask()
+    for waiter in waiters:
+        backend.release(grant)
+        grant = waiter.granted()
+
+    calls = server.info("commandstats")
+    assert calls["cmdstat_evalsha"]["calls"] == 19 + 20
+    assert calls["cmdstat_publish"]["calls"] == 20
+
+
+def test_a_thread_is_started_only_when_somebody_waits(backend, server, prefix):
+    grant = wait_for(backend, 5, "a")
+    assert not any(thread.name.startswith(f"distlock {prefix}") for thread in threading.enumerate())
+    assert listeners(server, prefix) == []
+
+    Waiter(backend, "a").ask()
+
+    assert len(listeners(server, prefix)) == 1
+    assert backend.release(grant)
+
+
+def test_the_thread_ends_when_nobody_waits_for_long(backend, server, prefix, monkeypatch):
+    monkeypatch.setattr(redis_listener, "IDLE_SECONDS", 0.1)
+    grant = wait_for(backend, 5, "a")
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+    backend.release(grant)
+    second = waiter.granted()
+
+    deadline = time.monotonic() + 10
+    while listeners(server, prefix):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    third = Waiter(backend, "a")
+    third.ask()
+    backend.release(second)
+    assert third.granted().claim is third.claim
+
+
+def test_a_waiter_whose_process_died_is_skipped_at_once(backend, processes, prefix):
+    grant = backend.acquire(claim("a"), 0)
+    dead = processes.start_many("tests.redis_workers:wait_once", count=3, prefix=prefix, name="a")
+    for worker in dead:
+        assert worker.read() == "waits"
+    living = Waiter(backend, "a")
+    living.ask()
+
+    for worker in dead:
+        worker.kill()
+    time.sleep(0.1)
+    backend.release(grant)
+
+    assert living.granted(within=1).claim is living.claim
+
+
+def test_a_waiter_who_was_not_heard_of_lately_is_skipped(backend, server, prefix):
+    grant = backend.acquire(claim("a"), 0)
+    silent, living = Waiter(backend, "a"), Waiter(backend, "a")
+    silent.ask()
+    living.ask()
+    waiters = f"{prefix}:{{0}}:{silent.claim.key}:w"
+    heard, rest = server.hget(waiters, silent.claim.owner).split(" ", 1)
+    server.hset(waiters, silent.claim.owner, f"{int(heard) - 4_000_000} {rest}")
+
+    backend.release(grant)
+
+    assert living.granted().claim is living.claim
+    assert silent.woken == []
+
+
+def test_a_waiter_who_leaves_is_not_chosen(backend):
+    first = backend.acquire(claim("a"), 0)
+    gone, living = Waiter(backend, "a"), Waiter(backend, "a")
+    gone.ask()
+    living.ask()
+
+    assert backend.release(Grant(gone.claim)) is False
+    backend.release(first)
+
+    assert living.granted()
+    assert gone.woken == []
+
+
+def test_a_leaver_finds_the_lock_expired_and_the_others_deaf(backend, server, prefix):
+    backend.acquire(claim("a", ttl=0.05), 0)
+    leaver, deaf = Waiter(backend, "a"), Waiter(backend, "a")
+    leaver.ask()
+    deaf.ask()
+    waiters = f"{prefix}:{{0}}:{deaf.claim.key}:w"
+    entry = server.hget(waiters, deaf.claim.owner)
+    server.hset(waiters, deaf.claim.owner, entry.replace(":wake:", ":nobody:"))
+    time.sleep(0.06)
+
+    assert backend.release(Grant(leaver.claim)) is False
+
+    assert list(server.scan_iter(f"{prefix}:*")) == [f"{prefix}:{{0}}:fence"]
+    assert isinstance(deaf.ask(), Grant)
+
+
+def test_a_waiter_who_leaves_when_it_is_chosen_passes_the_lock_on(backend, server, prefix):
+    for _ in range(200):
+        first = backend.acquire(claim("a"), 0)
+        leaver = Waiter(backend, "a")
+        leaver.ask()
+        together = threading.Barrier(2)
+
+        def leave(leaver=leaver, together=together):
+            together.wait(5)
+            backend.release(Grant(leaver.claim))
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        together.wait(5)
+        backend.release(first)
+        thread.join(5)
+
+        assert list(backend.holders()) == []
+    assert list(server.scan_iter(f"{prefix}:*")) == [f"{prefix}:{{0}}:fence"]
+
+
+def test_an_expired_lock_goes_to_the_head_of_the_queue(backend):
+    backend.acquire(claim("a", ttl=0.05), 0)
+    head, other = Waiter(backend, "a"), Waiter(backend, "a")
+    head.ask()
+    other.ask()
+    time.sleep(0.06)
+
+    assert isinstance(other.ask(), Busy)
+
+    assert head.granted().claim is head.claim
+    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+
+
+def test_a_waiter_who_died_holding_its_place_does_not_stop_the_queue(backend, server, prefix):
+    backend.acquire(claim("a", ttl=0.05), 0)
+    time.sleep(0.06)
+    key = claim("a").key
+    server.zadd(f"{prefix}:{{0}}:{key}:q", {"0" * 32: 1})
+
+    assert backend.acquire(claim("a"), 0)
+
+
+def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, own):
+    backend, server = own
+    other = backend_at(own_redis.url)
+    grant = backend.acquire(claim("a"), 0)
+    result = {}
+
+    def wait():
+        result["grant"] = wait_for(other, 20, "a")
+        result["at"] = time.monotonic()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not list(backend.holders(grant.claim.key))[0].waiters:
+        time.sleep(0.01)
+    [subscriber] = server.client_list(_type="pubsub")
+    later = Waiter(backend, "a")
+    later.ask()
+
+    server.client_kill_filter(_id=subscriber["id"])
+    backend.release(grant)
+    if later.event.wait(0.5):
+        # The lock was handed over while nobody listened: the next turn is the older waiter's.
+        backend.release(later.granted())
+    freed = time.monotonic()
+    thread.join(10)
+
+    assert result["at"] - freed < 1
+    assert other.release(result["grant"])
+    other.close()
+
+
+def test_a_waiter_is_woken_to_try_again_when_messages_may_be_lost(own):
+    backend, server = own
+    backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+
+    server.client_kill_filter(_type="pubsub")
+
+    assert waiter.event.wait(5)
+    assert waiter.woken == [None]
+
+
+def test_waiting_works_in_order_without_any_message(backend, monkeypatch):
+    monkeypatch.setattr(redis_listener.Listener, "works", lambda self, timeout: False)
+    monkeypatch.setattr(backend, "poll_max", 0.1)
+    grant = backend.acquire(claim("a"), 0)
+    order = []
+
+    def wait(number):
+        got = wait_for(backend, 20, "a")
+        order.append(number)
+        backend.release(got)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        while list(backend.holders(grant.claim.key))[0].waiters <= number:
+            time.sleep(0.01)
+    backend.release(grant)
+    for thread in threads:
+        thread.join(20)
+
+    assert order == [0, 1, 2]
+    assert list(backend.holders()) == []
+
+
+def test_a_grant_heard_late_tells_how_old_it_is(backend, processes, prefix):
+    grant = backend.acquire(claim("a"), 0)
+    worker = processes.start("tests.redis_workers:wait_once", prefix=prefix, name="a")
+    assert worker.read() == "waits"
+    time.sleep(0.5)
+
+    worker.pause()
+    backend.release(grant)
+    time.sleep(1.5)
+    worker.resume()
+
+    assert 1.4 < worker.result()["age"] < 5
+
+
+def test_a_grant_heard_at_once_is_as_young_as_it_is(backend):
+    grant = backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+    time.sleep(0.5)
+
+    released = time.monotonic()
+    backend.release(grant)
+    asked_at = waiter.granted().asked_at
+
+    # A hundredth of the half second since the try may be the clocks' difference in rate.
+    assert released - 0.1 < asked_at <= time.monotonic()
+
+
+def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
+    first = backend.acquire(claim("a"), 0)
+    Waiter(backend, "b").ask()
+    waiter = Waiter(backend, "a")
+    listener = backend._listener
+    waits = listener.waits
+
+    def late(*args):
+        backend.release(first)
+        give_up = time.monotonic() + 5
+        while args[0].given is None and time.monotonic() < give_up:
+            time.sleep(0.001)
+        return waits(*args)
+
+    backend.acquire(claim("b"), 0)
+    Waiter(backend, "b").ask()  # starts the listener
+    monkeypatch.setattr(listener, "waits", late)
+
+    grant = waiter.ask()
+
+    assert grant.claim is waiter.claim and backend.extend(grant, 30)
+    assert waiter.woken == []
+
+
+def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
+    first = backend.acquire(claim("a"), 0)
+
+    def wake(grant):
+        raise RuntimeError("event loop is closed")
+
+    assert not backend.acquire(claim("a", wake=wake), 30)
+    backend.release(first)
+
+    deadline = time.monotonic() + 5
+    while list(backend.holders()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "could not be woken" in caplog.text
+
+
+def test_waiting_ends_at_its_deadline_and_leaves_nothing(backend, server, prefix):
+    grant = backend.acquire(claim("a"), 0)
+    bell = Bell()
+
+    with pytest.raises(LockTimeout):
+        run(acquiring(backend, claim("a", wake=bell.ring), 0.2), bell)
+
+    assert list(server.scan_iter(f"{prefix}:*:[qw]")) == []
+    backend.release(grant)
+
+
+def test_a_forked_child_locks_by_itself_and_leaves_the_parent_alone(backend, processes, prefix):
+    other = backend.acquire(claim("of another process"), 0)
+    worker = processes.start("tests.redis_workers:fork_and_go_on", prefix=prefix)
+
+    assert worker.read() == "child is gone"
+    worker.tell("go on")
+    backend.release(other)
+
+    assert worker.result() == {"child": 0, "extended": True, "granted": True, "released": True}
