@@ -164,13 +164,15 @@ def _interrupt(pid):
 
 def _take_until_interrupted(name, using, ttl, told):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    parent = os.getppid()
     try:
         lock = Lock(name, using=using, ttl=ttl)
         with lock:
             os.write(told, b"!")
-        while True:
+        while os.getppid() == parent:  # it may be killed
             with lock:
                 pass
+        os._exit(2)
     except KeyboardInterrupt:
         os._exit(0)
     except BaseException:
