@@ -19,7 +19,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
 
 from . import identity
-from .decorators import path_of, probe, sorted_out
+from .decorators import probe, sorted_out
 from .errors import LockBusy, LockError, LockLost
 from .holds import Hold
 from .leases import Lease
@@ -175,7 +175,10 @@ class _Guard:
             return self.name(**options)
         if self.template is not None:
             return self.template.fill(options)
-        return f"command:{_app_label(command)}.{_command_name(command)}"
+        app = apps.get_containing_app_config(command.__module__)
+        if app is None:
+            return f"command:{command.__module__}"
+        return f"command:{app.label}.{_command_name(command)}"
 
     def run(self, lock: Lock, handle: Callable[[], Any]) -> Any:
         """Call `handle` under the lock, and give the lock up whatever happens."""
@@ -295,8 +298,3 @@ def held_by(lock: Lock) -> str:
 
 def _command_name(command: type) -> str:
     return command.__module__.rpartition(".")[2]
-
-
-def _app_label(command: type) -> str:
-    app = apps.get_containing_app_config(command.__module__)
-    return app.label if app is not None else path_of(command).rpartition(".")[0]
