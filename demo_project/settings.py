@@ -107,6 +107,7 @@ DEBUG = os.environ.get("DEMO_DEBUG") == "1"
 ALLOWED_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
 ROOT_URLCONF = "demo_project.urls"
 WSGI_APPLICATION = "demo_project.wsgi.application"
+LOGIN_URL = "admin:login"
 LANGUAGE_CODE = "en"
 TIME_ZONE = "UTC"
 USE_TZ = True
@@ -134,6 +135,7 @@ MIDDLEWARE = [
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "demo_project.shop.middleware.LostLocks",
 ]
 TEMPLATES = [
     {

@@ -1,7 +1,7 @@
 """Selling, taking money and passing it on: each of these must not happen twice at once.
 
-The views and the command take the lock. `sell` and `take_money` do not look whether somebody
-did: the pages "without a lock" show what becomes of that. `settle` refuses.
+The views and the command take the lock and name it here, so that nothing is committed after it
+was lost. Without a name nobody looks: the pages "without a lock" show what becomes of that.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class SoldOut(Exception):
     """There are fewer left than somebody wants to buy."""
 
 
-def sell(pk: int, *, quantity: int, buyer: str, form: str, think: float) -> Order:
+def sell(pk: int, *, quantity: int, buyer: str, form: str, think: float, lock: str = "") -> Order:
     """Sell so many of a product; the second click on the same page gets the same order.
 
-    To be called under the lock `product:<pk>`. `think`: seconds that the warehouse takes.
+    `think`: seconds that the warehouse takes.
     """
     if order := Order.objects.filter(form=form, buyer=buyer).first():
         return order
@@ -32,19 +32,22 @@ def sell(pk: int, *, quantity: int, buyer: str, form: str, think: float) -> Orde
     time.sleep(think)
     with transaction.atomic():
         Product.objects.filter(pk=pk).update(stock=product.stock - quantity)
-        return Order.objects.create(
+        order = Order.objects.create(
             product=product,
             quantity=quantity,
             amount=quantity * product.price,
             buyer=buyer,
             form=form,
         )
+        if lock:
+            assert_locked(lock)
+        return order
 
 
-def take_money(pk: int, *, think: float) -> bool:
+def take_money(pk: int, *, think: float, lock: str = "") -> bool:
     """Charge for an order; False: it is paid already.
 
-    To be called under the lock `order:<pk>`. `think`: seconds that the card company takes.
+    `think`: seconds that the card company takes.
     """
     order = Order.objects.get(pk=pk)
     if order.status != Order.Status.OPEN:
@@ -53,17 +56,16 @@ def take_money(pk: int, *, think: float) -> bool:
     with transaction.atomic():
         Payment.objects.create(order=order, amount=order.amount)
         Order.objects.filter(pk=pk).update(status=Order.Status.PAID)
+        if lock:
+            assert_locked(lock)
     return True
 
 
-def settle(order: Order) -> Settlement:
-    """Pass the money of a paid order on.
-
-    Raise NotHeld unless called under the lock `settlement`, LockLost if it has ended meanwhile.
-    """
+def settle(order: Order, *, lock: str) -> Settlement:
+    """Pass the money of a paid order on; without the lock, raise NotHeld or LockLost instead."""
     with transaction.atomic():
         settlement = Settlement.for_order(order)
         settlement.save()
         Order.objects.filter(pk=order.pk).update(status=Order.Status.SETTLED)
-        assert_locked("settlement")  # before the commit: nobody settles what another host does
+        assert_locked(lock)
     return settlement

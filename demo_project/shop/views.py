@@ -19,6 +19,7 @@ from .models import Order, Product
 from .visitors import buyer_of, set_think_time, think_time
 
 QUANTITIES = list("123456789")
+FORM_LENGTH = 32
 
 
 def busy(request: HttpRequest, error: Exception) -> HttpResponse:
@@ -33,7 +34,7 @@ def busy(request: HttpRequest, error: Exception) -> HttpResponse:
 @locked_view("product:{pk}", wait=10, busy_response=busy)
 def buy(request: HttpRequest, pk: int) -> HttpResponse:
     """Sell to one visitor after the other."""
-    return _sell(request, pk)
+    return _sell(request, pk, lock=f"product:{pk}")
 
 
 @require_POST
@@ -46,7 +47,7 @@ def buy_naive(request: HttpRequest, pk: int) -> HttpResponse:
 @locked_view("order:{pk}", busy_response=busy)
 def pay(request: HttpRequest, pk: int) -> HttpResponse:
     """Take the money once, however often the button is clicked."""
-    return _take_money(request, pk)
+    return _take_money(request, pk, lock=f"order:{pk}")
 
 
 @require_POST
@@ -55,18 +56,20 @@ def pay_naive(request: HttpRequest, pk: int) -> HttpResponse:
     return _take_money(request, pk)
 
 
-def _sell(request: HttpRequest, pk: int) -> HttpResponse:
+def _sell(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
     product = get_object_or_404(Product, pk=pk)
     quantity = request.POST.get("quantity", "1")
-    if quantity not in QUANTITIES:
-        return HttpResponseBadRequest("1 to 9 of them, please.")
+    form = request.POST.get("form", "")
+    if quantity not in QUANTITIES or len(form) != FORM_LENGTH:
+        return HttpResponseBadRequest("1 to 9 of them, please, and from the product's page.")
     try:
         order = trade.sell(
             pk,
             quantity=int(quantity),
             buyer=buyer_of(request),
-            form=request.POST.get("form", "")[:32],
+            form=form,
             think=think_time(request),
+            lock=lock,
         )
     except trade.SoldOut:
         messages.error(request, f"“{product}” is sold out.")
@@ -74,9 +77,9 @@ def _sell(request: HttpRequest, pk: int) -> HttpResponse:
     return redirect(order)
 
 
-def _take_money(request: HttpRequest, pk: int) -> HttpResponse:
+def _take_money(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
     order = get_object_or_404(Order, pk=pk, buyer=buyer_of(request))
-    if trade.take_money(pk, think=think_time(request)):
+    if trade.take_money(pk, think=think_time(request), lock=lock):
         messages.success(request, f"Thank you: {order.amount_text} paid.")
     else:
         messages.info(request, "This order is paid already: nothing was taken again.")
@@ -120,7 +123,7 @@ def product(request: HttpRequest, pk: int) -> HttpResponse:
     buyer_of(request)
     product = get_object_or_404(Product, pk=pk)
     sold = product.orders.aggregate(sum=Sum("quantity"))["sum"] or 0
-    context = {"product": product, "sold": sold, "form": secrets.token_hex(16)}
+    context = {"product": product, "sold": sold, "form": secrets.token_hex(FORM_LENGTH // 2)}
     return render(request, "shop/product.html", context)
 
 

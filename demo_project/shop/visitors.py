@@ -26,11 +26,12 @@ def think_time(request: HttpRequest) -> float:
 
 
 def set_think_time(request: HttpRequest, seconds: str) -> None:
-    """Remember how slowly the shop is to work; what is no number means at once."""
+    """Remember how slowly the shop is to work; what makes no sense means at once."""
     try:
-        request.session["think"] = min(max(float(seconds), 0.0), SLOWEST)
+        wanted = float(seconds)
     except ValueError:
-        request.session["think"] = 0.0
+        wanted = 0.0
+    request.session["think"] = wanted if 0 <= wanted <= SLOWEST else 0.0
 
 
 def visitor(request: HttpRequest) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, pause: float, **options: Any) -> None:
         total = count = 0
         for order in Order.objects.filter(status=Order.Status.PAID).order_by("pk"):
-            total += settle(order).amount
+            total += settle(order, lock="settlement").amount
             count += 1
             time.sleep(pause)
         self.stdout.write(f"Settled {count} orders: {money(total)}.")
