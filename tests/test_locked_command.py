@@ -134,7 +134,7 @@ def test_200_terminated_commands_leave_no_lock(processes):
 
     # Before the handler is there, the signal ends the process: it has no lock yet.
     assert {code for of_worker in ends for code in of_worker} <= {"143", "-15", "0", "75"}
-    assert sum(of_worker.get("143", 0) for of_worker in ends) > 100
+    assert sum(of_worker.get("143", 0) for of_worker in ends) > 50
     assert holders() == []
 
 
