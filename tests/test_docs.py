@@ -1,0 +1,178 @@
+"""The documentation: its code runs, its links lead somewhere, and what is public is in it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from django.core.management import load_command_class
+from django.dispatch import Signal
+from django.test.utils import isolate_apps
+
+import distlock_app
+from distlock_app import signals
+from distlock_app.testing import override_locks
+from tests.app.models import Account
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs/reference"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Samples that rely on what only their page's text tells.
+ONLY_COMPILED = {"docs/how-to/optimistic.md"}
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+
+
+def title(page):
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page, language):
+    return [code for lang, code in BLOCK.findall(page.read_text()) if lang == language]
+
+
+def compiled(code, where):
+    return compile(code, where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def signature(function):
+    return [name for name in inspect.signature(function).parameters if name != "lock_options"]
+
+
+def of(page):
+    return (REFERENCE / page).read_text()
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    """The project that the samples are in: what they find there before their first line."""
+    account = Account.objects.create(balance=100)
+    product = MagicMock()
+    product.objects.get.return_value = SimpleNamespace(stock=5, save=lambda: None)
+    models = {"Account": Account, "Order": MagicMock(), "Product": product, "pk": account.pk}
+    for name, content in {"shop": {}, "shop.models": models, "shop.views": {"pay": repr}}.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return models
+
+
+PAGES_THAT_RUN = [
+    page for page in PAGES if blocks(page, "python") and title(page) not in ONLY_COMPILED
+]
+
+
+@pytest.mark.django_db(databases=["default"])
+@pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=title)
+def test_the_samples_of_a_page_run(page, shop):
+    settings = {"INSTALLED_APPS": [], "DATABASES": {}, "BASE_DIR": ROOT}
+    namespace = {"__name__": "tests.app.documented", **settings, **shop}
+
+    with override_locks(), isolate_apps("tests.app"):
+        for code in blocks(page, "python"):
+            exec(compiled(code, title(page)), namespace)
+            namespace |= shop  # a model that a sample defined has no table
+
+    for receiver in filter(callable, list(namespace.values())):
+        signals.lock_busy.disconnect(receiver)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_the_samples_of_a_page_compile(page):
+    for code in blocks(page, "python"):
+        compiled(code, title(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_the_commands_of_a_page_exist(page):
+    parser = load_command_class("distlock_app", "distlock").create_parser("manage.py", "distlock")
+    text = "\n".join(blocks(page, "sh"))
+
+    for line in re.findall(r"^python manage\.py distlock (.+)$", text, re.M):
+        words = shlex.split(line, comments=True)
+        parser.parse_args([word for word in words if word != "&"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_the_links_of_a_page_lead_somewhere(page):
+    for link in LINK.findall(BLOCK.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        assert target.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_a_page_names_nothing_of_one_machine(page):
+    assert re.findall(r"(?<![\w.])/(?:root|work|home|tmp)/\S*", page.read_text()) == []
+
+
+def test_the_index_leads_to_every_page():
+    index = ROOT / "docs/index.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+
+    assert [title(p) for p in index.parent.rglob("*.md") if p not in linked | {index}] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(page.read_text() for page in REFERENCE.glob("*.md"))
+
+    assert [n for n in distlock_app.__all__ if not re.search(rf"\b{n}\b", text)] == []
+
+
+def test_the_reference_has_every_check_and_no_other():
+    pattern = re.compile(r"distlock_app\.[EW]\d+")
+    code = "".join(p.read_text() for p in (ROOT / "distlock_app").rglob("*.py"))
+
+    assert set(pattern.findall(of("checks.md"))) == set(pattern.findall(code))
+
+
+def test_the_reference_has_every_option_of_a_lock_and_every_part_of_a_hold():
+    options = [field.name for field in fields(distlock_app.Lock)]
+    parts = [
+        name
+        for name in {*vars(distlock_app.Lock), *vars(distlock_app.Hold)}
+        if not name.startswith("_") and name not in {"leave", "aleave", "end_block", "abandon"}
+    ]
+
+    assert [name for name in [*options, *parts] if f"`{name}" not in of("lock.md")] == []
+
+
+@pytest.mark.parametrize("decorator", ["locked", "locked_view", "locked_command"])
+def test_the_reference_has_every_option_of_a_decorator(decorator):
+    options = signature(getattr(distlock_app, decorator))
+
+    assert [name for name in options if name not in of("decorators.md")] == []
+
+
+def test_the_reference_has_every_signal():
+    found = [name for name, value in vars(signals).items() if isinstance(value, Signal)]
+
+    assert found
+    assert [name for name in found if f"`{name}`" not in of("errors-and-signals.md")] == []
+
+
+def test_the_readme_names_every_option_of_the_two_scripts():
+    readme = (ROOT / "README.md").read_text()
+
+    for script in ("demo_project/run.sh", "tests/run.sh"):
+        head = (ROOT / script).read_text().partition("\nset -u")[0]
+        for option in re.findall(r"^#   (--\w+|[A-Z_]+)", head, re.M):
+            assert option in readme, f"{option} of {script}"
