@@ -61,7 +61,7 @@ def ordered(client: Client, product: Product) -> Order:
 
 
 class Crowds(TransactionTestCase):
-    databases = {"default", "locks"}
+    databases = "__all__"
 
     def setUp(self) -> None:
         self.product = Product.objects.create(
@@ -167,7 +167,7 @@ class Crowds(TransactionTestCase):
 
 
 class Pages(TestCase):
-    databases = {"default", "locks"}
+    databases = "__all__"
 
     @classmethod
     def setUpTestData(cls) -> None:

@@ -54,8 +54,8 @@ def take_money(pk: int, *, think: float, lock: str = "") -> bool:
         return False
     time.sleep(think)
     with transaction.atomic():
-        Payment.objects.create(order=order, amount=order.amount)
         Order.objects.filter(pk=pk).update(status=Order.Status.PAID)
+        Payment.objects.create(order=order, amount=order.amount)
         if lock:
             assert_locked(lock)
     return True
@@ -64,8 +64,8 @@ def take_money(pk: int, *, think: float, lock: str = "") -> bool:
 def settle(order: Order, *, lock: str) -> Settlement:
     """Pass the money of a paid order on; without the lock, raise NotHeld or LockLost instead."""
     with transaction.atomic():
+        Order.objects.filter(pk=order.pk).update(status=Order.Status.SETTLED)
         settlement = Settlement.for_order(order)
         settlement.save()
-        Order.objects.filter(pk=order.pk).update(status=Order.Status.SETTLED)
         assert_locked(lock)
     return settlement
