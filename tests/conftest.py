@@ -24,6 +24,22 @@ def missing(server: str, reason: str) -> None:
     pytest.skip(reason)
 
 
+# Files whose tests do the same whatever `default` is: tests/run.sh runs them beside SQLite only.
+ONCE = (
+    *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
+    *("test_core_waiting", "test_docs", "test_packaging", "test_redis_", "test_servers"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests `once` that do not depend on the database of this run."""
+    for item in items:
+        engine = getattr(item, "callspec", None) and item.callspec.params.get("using")
+        redis = engine == "redis" or "redis_server" in getattr(item, "fixturenames", ())
+        if redis or item.path.stem.startswith(ONCE):
+            item.add_marker("once")
+
+
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup: None) -> Iterator[None]:
     """Let the processes that a test starts use the test databases, as soon as they exist."""
