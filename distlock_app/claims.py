@@ -19,6 +19,7 @@ class Claim:
     shared: bool = False
     fair: bool = False
     limit: int = 1
+    stable: bool = False  # the owner is no secret of one acquisition: others may have it too
     # An engine that can tell a waiter calls this, from any thread and at most once for each
     # try that returned no grant, to end the caller's pause: with a Grant if it has one (the
     # claim is then held), with None for "try again now".

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from types import TracebackType
 
 from . import names
+from .entered import enter, entered, forget
 from .errors import LockBusy, LockTimeout
 from .holds import Hold
-from .locks import UNSET, Lock, enter, leave
+from .locks import UNSET, Lock
 from .registry import checked_wait, registry
 from .timing import Deadline
 
@@ -31,23 +33,23 @@ class Holds(tuple[Hold, ...]):
         """Do as `release`, without blocking the event loop."""
         await self.aleave(None)
 
-    def leave(self, exc: BaseException | None) -> None:
-        """Release all at the end of a `with` whose body raised `exc`."""
+    def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
+        """Release all at the end of a `with` whose body raised `exc`; see `Hold.leave`."""
         error: BaseException | None = None
         for hold in reversed(self):
             try:
-                hold.leave(exc)
+                hold.leave(exc, unused=unused)
             except BaseException as raised:
                 error = error or raised
         if error is not None:
             raise error
 
-    async def aleave(self, exc: BaseException | None) -> None:
+    async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Do as `leave`, without blocking the event loop."""
         error: BaseException | None = None
         for hold in reversed(self):
             try:
-                await hold.aleave(exc)
+                await hold.aleave(exc, unused=unused)
             except BaseException as raised:
                 error = error or raised
         if error is not None:
@@ -93,7 +95,7 @@ class AllOf:
             for place, lock in self._order():
                 taken[place] = lock.acquire(wait=deadline.remaining())
         except BaseException as error:
-            Holds(taken.values()).leave(error)
+            Holds(taken.values()).leave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
         return self._in_order_of_arguments(taken)
 
@@ -105,7 +107,7 @@ class AllOf:
             for place, lock in self._order():
                 taken[place] = await lock.aacquire(wait=deadline.remaining())
         except BaseException as error:
-            await Holds(taken.values()).aleave(error)
+            await Holds(taken.values()).aleave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
         return self._in_order_of_arguments(taken)
 
@@ -125,7 +127,12 @@ class AllOf:
 
     def __enter__(self) -> Holds:
         holds = self.acquire()
-        enter(self, holds, None)
+        try:
+            enter(self, holds, None, sys._getframe(1))
+        except BaseException as error:
+            holds.leave(error, unused=True)
+            forget(self, sys._getframe(1))
+            raise
         return holds
 
     def __exit__(
@@ -134,11 +141,20 @@ class AllOf:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        leave(self)[0].leave(exc)
+        frame = sys._getframe(1)
+        try:
+            entered(self, frame).hold.leave(exc)
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            entered(self, frame).hold.leave(interrupt)
+            raise
+        finally:
+            forget(self, frame)
 
     async def __aenter__(self) -> Holds:
         holds = await self.aacquire()
-        enter(self, holds, None)
+        enter(self, holds, None, sys._getframe(1))
         return holds
 
     async def __aexit__(
@@ -147,7 +163,10 @@ class AllOf:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await leave(self)[0].aleave(exc)
+        frame = sys._getframe(1)
+        holds = entered(self, frame).hold
+        forget(self, frame)
+        await holds.aleave(exc)
 
     def _wait(self, wait: float | None) -> float | None:
         if wait is not UNSET:

@@ -15,7 +15,7 @@ from .leases import Lease
 from .names import shown
 from .registry import MIN_TTL, checked_ttl
 from .renewal import GONE, lease_facts, renewer
-from .signals import lock_released
+from .signals import atell, lock_released, tell
 from .waiting import in_thread
 
 logger = logging.getLogger("distlock_app")
@@ -102,20 +102,35 @@ class Hold:
         Raise LockLost if it was lost before, NotHeld if this hold was released before, and
         BackendError if the engine could not be asked: then release() may be called again.
         """
-        if self._begin_release():
-            self._finish_release(self._ask_release())
+        try:
+            if self._begin_release():
+                self._check_release(self._ask_release())
+                if lock_released.receivers:
+                    tell(lock_released, lease_facts(self._lease))
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: the process may end before a worker could do it
+            with suppress(Exception):
+                if (not self._released and self._begin_release()) or self._lease.ended:
+                    self._lease.backend.release(self._lease.grant)
+            raise
 
     async def arelease(self) -> None:
         """Do as `release`, without blocking the event loop."""
         if self._begin_release():
-            lease = self._lease
-            self._finish_release(
-                await in_thread(
-                    lease.backend,
-                    self._ask_release,
-                    cancelled=lambda: renewer.give_back(lease.backend, lease.grant),
-                )
+            backend, grant = self._lease.backend, self._lease.grant
+            was_ours = await in_thread(
+                backend, self._ask_release, cancelled=lambda: renewer.give_back(backend, grant)
             )
+            self._check_release(was_ours)
+            if lock_released.receivers:
+                await atell(lock_released, lease_facts(self._lease))
+
+    def abandon(self) -> None:
+        """Have the lock released soon, without waiting for that: nothing was done under it."""
+        self._release_now = True
+        if not self._released and self._begin_release():
+            renewer.give_back(self._lease.backend, self._lease.grant)
 
     def leave_for(self, seconds: float) -> None:
         """Give the hold up, but leave the lock taken for `seconds`, by the engine's clock.
@@ -139,7 +154,9 @@ class Hold:
 
         At once if it is lost already; never after the release.
         """
-        if not self._lease.call_when_lost(lambda: callback(self)):
+        if self._released:
+            return
+        if self._lease.foreign or not self._lease.call_when_lost(self, callback):
             callback(self)
 
     def guarded_set(
@@ -160,8 +177,10 @@ class Hold:
             raise self._lost_error()
         if release:
             self._released = True
-            self._lease.handles = 0
-            self._finish_release(True)
+            self._lease.part(self)
+            renewer.unwatch(self._lease)
+            if lock_released.receivers:
+                tell(lock_released, lease_facts(self._lease))
 
     def __enter__(self) -> Hold:
         return self
@@ -185,26 +204,27 @@ class Hold:
     ) -> None:
         await self.aleave(exc)
 
-    def leave(self, exc: BaseException | None) -> None:
-        """Release at the end of a `with` whose body raised `exc`: that is never masked."""
+    def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
+        """Release at the end of a `with` whose body raised `exc`: that is never masked.
+
+        `unused`: nothing was done under the lock, so no transaction matters to it.
+        """
+        self._release_now |= unused
         if self._released or self._lease.foreign:
             return
         try:
             self.release()
-        except (LockLost, BackendError) as error:
+        except Exception as error:
             self._left_badly(error, exc)
-        except BaseException:  # Ctrl-C: the process may end before a worker could do it
-            with suppress(Exception):
-                self._lease.backend.release(self._lease.grant)
-            raise
 
-    async def aleave(self, exc: BaseException | None) -> None:
+    async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Do as `leave`, without blocking the event loop."""
+        self._release_now |= unused
         if self._released or self._lease.foreign:
             return
         try:
             await self.arelease()
-        except (LockLost, BackendError) as error:
+        except Exception as error:
             self._left_badly(error, exc)
 
     def end_block(
@@ -215,6 +235,8 @@ class Hold:
         traceback: TracebackType | None,
     ) -> None:
         """Commit the `atomic()` block inside this hold, or roll it back if the lock is lost."""
+        if self._lease.foreign:
+            return  # A child of fork() has the parent's connection: any word would end its work.
         if exc is None and self._lease.lost:
             error = self._lost_error()
             block.__exit__(type(error), error, None)
@@ -223,11 +245,11 @@ class Hold:
 
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
-        if lease is None or self._released or lease.lost:
+        if lease is None or self._released or lease.ended or lease.lost:
             return
         # No request here, and no release: the work that the lock guards may still go on.
         # Nothing refers to the lease any more, so it is not renewed and ends by itself.
-        lease.part()
+        lease.part(self)
         warnings.warn(
             f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()",
             ResourceWarning,
@@ -246,6 +268,7 @@ class Hold:
             renewer.lose(self._lease, GONE)
             raise self._lost_error()
         self._lease.extended(ttl, asked_at=asked_at)
+        self.check()  # the answer may have come too late
         renewer.watch(self._lease)
 
     def _begin_release(self) -> bool:
@@ -253,53 +276,53 @@ class Hold:
         lease = self._lease
         if lease.foreign:
             raise NotHeld(f"another process holds {shown(self.name)!r}: its child cannot release")
-        if self._released:
-            raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
-        self._released = True
-        if not lease.part():
-            if lease.lost:
-                raise self._lost_error()
-            return False
-        blocks = [] if self._release_now else transactions.open_blocks()
-        if not blocks or lease.lost:
-            return True
-        lease.unended_blocks = len(blocks)
-        transactions.call_at_end(
-            blocks,
-            committed=lambda: release_at_end(lease),
-            dropped=lambda: drop_at_end(lease),
-        )
-        return False
+        blocks = [] if self._release_now or lease.lost else transactions.open_blocks()
+        with lease.lock:
+            if self._released:
+                raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
+            last = lease.part(self, blocks=len(blocks))
+            self._released = True
+        if last:
+            renewer.unwatch(lease)
+        elif last is None:
+            transactions.call_at_end(
+                blocks,
+                committed=lambda: release_at_end(lease),
+                dropped=lambda: drop_at_end(lease),
+            )
+        elif lease.lost:
+            raise self._lost_error()
+        return bool(last)
 
     def _ask_release(self) -> bool:
         lease = self._lease
-        renewer.unwatch(lease)
+        in_time = not lease.lost
         try:
             return lease.backend.release(lease.grant)
-        except BaseException:
+        except Exception:
+            lease.release_asked |= in_time
+            lease.rejoin()
             self._released = False
-            lease.handles += 1
             raise
 
-    def _finish_release(self, was_ours: bool) -> None:
+    def _check_release(self, was_ours: bool) -> None:
         lease = self._lease
-        renewer.unwatch(lease)
+        # After a release whose answer was lost: that one may have done it.
+        if lease.lost_because is None and not was_ours and not lease.release_asked:
+            renewer.lose(lease, GONE, at_release=True)
         if lease.lost_because is not None:
             raise self._lost_error()
-        if not was_ours:
-            renewer.lose(lease, GONE, at_release=True)
-            raise self._lost_error()
-        lock_released.send_robust(**lease_facts(lease))
 
-    def _left_badly(self, error: LockError, exc: BaseException | None) -> None:
-        if isinstance(error, BackendError):
+    def _left_badly(self, error: Exception, exc: BaseException | None) -> None:
+        if not isinstance(error, (LockLost, NotHeld)):
             self._released = True
             renewer.give_back(self._lease.backend, self._lease.grant)
-            if monotonic() < self._lease.trusted_until:
+            if isinstance(error, BackendError) and not self._lease.lost:
                 # The body ran under the lock: only the release is late.
                 logger.warning("cannot release %r yet: %s", shown(self.name), error)
                 return
-            error = self._lost_error()
+            if isinstance(error, BackendError):
+                error = self._lost_error()
         if exc is None:
             raise error
         logger.warning("while another error was raised: %s", error)
@@ -307,21 +330,21 @@ class Hold:
 
 def release_at_end(lease: Lease) -> None:
     """Release `lease` after the last commit, unless it was taken again meanwhile."""
-    if not lease.blocks_ended():
+    lease.unended_blocks = 0
+    if not lease.end_unheld():
         return
     renewer.unwatch(lease)
     try:
         was_ours = lease.backend.release(lease.grant)
-    except BackendError:
+    except BaseException as error:
         renewer.give_back(lease.backend, lease.grant)
-        return
-    if was_ours and lease.lost_because is None:
-        lock_released.send_robust(**lease_facts(lease))
+        if not isinstance(error, BackendError):
+            raise
     else:
-        renewer.lose(lease, "it was gone before the transaction had ended", at_release=True)
+        renewer.released(lease, was_ours)
 
 
 def drop_at_end(lease: Lease) -> None:
     """Have `lease` released after the last rollback; runs in a finalizer."""
-    if lease.blocks_ended():
-        renewer.release_later(lease)
+    lease.unended_blocks = 0
+    renewer.release_later(lease)

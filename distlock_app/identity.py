@@ -6,12 +6,17 @@ import asyncio
 import json
 import os
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from types import FrameType
 from typing import Any
+
+from asgiref.sync import SyncToAsync
 
 # What the running code does ("alice /pay/7", "manage.py settle"), shown beside its locks.
 _activity: ContextVar[str] = ContextVar("distlock_activity", default="")
@@ -19,16 +24,34 @@ _activity: ContextVar[str] = ContextVar("distlock_activity", default="")
 ACTIVITY_LENGTH = 120
 
 
+# The frame of this code is one call of sync_to_async().
+_IN_THREAD = SyncToAsync.thread_handler.__code__
+
+
 def current_runner() -> Any:
     """Return the running asyncio task, or else the thread: the owner of what is taken now.
 
-    A child task that inherited the context is another runner, as is code that
-    `sync_to_async` runs in a thread.
+    A child task that inherited the context is another runner. So is each call that
+    `sync_to_async` runs in a thread, for tasks share that thread: its frame stands for it.
     """
-    try:
-        return asyncio.current_task() or threading.current_thread()
-    except RuntimeError:  # no event loop runs in this thread
-        return threading.current_thread()
+    loop = asyncio._get_running_loop()
+    task = asyncio.current_task(loop) if loop is not None else None
+    if task is not None:
+        return task
+    if hasattr(SyncToAsync.threadlocal, "main_event_loop"):
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _IN_THREAD:
+                return frame
+            frame = frame.f_back  # type: ignore[assignment]
+    return threading.current_thread()
+
+
+def reference(runner: Any) -> Callable[[], Any]:
+    """Return what refers to `runner` without keeping a task or a thread alive."""
+    if isinstance(runner, FrameType):  # it has no weak references, and refers to no hold
+        return lambda: runner
+    return weakref.ref(runner)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -12,8 +12,6 @@ from typing import Any
 from .backends.base import BaseLockBackend
 from .claims import Grant
 from .timing import drift
-
-logger = logging.getLogger("distlock_app")
 
 # Changes in a forked child: what the parent holds is not the child's.
 _process = object()
@@ -26,6 +24,9 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
+# A hold, weakly: else its callback would keep it from being dropped, and renewed for ever.
+Callback = tuple["weakref.ref[Any]", Callable[[Any], None]]
+
 
 class Lease:
     """The claim behind one or several holds of the same runner.
@@ -37,16 +38,18 @@ class Lease:
     __slots__ = (
         "__weakref__",
         "_callbacks",
-        "_lock",
         "_process",
         "alias",
         "backend",
         "due",
         "ended",
+        "ends_by",
         "grant",
         "handles",
+        "lock",
         "lost_because",
-        "renew_until",
+        "release_asked",
+        "renews",
         "runner",
         "since",
         "trusted_until",
@@ -71,19 +74,19 @@ class Lease:
         self.ttl = ttl
         self.since = monotonic()
         self.trusted_until = asked_at + ttl - drift(ttl)
-        # Renewals let the claim end no later than this; None: it is never renewed.
-        self.renew_until = (
-            None if not renew else float("inf") if max_hold is None else self.since + max_hold
-        )
+        self.renews = renew
+        self.ends_by = float("inf") if max_hold is None else self.since + max_hold
         self.due: float | None = None  # when the renewer looks at it next
         self.handles = 1  # holds that need it
         self.unended_blocks = 0  # transactions whose end the release waits for
         self.ended = False  # released or given up: nothing more to renew
+        self.release_asked = False  # in time, but the answer did not come
         self.lost_because: str | None = None
         self.runner: Any = None
         self._process = _process
-        self._callbacks: list[Callable[[], None]] | None = []
-        self._lock = threading.Lock()
+        self._callbacks: list[Callback] | None = []
+        # Reentrant: a finalizer may part or end in the middle of any of the methods below.
+        self.lock = threading.RLock()
 
     @property
     def foreign(self) -> bool:
@@ -93,67 +96,76 @@ class Lease:
     @property
     def lost(self) -> bool:
         """Whether the claim may belong to somebody else by now."""
-        return (
-            self.lost_because is not None or self.foreign or monotonic() >= self.trusted_until
-        )
+        return self.lost_because is not None or self.foreign or monotonic() >= self.trusted_until
 
     def extended(self, ttl: float, *, asked_at: float) -> None:
-        """Trust it for `ttl` seconds from `asked_at`: engines never shorten a claim."""
-        with self._lock:
-            self.trusted_until = max(self.trusted_until, asked_at + ttl - drift(ttl))
+        """Trust it for `ttl` seconds from `asked_at`: engines never shorten a claim.
+
+        An answer that comes when the trust is over changes nothing: what was lost stays so.
+        """
+        with self.lock:
+            if not self.lost:
+                self.trusted_until = max(self.trusted_until, asked_at + ttl - drift(ttl))
 
     def capped(self, ttl: float) -> float:
         """Return `ttl`, or what `max_hold` leaves of it."""
-        if self.renew_until is None:
-            return ttl
-        return max(0.001, min(ttl, self.renew_until - monotonic()))
+        return max(0.001, min(ttl, self.ends_by - monotonic()))
 
-    def lose(self, reason: str, *, at_release: bool = False) -> list[Callable[[], None]] | None:
+    def lose(self, reason: str, *, at_release: bool = False) -> list[Callback] | None:
         """Note the loss, once; return the callbacks to run, None if there is nothing to tell."""
-        with self._lock:
+        with self.lock:
             if self.lost_because is not None or (self.ended and not at_release):
                 return None
             self.lost_because = reason
             callbacks, self._callbacks = self._callbacks or [], None
-        logger.warning(
-            "lost the lock %r (alias %r) after %.3f s: %s",
-            self.grant.claim.name[:200],
-            self.alias,
-            monotonic() - self.since,
-            reason,
-        )
-        return callbacks
+            return callbacks
 
     def end(self) -> None:
         """Stop renewing it and telling of its loss."""
-        with self._lock:
+        with self.lock:
             self.ended = True
 
     def join(self) -> bool:
-        """Add a hold, unless the lease has ended or is just being released."""
-        with self._lock:
-            if self.ended or (self.handles == 0 and not self.unended_blocks):
+        """Add a hold, unless the lease has ended."""
+        with self.lock:
+            if not self.ended:
+                self.handles += 1
+            return not self.ended
+
+    def part(self, hold: Any = None, *, blocks: int = 0) -> bool | None:
+        """Take a hold away; return whether it was the last, and the lease has ended with it.
+
+        None: it was, but now the release waits for `blocks` transactions.
+        """
+        with self.lock:
+            self.handles -= 1
+            if self.handles > 0 or self.unended_blocks:
+                if self._callbacks:
+                    self._callbacks = [x for x in self._callbacks if x[0]() is not hold]
                 return False
-            self.handles += 1
+            if blocks and not self.ended:
+                self.unended_blocks = blocks
+                return None
+            self.ended = True
             return True
 
-    def part(self) -> bool:
-        """Take a hold away; return whether it was the last, and no transaction has to end."""
-        with self._lock:
-            self.handles -= 1
-            return self.handles == 0 and not self.unended_blocks
+    def rejoin(self) -> None:
+        """Add the hold again whose release failed; the lease has ended all the same."""
+        with self.lock:
+            self.handles += 1
 
-    def blocks_ended(self) -> bool:
-        """Note that no transaction has to end any more; return whether no hold is left."""
-        with self._lock:
-            self.unended_blocks = 0
-            self.ended = self.ended or self.handles == 0
-            return self.handles == 0
+    def end_unheld(self) -> bool:
+        """End it after the last transaction; False if it was taken again or ended meanwhile."""
+        with self.lock:
+            if self.handles > 0 or self.unended_blocks or self.ended or self.foreign:
+                return False
+            self.ended = True
+            return True
 
-    def call_when_lost(self, callback: Callable[[], None]) -> bool:
-        """Keep `callback` for the loss; False: it is lost already."""
-        with self._lock:
+    def call_when_lost(self, hold: Any, callback: Callable[[Any], None]) -> bool:
+        """Keep `callback` for the loss, as long as `hold` is; False: it is lost already."""
+        with self.lock:
             if self._callbacks is None:
                 return False
-            self._callbacks.append(callback)
+            self._callbacks.append((weakref.ref(hold), callback))
             return True

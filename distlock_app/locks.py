@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
-import threading
+import sys
 import weakref
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -15,16 +14,18 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Literal
 
-from django.db import transaction
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
 
 from . import identity, names, transactions
 from .claims import Claim, Grant, Holding
+from .entered import enter, entered, forget
 from .errors import LockBusy, LockError, NotHeld
 from .holds import Hold
 from .leases import Lease
-from .registry import checked_ttl, checked_wait, registry
+from .registry import MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
-from .signals import lock_acquired, lock_busy, lock_cleared
+from .signals import atell, lock_acquired, lock_busy, lock_cleared, tell
 from .waiting import AsyncBell, Bell, acquiring, arun, run
 
 logger = logging.getLogger("distlock_app")
@@ -34,13 +35,11 @@ class _Unset:
     def __repr__(self) -> str:
         return "<as the alias says>"
 
+    def __reduce__(self) -> str:
+        return "UNSET"  # the same one after a copy or in another process
+
 
 UNSET: Any = _Unset()
-
-# Open `with` statements: a Lock is shared and keeps no state of its own. By id(lock): runner,
-# hold, transaction block; the lock itself keeps the id from being used again.
-_entered: dict[int, list[tuple[Any, Any, Any, Any]]] = {}
-_entered_lock = threading.Lock()
 
 # The leases of this process by runner, alias, key and mode, for re-entrancy.
 _leases: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
@@ -81,16 +80,21 @@ class Lock:
             checked_ttl(self.ttl)
         if self.wait is not UNSET:
             checked_wait(self.wait)
-        if self.max_hold is not None and not self.max_hold > 0:
-            raise ValueError(f"max_hold must be more than 0 seconds, not {self.max_hold!r}")
+        if self.max_hold is not None and not self.max_hold >= MIN_TTL:
+            raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {self.max_hold!r}")
         if not isinstance(self.limit, int) or self.limit < 1:
             raise ValueError(f"limit must be a whole number from 1, not {self.limit!r}")
         if self.shared and self.limit > 1:
             raise ValueError("shared=True and limit= exclude each other")
         if self.release not in ("transaction_end", "now"):
             raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
-        if self.owner is not None and not self.owner:
-            raise ValueError("owner must not be empty")
+        if self.owner is not None and not (isinstance(self.owner, str) and self.owner):
+            raise ValueError(f"owner must be a name, not {self.owner!r}")
+        if isinstance(self.atomic, str) and self.atomic not in list(connections):
+            raise ImproperlyConfigured(f"atomic={self.atomic!r} is no alias of DATABASES")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
         backend = registry[self.using].backend
         for wanted, able, what in (
             (self.shared, backend.shares, "shared=True"),
@@ -115,19 +119,23 @@ class Lock:
         try:
             grant, asked_at = run(acquiring(attempt.backend, claim, attempt.wait), bell)
             hold = attempt.hold(grant, asked_at)
+            if lock_acquired.receivers:
+                tell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+            return hold
         except LockBusy:
-            lock_busy.send_robust(**attempt.facts())
+            if lock_busy.receivers:
+                tell(lock_busy, attempt.facts())
             raise
-        except Exception:
+        except BaseException as error:
             # It may have been granted without our hearing of it.
-            renewer.give_back(attempt.backend, Grant(claim))
+            if hold is not None:
+                hold.leave(error, unused=True)
+            elif isinstance(error, Exception):
+                renewer.give_back(attempt.backend, Grant(claim))
+            else:  # Ctrl-C: the process may end before a worker could do it
+                with suppress(Exception):
+                    attempt.backend.release(Grant(claim))
             raise
-        except BaseException:  # Ctrl-C: the process may end before a worker could do it
-            with suppress(Exception):
-                attempt.backend.release(Grant(claim))
-            raise
-        lock_acquired.send_robust(fence=grant.fence, **attempt.facts())
-        return hold
 
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
         """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
@@ -142,18 +150,19 @@ class Lock:
             steps = acquiring(attempt.backend, claim, attempt.wait)
             grant, asked_at = await arun(attempt.backend, steps, bell, cancelled=give_back)
             hold = attempt.hold(grant, asked_at)
+            if lock_acquired.receivers:
+                await atell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+            return hold
         except LockBusy:
-            await lock_busy.asend_robust(**attempt.facts())
+            if lock_busy.receivers:
+                await atell(lock_busy, attempt.facts())
             raise
-        except Exception:
-            give_back()
+        except BaseException as error:
+            if hold is not None:  # cancelled meanwhile: no time to wait for an engine
+                hold.abandon()
+            elif isinstance(error, Exception):
+                give_back()
             raise
-        try:
-            await lock_acquired.asend_robust(fence=grant.fence, **attempt.facts())
-        except BaseException:  # cancelled meanwhile
-            await hold.aleave(None)
-            raise
-        return hold
 
     def try_acquire(self) -> Hold | None:
         """Take the lock in one try, or return None if somebody else holds it."""
@@ -188,9 +197,10 @@ class Lock:
     def __enter__(self) -> Hold:
         hold = self._acquire()
         try:
-            enter(self, hold, self._open_atomic())
+            enter(self, hold, self._open_atomic(), sys._getframe(1))
         except BaseException as error:
-            hold.leave(error)
+            hold.leave(error, unused=True)
+            forget(self, sys._getframe(1))
             raise
         return hold
 
@@ -200,20 +210,23 @@ class Lock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        hold, block = leave(self)
-        if block is None:
-            hold.leave(exc)
-            return
+        frame = sys._getframe(1)
         try:
-            hold.end_block(block, exc_type, exc, traceback)
+            entry = entered(self, frame)
+            if entry.block is not None:
+                entry.hold.end_block(entry.block, exc_type, exc, traceback)
+            entry.hold.leave(exc)
         except BaseException as error:
-            hold.leave(error)
+            # The commit failed, or Ctrl-C came anywhere in the lines that release.
+            if not isinstance(error, NotHeld):
+                entered(self, frame).hold.leave(error)
             raise
-        hold.leave(exc)
+        finally:
+            forget(self, frame)
 
     async def __aenter__(self) -> Hold:
         hold = await self.aacquire()
-        enter(self, hold, None)
+        enter(self, hold, None, sys._getframe(1))
         return hold
 
     async def __aexit__(
@@ -222,7 +235,10 @@ class Lock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await leave(self)[0].aleave(exc)
+        frame = sys._getframe(1)
+        hold = entered(self, frame).hold
+        forget(self, frame)
+        await hold.aleave(exc)
 
     def _no_atomic(self) -> None:
         if self.atomic:
@@ -261,18 +277,16 @@ class _Attempt:
 
     def reenter(self) -> Hold | None:
         """Return another hold of what this runner has already, without asking the engine."""
+        release_now = self.lock.release == "now"
         lease = _leases.get(self.place)
-        if lease is None or lease.runner() is not self.runner or lease.lost:
-            transactions.check_before_lock(
-                self.lock.name, release_now=self.lock.release == "now"
-            )
-            return None
-        waits_for_commit = lease.handles == 0
-        if not self.lock.reentrant and not waits_for_commit:
-            raise LockBusy(f"this {type(self.runner).__name__} holds {self.lock.name!r} already")
-        if not lease.join():
-            return None
-        return Hold(lease, release_now=self.lock.release == "now")
+        if lease is not None and lease.runner() is self.runner and not lease.lost:
+            # Without a hold it only waits for a commit, or for its release after a rollback.
+            if lease.handles > 0 and not self.lock.reentrant:
+                raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
+            if lease.join():
+                return Hold(lease, release_now=release_now)
+        transactions.check_before_lock(self.lock.name, release_now=release_now)
+        return None
 
     def claim(self, bell: Bell | AsyncBell) -> Claim:
         """Return what the engine is asked for."""
@@ -286,6 +300,7 @@ class _Attempt:
             shared=lock.shared,
             fair=lock.fair,
             limit=lock.limit,
+            stable=lock.owner is not None,
             wake=bell.ring,
         )
 
@@ -299,7 +314,7 @@ class _Attempt:
             renew=self.lock.renew,
             max_hold=self.lock.max_hold,
         )
-        lease.runner = weakref.ref(self.runner)
+        lease.runner = identity.reference(self.runner)
         hold = Hold(lease, release_now=self.lock.release == "now")
         _leases[self.place] = lease
         renewer.watch(lease)
@@ -320,14 +335,8 @@ def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: 
     cleared = registry[alias].backend.clear(key, seen)
     if cleared:
         logger.warning("%r (alias %r) cleared by %s: %s", names.shown(name), alias, user, reason)
-        lock_cleared.send_robust(
-            sender=type(registry[alias].backend),
-            alias=alias,
-            name=name,
-            seen=seen,
-            user=user,
-            reason=reason,
-        )
+        facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
+        tell(lock_cleared, {"sender": type(registry[alias].backend), **facts})
     return cleared
 
 
@@ -341,32 +350,3 @@ def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | N
 
 def _stable_token(owner: str) -> str:
     return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def enter(lock: Any, hold: Any, block: Any) -> None:
-    """Note that this runner entered a `with` of `lock`."""
-    with _entered_lock:
-        _entered.setdefault(id(lock), []).append((identity.current_runner(), hold, block, lock))
-
-
-def leave(lock: Any) -> tuple[Any, Any]:
-    """Return the hold and the block that this runner entered last with `lock`."""
-    runner = identity.current_runner()
-    with _entered_lock:
-        entries = _entered.get(id(lock), [])
-        mine = [i for i, entry in enumerate(entries) if entry[0] is runner]
-        if not mine and len(entries) != 1:
-            # A generator or fixture that is finished elsewhere than it was started.
-            raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
-        _, hold, block, _ = entries.pop(mine[-1] if mine else 0)
-        if not entries:
-            del _entered[id(lock)]
-    return hold, block
-
-
-def _after_fork() -> None:
-    global _entered_lock
-    _entered_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -7,6 +7,7 @@ engine in use (one hanging engine delays no other), which batches them and ends 
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import itertools
 import logging
@@ -15,7 +16,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from time import monotonic
+from functools import partial
+from time import monotonic, sleep
 from typing import Any
 
 from django.db import connections
@@ -23,7 +25,8 @@ from django.db import connections
 from .backends.base import BaseLockBackend
 from .claims import Grant
 from .leases import Lease
-from .signals import lock_lost
+from .names import shown
+from .signals import lock_lost, lock_released, tell
 
 logger = logging.getLogger("distlock_app")
 
@@ -34,6 +37,16 @@ RETRY_MIN = 0.02
 RETRY_MAX = 1.0
 GONE = "the engine says that it is somebody else's or gone"
 WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connections
+EXIT_PATIENCE = 2.0  # seconds that the end of the process waits for releases under way
+
+
+def _started(work: Callable[[], None], name: str) -> bool:
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError as error:  # too many threads, or the interpreter shuts down
+        logger.error("locks: %s", error)
+        return False
+    return True
 
 
 class Worker:
@@ -43,7 +56,8 @@ class Worker:
         self._name = name
         self._work = work
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler that releases may interrupt put().
+        self._lock = threading.RLock()
         self._running = False
 
     def put(self, job: Any) -> None:
@@ -51,8 +65,8 @@ class Worker:
         self._jobs.put(job)
         with self._lock:
             if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                # In this order: whatever interrupts it, no job is left without a thread.
+                self._running = _started(self._run, self._name)
 
     def _run(self) -> None:
         while True:
@@ -64,31 +78,37 @@ class Worker:
                         self._running = False
                         break
                 continue
-            while not self._jobs.empty():
-                jobs.append(self._jobs.get())
+            try:
+                while True:
+                    jobs.append(self._jobs.get_nowait())
+            except queue.Empty:
+                pass
             try:
                 self._work(jobs)
-            except Exception:
+            except BaseException:  # also SystemExit: whoever is next relies on this thread
                 logger.exception("%s failed and goes on", self._name)
             del jobs  # a lease must not live on in this frame
-        connections.close_all()  # those of this thread, which callbacks may have opened
+        connections.close_all()  # those of this thread, which receivers may have opened
 
 
 class Renewer:
     """The clock of all leases of this process, and the workers that ask their engines."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may release in the middle of any of the methods below.
+        self._lock = threading.RLock()
         # (due, number, lease or the arguments of a release to try again)
         self._heap: list[tuple[float, int, weakref.ref[Lease] | tuple[Any, ...]]] = []
         self._stale = 0  # entries in the heap of leases that have ended or moved on
         self._numbers = itertools.count()
         self._wakes_at = float("inf")
         # SimpleQueue.put may be called from a finalizer, in whatever the thread was doing.
-        self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Lease] | None] = queue.SimpleQueue()
         self._running = False
-        self._workers: dict[BaseLockBackend, Worker] = {}
-        self._callbacks = Worker("distlock-callbacks", _run_callbacks)
+        self._workers: weakref.WeakKeyDictionary[BaseLockBackend, Worker]
+        self._workers = weakref.WeakKeyDictionary()
+        self._telling = Worker("distlock-telling", _call_all)
+        self._owed: set[int] = set()  # numbers of the releases under way
 
     def watch(self, lease: Lease) -> None:
         """Keep `lease` renewed, and tell when it is lost, until it has ended."""
@@ -105,19 +125,46 @@ class Renewer:
     def release_later(self, lease: Lease) -> None:
         """Release `lease` on a worker thread, trying until it ends by itself; never blocks.
 
-        Safe in a finalizer.
+        Unless it is taken again meanwhile. Safe in a finalizer.
         """
-        self._inbox.put(lease)
+        number = next(self._numbers)
+        self._owed.add(number)
+        self._inbox.put((number, lease))
 
     def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
-        """Release what may have been granted, on a worker thread, for one ttl at most."""
-        self._worker(backend).put(("release", grant, monotonic() + grant.claim.ttl))
+        """Release what may have been granted, on a worker thread, for one ttl at most.
+
+        Not for a stable owner, who may have got the lock again by then.
+        """
+        if not grant.claim.stable:
+            number = next(self._numbers)
+            self._owed.add(number)
+            self._put(backend, "release", number, grant, monotonic() + grant.claim.ttl, None)
+
+    def released(self, lease: Lease, was_ours: bool) -> None:
+        """Tell what came of a release of which nobody waits for the outcome."""
+        if was_ours and lease.lost_because is None:
+            if lock_released.receivers:
+                self._telling.put(partial(tell, lock_released, lease_facts(lease)))
+        else:
+            self.lose(lease, "it was gone before the transaction had ended", at_release=True)
 
     def lose(self, lease: Lease, reason: str, *, at_release: bool = False) -> None:
-        """Tell that `lease` is lost: signal and callbacks run on a thread of their own."""
+        """Tell that `lease` is lost: each callback on a thread of its own, for it may block."""
         callbacks = lease.lose(reason, at_release=at_release)
-        if callbacks is not None and (callbacks or lock_lost.receivers):
-            self._callbacks.put((lease_facts(lease), reason, callbacks))
+        if callbacks is None:
+            return
+        for callback in callbacks:
+            work = partial(_call_back, *callback)
+            if not _started(work, "distlock-lost"):
+                self._telling.put(work)
+        self._telling.put(partial(_tell_lost, lease_facts(lease), reason))
+
+    def settle(self) -> None:
+        """Wait for the releases under way, but not for an engine that does not answer."""
+        end = monotonic() + EXIT_PATIENCE
+        while self._owed and monotonic() < end:
+            sleep(0.005)
 
     def _schedule(self, lease: Lease, due: float) -> None:
         with self._lock:
@@ -131,8 +178,7 @@ class Renewer:
     def _push(self, due: float, what: weakref.ref[Lease] | tuple[Any, ...]) -> None:
         heapq.heappush(self._heap, (due, next(self._numbers), what))
         if not self._running:
-            self._running = True
-            threading.Thread(target=self._run, name="distlock-renewer", daemon=True).start()
+            self._running = _started(self._run, "distlock-renewer")
         elif due < self._wakes_at:
             self._wakes_at = due
             self._inbox.put(None)
@@ -152,24 +198,35 @@ class Renewer:
         while True:
             try:
                 self._turn()
-            except Exception:
+            except BaseException:
                 logger.exception("the lock renewer failed and goes on")
+                sleep(RETRY_MIN)
 
     def _turn(self) -> None:
         found, pause = self._due()
         for what in found:
-            if isinstance(what, Lease):
-                self._look_at(what)
-            else:
-                self._worker(what[0]).put(("release", *what[1:]))
-        if found:
-            return
+            try:
+                if isinstance(what, Lease):
+                    self._look_at(what)
+                else:
+                    self._put(*what)
+            except Exception:  # the others must not be lost for it
+                logger.exception("the lock renewer failed and goes on")
         try:
-            late = self._inbox.get(timeout=pause)
+            # No pause with a lease in this frame: it would keep it alive.
+            late = self._inbox.get(timeout=0 if found else pause)
         except queue.Empty:
             return
-        if late is not None and not late.foreign:
-            self._worker(late.backend).put(("release", late, late.trusted_until))
+        if late is not None:
+            self._end(*late)
+
+    def _end(self, number: int, lease: Lease) -> None:
+        if lease.end_unheld():
+            self.unwatch(lease)
+            until = lease.trusted_until
+            self._put(lease.backend, "release", number, lease.grant, until, lease)
+        else:
+            self._owed.discard(number)
 
     def _due(self) -> tuple[list[Lease | tuple[Any, ...]], float]:
         now = monotonic()
@@ -191,7 +248,7 @@ class Renewer:
             return found, min(self._wakes_at - now, 3600.0)
 
     def _next_look(self, lease: Lease, asked_at: float) -> float:
-        if lease.renew_until is None:
+        if not lease.renews:
             return lease.trusted_until
         return min(lease.trusted_until, asked_at + lease.ttl * RENEW_AT)
 
@@ -199,39 +256,45 @@ class Renewer:
         now = monotonic()
         if lease.ended or lease.foreign:
             return
+        renews = lease.renews and lease.ends_by - now > lease.ttl * RENEW_AT
         if now >= lease.trusted_until:
-            over = lease.renew_until is None or now >= lease.renew_until - lease.ttl * RENEW_AT
-            self.lose(lease, "its time was up" if over else "the engine did not renew it in time")
+            self.lose(lease, "it was not renewed in time" if renews else "its time was up")
             return
         self._schedule(lease, lease.trusted_until)
-        if lease.renew_until is not None and lease.renew_until - now > lease.ttl * RENEW_AT:
-            self._worker(lease.backend).put(("extend", weakref.ref(lease), None))
+        if renews:
+            self._put(lease.backend, "extend", weakref.ref(lease))
 
-    def _worker(self, backend: BaseLockBackend) -> Worker:
+    def _put(self, backend: BaseLockBackend, *job: Any) -> None:
         with self._lock:
             worker = self._workers.get(backend)
             if worker is None:
-                name = f"distlock-worker-{backend.alias}"
-                worker = Worker(name, lambda jobs: self._work(backend, jobs))
+                # Without a reference to the backend, which lives on with its worker otherwise.
+                worker = Worker(f"distlock-worker-{backend.alias}", self._work)
                 self._workers[backend] = worker
-            return worker
+        worker.put((backend, *job))
 
-    def _work(self, backend: BaseLockBackend, jobs: list[Any]) -> None:
-        leases = []
-        for verb, what, until in jobs:
-            if verb == "release":
-                self._release(backend, what, until)
-            elif (lease := what()) is not None and not lease.ended:
-                leases.append(lease)
+    def _work(self, jobs: list[Any]) -> None:
+        backend = jobs[0][0]
+        leases = [job[2]() for job in jobs if job[1] == "extend"]
+        # Before the releases: those may be many, and a lease does not wait.
+        leases = [x for x in leases if x is not None and not x.ended and x.lost_because is None]
         if leases:
             self._extend(backend, leases)
+        for job in jobs:
+            if job[1] == "release":
+                self._release(backend, *job[2:])
 
     def _extend(self, backend: BaseLockBackend, leases: list[Lease]) -> None:
         asked_at = monotonic()
         ttls = [lease.capped(lease.ttl) for lease in leases]
-        answers = backend.extend_many([(x.grant, t) for x, t in zip(leases, ttls, strict=True)])
+        work = [(lease.grant, ttl) for lease, ttl in zip(leases, ttls, strict=True)]
+        answers: list[Any]
+        try:
+            answers = list(backend.extend_many(work))
+        except BaseException as error:
+            answers = [error] * len(work)
         for lease, ttl, answer in zip(leases, ttls, answers, strict=True):
-            if lease.ended:
+            if lease.ended or lease.lost_because is not None:
                 continue
             if answer is True:
                 lease.extended(ttl, asked_at=asked_at)
@@ -242,24 +305,29 @@ class Renewer:
                 self._retry(lease, answer)
 
     def _retry(self, lease: Lease, error: Any) -> None:
-        name = lease.grant.claim.name[:200]
+        name = shown(lease.grant.claim.name)
         logger.warning("cannot renew the lock %r (alias %r): %s", name, lease.alias, error)
         left = lease.trusted_until - monotonic()
         pause = min(max(left / RETRIES_LEFT, RETRY_MIN), RETRY_MAX)
         self._schedule(lease, min(lease.trusted_until, monotonic() + pause))
 
-    def _release(self, backend: BaseLockBackend, what: Lease | Grant, until: float) -> None:
-        grant = what.grant if isinstance(what, Lease) else what
-        if isinstance(what, Lease):
-            self.unwatch(what)
+    def _release(
+        self, backend: BaseLockBackend, number: int, grant: Grant, until: float, lease: Lease | None
+    ) -> None:
         try:
-            backend.release(grant)
-        except Exception as error:
-            if monotonic() >= until:
+            was_ours = backend.release(grant)
+        except BaseException as error:
+            if grant.claim.stable or monotonic() >= until:
+                self._owed.discard(number)
                 logger.warning("gave up releasing a lock (alias %r): %s", backend.alias, error)
                 return
+            job = (backend, "release", number, grant, until, lease)
             with self._lock:
-                self._push(monotonic() + RETRY_MAX / 4, (backend, grant, until))
+                self._push(monotonic() + RETRY_MAX / 4, job)
+        else:
+            self._owed.discard(number)
+            if lease is not None:
+                self.released(lease, was_ours)
 
 
 def lease_facts(lease: Lease) -> dict[str, Any]:
@@ -272,15 +340,32 @@ def lease_facts(lease: Lease) -> dict[str, Any]:
     }
 
 
-def _run_callbacks(jobs: list[Any]) -> None:
-    for facts, reason, callbacks in jobs:
-        lock_lost.send_robust(reason=reason, **facts)
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:
-                logger.exception("a callback of on_lost failed")
+def _call_all(jobs: list[Callable[[], None]]) -> None:
+    for job in jobs:
+        try:
+            job()
+        except BaseException:
+            logger.exception("telling what became of a lock failed")
+
+
+def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], None]) -> None:
+    hold = hold_ref()
+    if hold is None:  # dropped meanwhile
+        return
+    try:
+        callback(hold)
+    except BaseException:  # also SystemExit, which ends no process from here
+        logger.exception("a callback of on_lost failed")
+    finally:
+        connections.close_all()  # those of this thread
+
+
+def _tell_lost(facts: dict[str, Any], reason: str) -> None:
+    name, alias, held = shown(facts["name"]), facts["alias"], facts["held"]
+    logger.warning("lost the lock %r (alias %r) after %.3f s: %s", name, alias, held, reason)
+    tell(lock_lost, {**facts, "reason": reason})
 
 
 renewer = Renewer()
 os.register_at_fork(after_in_child=renewer.__init__)  # type: ignore[misc]
+atexit.register(renewer.settle)

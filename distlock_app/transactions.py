@@ -20,11 +20,12 @@ def open_blocks() -> list[Any]:
     """Return the connections of this thread with an open `atomic()` block.
 
     Not in a `TestCase`: its transaction never commits, nobody else sees the data, and Django
-    does not run `on_commit` callbacks there (`durable` ignores these blocks as well).
+    does not run `on_commit` callbacks there (`durable` ignores these blocks as well). Not
+    if the connection was closed inside: that has rolled it back.
     """
     found = []
     for connection in connections.all(initialized_only=True):
-        if connection.in_atomic_block:
+        if connection.in_atomic_block and not connection.closed_in_transaction:
             if not any(getattr(b, "_from_testcase", False) for b in connection.atomic_blocks):
                 found.append(connection)
     return found
@@ -33,21 +34,21 @@ def open_blocks() -> list[Any]:
 def check_before_lock(name: str, *, release_now: bool) -> None:
     """Refuse, or warn of, an open transaction in which the lock would protect nothing."""
     for connection in connections.all(initialized_only=True):
-        if connection.in_atomic_block:
-            if _keeps_snapshot(connection) and connection in open_blocks():
-                warnings.warn(
-                    f"The lock {name[:200]!r} is taken inside a transaction on "
-                    f"{connection.alias!r} at isolation level REPEATABLE READ or above: what it "
-                    "reads may be older than the lock. Take the lock before the transaction: "
-                    "Lock(..., atomic=True), locked_view() or locked(..., atomic=True).",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
-        elif not release_now and _manual(connection):
+        if not release_now and _manual(connection):
             raise LockError(
                 f"The connection {connection.alias!r} is in manual transaction management "
                 "(autocommit is off), where the end of the transaction cannot be seen. Use "
                 'atomic(), or Lock(..., release="now") and release it after your commit.'
+            )
+    for connection in open_blocks():
+        if _keeps_snapshot(connection):
+            warnings.warn(
+                f"The lock {name[:200]!r} is taken inside a transaction on "
+                f"{connection.alias!r} at isolation level REPEATABLE READ or above: what it "
+                "reads may be older than the lock. Take the lock before the transaction: "
+                "Lock(..., atomic=True), locked_view() or locked(..., atomic=True).",
+                RuntimeWarning,
+                stacklevel=5,
             )
 
 
@@ -61,12 +62,10 @@ def call_at_end(
     """
     ends = _Ends(len(blocks), committed, dropped)
     for connection in blocks:
-        # Savepoints do not matter: an inner block that rolls back must not end the wait.
-        savepoints, connection.savepoint_ids = connection.savepoint_ids, []
-        try:
-            connection.on_commit(_End(ends), robust=True)
-        finally:
-            connection.savepoint_ids = savepoints
+        # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
+        # wait; and first, because a callback that raises drops all that come after it, into a
+        # traceback that may be kept for long.
+        connection.run_on_commit.insert(0, (set(), _End(ends), True))
 
 
 class _Ends:
@@ -105,7 +104,10 @@ class _End:
 
 
 def _manual(connection: Any) -> bool:
-    return connection.connection is not None and not connection.autocommit
+    if connection.connection is None or connection.autocommit:
+        return False
+    # Not an atomic() block that began with autocommit on, and commits at its end.
+    return not (connection.in_atomic_block and connection.commit_on_exit)
 
 
 def _keeps_snapshot(connection: Any) -> bool:
@@ -115,6 +117,7 @@ def _keeps_snapshot(connection: Any) -> bool:
         level = connection.isolation_level
         return level is None or level.lower() in ("repeatable read", "serializable")
     if connection.vendor == "postgresql":
-        level = connection.isolation_level  # psycopg's enum: 1 to 4, READ COMMITTED is 2
-        return level is not None and int(level) > 2
+        # An enum, whose numbers differ between psycopg 2 and 3.
+        level = getattr(connection.isolation_level, "name", "")
+        return level in ("REPEATABLE_READ", "SERIALIZABLE")
     return False

@@ -1,0 +1,369 @@
+"""Who is the same owner: threads, tasks, calls of sync_to_async, and several holds of one lock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+
+import pytest
+from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
+
+from distlock_app import Lock, LockBusy, LockLost, NotHeld
+from distlock_app.testing import lose
+from tests import engines
+from tests.engines import DEADLINE, running, until
+
+engine = pytest.fixture(engines.install)
+
+
+def busy_elsewhere(name="a"):
+    """Return whether another thread finds the lock taken."""
+    answers = []
+    with running(lambda: answers.append(Lock(name).try_acquire())):
+        pass
+    if answers[0] is not None:
+        answers[0].release()
+    return answers[0] is None
+
+
+def test_the_same_thread_takes_it_again_without_asking_the_engine(engine):
+    with Lock("a") as outer:
+        with Lock("a") as inner:
+            assert inner.fence == outer.fence
+        assert engine.asked == ["acquire"]
+        assert busy_elsewhere()
+
+    assert engines.free(engine)
+
+
+def test_the_lock_is_given_up_with_the_last_of_its_holds_in_any_order(engine):
+    first, second, third = (Lock("a").acquire() for _ in range(3))
+
+    second.release()
+    first.release()
+    assert busy_elsewhere()
+    third.release()
+
+    assert not busy_elsewhere()
+
+
+def test_another_mode_is_another_lock(engine):
+    with Lock("a", shared=True):
+        with pytest.raises(LockBusy):
+            Lock("a").acquire(wait=0)
+
+
+def test_another_thread_is_another_owner(engine):
+    with Lock("a"):
+        assert busy_elsewhere()
+
+
+def test_a_lock_that_is_not_reentrant_is_busy_at_once(engine):
+    lock = Lock("a", reentrant=False, wait=None)
+
+    with lock:
+        with pytest.raises(LockBusy):
+            lock.acquire()
+
+    assert engine.asked.count("acquire") == 1
+    lock.acquire().release()
+
+
+def test_a_released_hold_that_is_kept_does_not_count_as_held(engine):
+    lock = Lock("a", reentrant=False)
+    kept = lock.acquire()
+    kept.release()
+
+    again = lock.acquire(wait=0)
+
+    assert engine.asked.count("acquire") == 2
+    again.release()
+
+
+def test_a_lost_hold_is_not_joined(engine):
+    lost = Lock("a", ttl=0.2, renew=False).acquire()
+    until(lambda: lost.lost)
+
+    fresh = Lock("a", ttl=30).acquire()
+
+    fresh.check()
+    assert fresh.fence > lost.fence
+    with pytest.raises(LockLost):
+        lost.release()
+    fresh.check()
+    assert busy_elsewhere()
+    fresh.release()
+
+
+def test_a_hold_may_be_released_by_another_thread_while_its_own_takes_it_again(engine):
+    for _ in range(200):
+        hold = Lock("a").acquire()
+        with running(hold.release):
+            again = Lock("a").acquire(wait=DEADLINE)
+            held_still = list(engine.holders())
+        again.check()
+        assert [x.fence for x in engine.holders()] == [again.fence]
+        assert held_still
+        again.release()
+
+
+def test_two_threads_that_release_one_hold_release_it_once(engine):
+    for _ in range(200):
+        outer, inner = Lock("a").acquire(), Lock("a").acquire()
+        errors = []
+
+        def release(hold=inner, told=errors):
+            try:
+                hold.release()
+            except NotHeld as error:
+                told.append(error)
+
+        with running(release), running(release):
+            pass
+
+        assert len(errors) == 1
+        assert busy_elsewhere()
+        outer.release()
+
+
+def test_releasing_twice_is_an_error_and_spares_the_other_holds(engine):
+    outer, inner = Lock("a").acquire(), Lock("a").acquire()
+    inner.release()
+
+    with pytest.raises(NotHeld):
+        inner.release()
+
+    assert busy_elsewhere()
+    outer.release()
+
+
+def test_another_task_is_another_owner_and_so_is_a_child_of_the_holder(engine):
+    async def child():
+        return await Lock("a").atry_acquire()
+
+    async def main():
+        async with Lock("a") as outer:
+            async with Lock("a") as inner:
+                assert inner.fence == outer.fence
+            inherited = contextvars.copy_context().run(lambda: asyncio.ensure_future(child()))
+            return await asyncio.gather(inherited, asyncio.create_task(child()))
+
+    assert asyncio.run(main()) == [None, None]
+    assert engines.free(engine)
+
+
+def test_sync_code_in_a_task_shares_what_the_task_holds(engine):
+    async def main():
+        async with Lock("a"):
+            with Lock("a"):
+                return engine.asked.count("acquire")
+
+    assert asyncio.run(main()) == 1
+
+
+def test_tasks_that_lock_in_the_shared_thread_of_sync_to_async_exclude_each_other(engine):
+    counter = {"inside": 0, "most": 0}
+
+    async def work():
+        hold = await sync_to_async(Lock("a").try_acquire)()
+        if hold is None:
+            return 0
+        counter["inside"] += 1
+        counter["most"] = max(counter.values())
+        await asyncio.sleep(0.01)
+        counter["inside"] -= 1
+        await sync_to_async(hold.release)()
+        return 1
+
+    async def main():
+        return await asyncio.gather(*(work() for _ in range(5)))
+
+    async def in_one_context():
+        async with ThreadSensitiveContext():
+            return await main()
+
+    assert sum(asyncio.run(main())) == 1
+    assert sum(asyncio.run(in_one_context())) == 1
+    assert sum(async_to_sync(main)()) == 1
+    assert counter["most"] == 1
+
+
+def test_one_call_of_sync_to_async_is_one_owner(engine):
+    def work():
+        with Lock("a") as outer, Lock("a") as inner:
+            return outer.fence == inner.fence
+
+    async def main():
+        return await sync_to_async(work)()
+
+    assert asyncio.run(main())
+    assert engine.asked.count("acquire") == 1
+
+
+def test_a_thread_that_called_async_code_is_still_the_same_owner(engine):
+    async def nothing():
+        return await sync_to_async(lambda: None)()
+
+    with Lock("a"):
+        async_to_sync(nothing)()
+        with Lock("a"):
+            pass
+
+    assert engine.asked.count("acquire") == 1
+
+
+def test_async_code_called_by_a_holding_thread_is_another_owner(engine):
+    async def attempt():
+        return await Lock("a").atry_acquire()
+
+    with Lock("a"):
+        assert async_to_sync(attempt)() is None
+
+
+def test_one_lock_object_is_shared_by_threads(engine):
+    lock = Lock("a", wait=DEADLINE)
+    counter = {"value": 0}
+
+    def work():
+        for _ in range(25):
+            with lock:
+                value = counter["value"]
+                threading.Event().wait(0.0001)
+                counter["value"] = value + 1
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+
+    assert counter["value"] == 8 * 25
+
+
+def test_one_lock_object_is_shared_by_tasks(engine):
+    lock = Lock("a", wait=DEADLINE)
+    counter = {"value": 0}
+
+    async def work():
+        for _ in range(10):
+            async with lock:
+                value = counter["value"]
+                await asyncio.sleep(0)
+                counter["value"] = value + 1
+
+    async def main():
+        await asyncio.gather(*(work() for _ in range(20)))
+
+    asyncio.run(main())
+
+    assert counter["value"] == 200
+
+
+def test_generators_that_interleave_one_lock_keep_it_until_the_last(engine):
+    lock = Lock("a")
+
+    def work():
+        with lock:
+            yield
+
+    first, second = work(), work()
+    next(first)
+    next(second)
+
+    first.close()
+    assert busy_elsewhere()
+    second.close()
+
+    assert engines.free(engine)
+
+
+def test_interleaved_generators_release_their_own_holds_after_a_loss(engine):
+    lock = Lock("a", ttl=30)
+
+    def work():
+        with lock as hold:
+            yield hold
+
+    first, second = work(), work()
+    lose(next(first))
+    kept = next(second)
+
+    with pytest.raises(LockLost):
+        next(first, None)
+
+    kept.check()
+    assert busy_elsewhere()
+    second.close()
+
+
+def test_a_generator_may_be_finished_by_another_thread(engine):
+    lock = Lock("a")
+
+    def work():
+        with lock:
+            yield
+
+    generator = work()
+    next(generator)
+
+    with running(generator.close):
+        pass
+
+    assert engines.free(engine)
+
+
+def test_generators_of_a_shared_lock_may_be_finished_by_another_thread(engine):
+    lock = Lock("a", shared=True)
+
+    def work():
+        with lock:
+            yield
+
+    generators = []
+
+    def start():
+        generators.append(work())
+        next(generators[-1])
+
+    for _ in range(3):
+        with running(start):
+            pass
+    with lock:
+        for generator in generators:
+            with running(generator.close):
+                pass
+        assert len(list(engine.holders())) == 1
+
+    assert engines.free(engine)
+
+
+def test_a_lock_works_in_an_exit_stack(engine):
+    with contextlib.ExitStack() as stack:
+        hold = stack.enter_context(Lock("a"))
+        stack.enter_context(Lock("a"))
+        hold.check()
+        assert busy_elsewhere()
+
+    assert engines.free(engine)
+
+
+def test_an_exit_without_an_enter_is_an_error(engine):
+    with pytest.raises(NotHeld):
+        Lock("a").__exit__(None, None, None)
+
+
+def test_threads_whose_identity_is_used_again_do_not_inherit(engine):
+    kept = []
+
+    def take():
+        kept.append(Lock("a").try_acquire())
+
+    for _ in range(50):
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+
+    assert [hold is None for hold in kept] == [False] + [True] * 49
+    kept[0].release()

@@ -1,0 +1,571 @@
+"""The renewer: it keeps holds, tells of losses in time, and survives whatever goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+
+import pytest
+
+from distlock_app import BackendError, Lock, LockLost
+from distlock_app import renewal as renewal_module
+from distlock_app.registry import registry
+from distlock_app.renewal import Renewer, Worker, renewer
+from distlock_app.signals import lock_lost, lock_released
+from tests import engines
+from tests.engines import DEADLINE, until
+
+engine = pytest.fixture(engines.install)
+
+
+@pytest.fixture
+def heard():
+    """What the signals said."""
+    told = []
+
+    def listen(signal, **facts):
+        told.append((signal, facts))
+
+    for signal in (lock_lost, lock_released):
+        signal.connect(listen)
+    yield told
+    for signal in (lock_lost, lock_released):
+        signal.disconnect(listen)
+
+
+def left_quietly(hold):
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def test_a_hold_is_kept_far_beyond_its_ttl(engine):
+    hold = Lock("a", ttl=0.5).acquire()
+
+    time.sleep(1.5)
+
+    hold.check()
+    assert engine.asked.count("extend") >= 2
+    hold.release()
+
+
+def test_a_fixed_lease_is_never_renewed_and_its_end_is_told(engine):
+    told = threading.Event()
+    hold = Lock("a", ttl=0.2, renew=False).acquire()
+    hold.on_lost(lambda lost: told.set())
+
+    assert told.wait(DEADLINE)
+
+    assert hold.lost
+    assert "extend" not in engine.asked
+    left_quietly(hold)
+
+
+def test_max_hold_ends_the_renewal(engine):
+    told = threading.Event()
+    hold = Lock("a", ttl=0.3, max_hold=0.6).acquire()
+    began = time.monotonic()
+    hold.on_lost(lambda lost: told.set())
+
+    assert told.wait(DEADLINE)
+
+    assert 0.3 < time.monotonic() - began < 5
+    left_quietly(hold)
+
+
+@pytest.mark.parametrize("renew", [True, False])
+def test_extend_never_goes_beyond_max_hold(engine, renew):
+    hold = Lock("a", ttl=1, max_hold=2, renew=renew).acquire()
+
+    hold.extend(3600)
+
+    assert hold.expires_in <= 2
+    hold.release()
+
+
+def test_extend_never_shortens_a_hold(engine):
+    hold = Lock("a", ttl=60).acquire()
+
+    hold.extend(1)
+
+    assert hold.expires_in > 50
+    assert next(iter(engine.holders())).expires_in > 50
+    hold.release()
+
+
+def test_errors_of_the_engine_are_retried_until_the_trust_is_over(engine):
+    engine.fail("extend", times=3)
+    hold = Lock("a", ttl=1.5).acquire()
+
+    until(lambda: engine.asked.count("extend") >= 4)
+    time.sleep(0.1)
+
+    hold.check()
+    hold.release()
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(1), KeyboardInterrupt()])
+def test_whatever_an_engine_raises_is_retried(engine, error):
+    engine.fail("extend", error=error, times=2)
+    hold = Lock("a", ttl=1.5).acquire()
+
+    until(lambda: engine.asked.count("extend") >= 3)
+    time.sleep(0.1)
+
+    hold.check()
+    hold.release()
+
+
+def test_an_engine_that_raises_for_a_batch_is_retried(engine, monkeypatch):
+    def extend_many(work):
+        engine.asked.append("extend_many")
+        raise ValueError("bug")
+
+    monkeypatch.setattr(engine, "extend_many", extend_many)
+    hold = Lock("a", ttl=1.5).acquire()
+    until(lambda: engine.asked.count("extend_many") >= 2)
+    monkeypatch.undo()
+
+    until(lambda: "extend" in engine.asked)
+
+    hold.release()
+
+
+def test_a_loss_is_told_once_and_before_the_lease_can_have_ended(engine, heard):
+    engine.fail("extend")
+    began = time.monotonic()
+    told = []
+    hold = Lock("told once", ttl=1).acquire()
+    hold.on_lost(lambda lost: told.append(time.monotonic() - began))
+
+    until(lambda: told)
+    time.sleep(0.3)
+
+    assert len(told) == 1
+    assert told[0] >= 0.8
+    until(lambda: [facts for _, facts in heard if facts["name"] == "told once"])
+    ((signal, facts),) = [x for x in heard if x[1]["name"] == "told once"]
+    assert signal is lock_lost
+    assert facts["held"] >= 0.8
+    left_quietly(hold)
+
+
+def test_lost_is_never_late_even_without_the_renewer(engine, monkeypatch):
+    monkeypatch.setattr(renewer, "watch", lambda lease: None)
+    hold = Lock("a", ttl=0.2).acquire()
+    began = time.monotonic()
+
+    while not hold.lost:
+        assert time.monotonic() - began < 0.2
+    with pytest.raises(LockLost):
+        hold.check()
+    assert hold.expires_in == 0
+    time.sleep(max(0.0, began + 0.25 - time.monotonic()))  # now the engine has forgotten it, too
+    left_quietly(hold)
+
+
+def test_an_engine_that_hangs_delays_no_loss_and_no_other_engine(engine):
+    told = []
+    other = registry["other"].backend
+    engine.hang("extend")
+    stuck = Lock("a", ttl=1).acquire()
+    stuck.on_lost(lambda hold: told.append("stuck"))
+    doomed = Lock("a", ttl=1, using="other").acquire()
+    doomed.on_lost(lambda hold: told.append("doomed"))
+    kept = Lock("b", ttl=1, using="other").acquire()
+    other.clear(next(iter(other.holders(doomed._lease.grant.claim.key))).key)
+
+    until(lambda: sorted(told) == ["doomed", "stuck"], within=20)
+
+    kept.check()
+    assert other.asked.count("extend") >= 2
+    kept.release()
+    left_quietly(doomed)
+    engine.go_on()
+    left_quietly(stuck)
+
+
+def test_what_was_told_as_lost_stays_lost_and_is_not_renewed_by_a_late_answer(engine):
+    told = threading.Event()
+    engine.hang("extend", after=True)
+    hold = Lock("a", ttl=0.5).acquire()
+    hold.on_lost(lambda lost: told.set())
+    assert told.wait(DEADLINE)
+
+    engine.go_on()
+    asked = len(engine.asked)
+    time.sleep(0.7)
+
+    assert hold.lost
+    assert len(engine.asked) == asked
+    left_quietly(hold)
+
+
+def test_an_answer_that_comes_too_late_is_no_extension(engine):
+    hold = Lock("a", ttl=0.3, renew=False).acquire()
+    engine.after["extend"] = lambda: time.sleep(0.4)
+
+    with pytest.raises(LockLost):
+        hold.extend()
+
+    assert hold.lost
+    engine.go_on()
+    left_quietly(hold)
+
+
+def test_a_loss_in_the_middle_of_a_callback_that_blocks_is_told_all_the_same(engine):
+    gate, told = threading.Event(), threading.Event()
+    first = Lock("a", ttl=0.2, renew=False).acquire()
+    first.on_lost(lambda hold: gate.wait(DEADLINE))
+    until(lambda: first.lost)
+    second = Lock("b", ttl=0.2, renew=False).acquire()
+    second.on_lost(lambda hold: told.set())
+
+    assert told.wait(DEADLINE / 2)
+
+    gate.set()
+    left_quietly(first)
+    left_quietly(second)
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(1)])
+def test_callbacks_and_receivers_that_raise_silence_no_other(engine, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    told = threading.Event()
+    lock_lost.connect(fail)
+    try:
+        for name in "ab":
+            hold = Lock(name, ttl=0.2, renew=False).acquire()
+            hold.on_lost(fail)
+            hold.on_lost(lambda lost: told.set())
+            assert told.wait(DEADLINE)
+            told.clear()
+            left_quietly(hold)
+    finally:
+        lock_lost.disconnect(fail)
+
+
+def test_a_loss_is_never_told_after_the_release(engine, heard):
+    told = []
+    hold = Lock("released", ttl=0.3).acquire()
+    hold.on_lost(told.append)
+    engine.hang("extend")
+    until(lambda: "extend" in engine.asked)
+    hold.release()
+
+    engine.go_on()
+    time.sleep(0.5)
+
+    assert told == []
+    signals = [signal for signal, facts in heard if facts["name"] == "released"]
+    assert signals == [lock_released]
+    assert not hold.lost
+
+
+def test_a_callback_of_an_inner_hold_ends_with_that_hold(engine):
+    told = []
+    with pytest.raises(LockLost):
+        with Lock("a", ttl=0.3, renew=False) as outer:
+            with Lock("a") as inner:
+                inner.on_lost(told.append)
+            outer.on_lost(told.append)
+            until(lambda: told)
+
+    assert told == [outer]
+
+
+def test_on_lost_comes_at_once_for_a_hold_that_is_lost_already(engine):
+    told = []
+    hold = Lock("a", ttl=0.2, renew=False).acquire()
+    until(lambda: hold._lease.lost_because)
+
+    hold.on_lost(told.append)
+
+    assert told == [hold]
+    left_quietly(hold)
+    hold.on_lost(told.append)
+    assert told == [hold]
+
+
+@pytest.mark.parametrize("with_callback", [False, True])
+def test_a_dropped_hold_warns_and_is_not_renewed(engine, with_callback):
+    hold = Lock("a", ttl=0.5).acquire()
+    if with_callback:
+        hold.on_lost(lambda lost: None)
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning, match="dropped"):
+            del hold
+    finally:
+        gc.enable()
+
+    until(lambda: not list(engine.holders()))
+    assert engine.asked.count("extend") <= 1
+
+
+def test_the_renewer_frees_holds_and_forgets_what_was_released(engine):
+    leases = []
+    for _ in range(5000):
+        hold = Lock("a").acquire()
+        leases.append(weakref.ref(hold._lease))
+        hold.release()
+    del hold
+    gc.collect()
+
+    assert len(renewer._heap) < 3000
+    assert sum(ref() is not None for ref in leases) < 10
+
+
+def test_a_renewal_that_fails_for_one_lease_renews_the_others(engine, monkeypatch):
+    real = Renewer._look_at
+    unlucky = Lock("a", ttl=0.6).acquire()
+
+    def look_at(self, lease):
+        if lease is unlucky._lease:
+            raise ValueError("bug")
+        real(self, lease)
+
+    monkeypatch.setattr(Renewer, "_look_at", look_at)
+    lucky = [Lock(f"b{n}", ttl=0.6).acquire() for n in range(5)]
+
+    time.sleep(1.2)
+
+    for hold in lucky:
+        hold.check()
+        hold.release()
+    left_quietly(unlucky)
+
+
+def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, monkeypatch):
+    mine = Renewer()
+    monkeypatch.setattr("distlock_app.locks.renewer", mine)
+    monkeypatch.setattr("distlock_app.holds.renewer", mine)
+    real = threading.Thread.start
+
+    def no_threads(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_threads)
+    first = Lock("a", ttl=5).acquire()
+    monkeypatch.setattr(threading.Thread, "start", real)
+    second = Lock("b", ttl=0.6).acquire()
+
+    time.sleep(1.2)
+
+    second.check()
+    first.release()
+    second.release()
+
+
+def test_an_interrupt_while_the_thread_is_started_does_not_leave_it_off(monkeypatch):
+    done = threading.Event()
+    worker = Worker("test", lambda jobs: done.set())
+    real = threading.Thread.start
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.put("job")
+    monkeypatch.setattr(threading.Thread, "start", real)
+    worker.put("job")
+
+    assert done.wait(DEADLINE)
+
+
+def test_an_idle_worker_ends_and_starts_again(monkeypatch):
+    monkeypatch.setattr(renewal_module, "WORKER_IDLE", 0.02)
+    done = []
+    worker = Worker("test-idle", lambda jobs: done.extend(jobs))
+
+    for number in range(30):
+        worker.put(number)
+        until(lambda n=number: n in done)
+        time.sleep(0.001 * (number % 40))
+    until(lambda: not worker._running)
+
+    worker.put("last")
+    until(lambda: "last" in done)
+
+
+def test_backends_are_not_kept_alive_by_their_workers(engine, monkeypatch, settings):
+    monkeypatch.setattr(renewal_module, "WORKER_IDLE", 0.02)
+    hold = Lock("a", ttl=0.3).acquire()
+    until(lambda: "extend" in engine.asked)
+    hold.release()
+    backend = weakref.ref(engine)
+
+    settings.DISTLOCK = {"default": {"BACKEND": "tests.engines.FakeBackend"}}
+    assert registry["default"].backend is not engine
+
+    until(lambda: renewer._workers.get(backend()) is None or not _running(backend()))
+
+
+def _running(backend):
+    worker = renewer._workers.get(backend)
+    return worker is not None and worker._running
+
+
+def test_a_hold_survives_a_reset_of_the_registry(engine):
+    hold = Lock("a", ttl=0.6).acquire()
+    registry.reset()
+
+    time.sleep(1.2)
+
+    hold.check()
+    hold.release()
+    assert engines.free(engine)
+
+
+def test_renewals_come_before_many_releases(engine):
+    order = []
+    engine.before["extend"] = lambda: order.append("extend")
+    engine.before["release"] = lambda: order.append("release")
+    hold = Lock("a", ttl=30).acquire()
+    jobs = [(engine, "release", -1, hold._lease.grant, 0.0, None)]
+    jobs.append((engine, "extend", weakref.ref(hold._lease)))
+
+    renewer._work(jobs)
+
+    assert order == ["extend", "release"]
+    left_quietly(hold)
+
+
+def test_a_release_that_failed_is_tried_again_until_it_arrives(engine):
+    engine.fail("release", times=3)
+
+    with Lock("a", ttl=30):
+        pass
+
+    until(lambda: engines.free(engine))
+
+
+def test_a_late_release_of_a_stable_owner_never_hits_its_next_hold(engine):
+    engine.fail("release", times=1)
+    lock = Lock("a", owner="scheduler", ttl=30)
+    with lock:
+        pass
+
+    hold = lock.acquire(wait=0)
+    renewer.settle()
+
+    assert list(engine.holders())
+    hold.release()
+
+
+def test_the_end_of_the_process_waits_for_releases_under_way():
+    code = """
+import os, sys, django
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+django.setup()
+from django.test import override_settings
+from distlock_app import Lock
+from distlock_app.registry import registry
+from distlock_app.renewal import renewer
+fake = {"BACKEND": "tests.engines.FakeBackend"}
+override_settings(DISTLOCK={"default": fake}).enable()
+engine = registry["default"].backend
+hold = Lock("a").acquire()
+engine.after["release"] = lambda: os.write(1, b"released")
+engine.fail("release", times=1)
+hold.leave(None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+    assert done.stdout == b"released", done.stderr
+
+
+def test_the_end_of_the_process_does_not_wait_for_an_engine_that_hangs(monkeypatch, engine):
+    monkeypatch.setattr(renewal_module, "EXIT_PATIENCE", 0.1)
+    engine.hang("release")
+    hold = Lock("a").acquire()
+    renewer.give_back(engine, hold._lease.grant)
+    began = time.monotonic()
+
+    renewer.settle()
+
+    assert time.monotonic() - began < 5
+    engine.go_on()
+    until(lambda: engines.free(engine))
+    left_quietly(hold)
+
+
+def test_a_signal_handler_that_releases_in_the_middle_of_the_renewer_does_not_hang(engine):
+    first, second = Lock("a").acquire(), Lock("b").acquire()
+
+    def interrupt(frame, event, arg):
+        if event == "call" and frame.f_code is Renewer._note_stale.__code__:
+            sys.setprofile(None)
+            second.release()
+
+    done = threading.Event()
+
+    def work():
+        sys.setprofile(interrupt)
+        first.release()
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+
+    assert done.wait(10)
+    assert engines.free(engine, "a") and engines.free(engine, "b")
+
+
+def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeypatch):
+    batches = []
+    real = engine.extend_many
+
+    def extend_many(work):
+        batches.append(len(work))
+        return real(work)
+
+    monkeypatch.setattr(engine, "extend_many", extend_many)
+    Lock("a").acquire().release()
+    threads = _renewers()
+    holds = [Lock(f"a{n}", ttl=60).acquire() for n in range(10_000)]
+    for hold in holds:
+        renewer._schedule(hold._lease, time.monotonic())
+
+    until(lambda: sum(batches) >= 10_000, within=60)
+
+    assert len(batches) < 5000
+    assert _renewers() == threads
+    for hold in holds:
+        hold.check()
+        hold.release()
+
+
+def _renewers():
+    return [thread for thread in threading.enumerate() if thread.name == "distlock-renewer"]
+
+
+def test_no_warning_is_left(engine):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Lock("a"):
+            pass
+        gc.collect()
+
+
+def test_a_backend_error_of_extend_leaves_the_hold_as_it_was(engine):
+    hold = Lock("a", ttl=30).acquire()
+    engine.fail("extend")
+
+    with pytest.raises(BackendError):
+        hold.extend()
+
+    hold.check()
+    hold.release()
