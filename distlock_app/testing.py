@@ -114,6 +114,12 @@ class LockBackendContract:
         """Return a name that no other test uses."""
         return f"contract-{secrets.token_hex(6)}"
 
+    def teardown_method(self) -> None:
+        """Take away what the test still holds."""
+        for holding in list(self.backend.holders()):
+            if holding.name.startswith("contract-"):
+                self.backend.clear(holding.key)
+
     def test_a_free_lock_is_granted(self) -> None:
         claim = a_claim(self.name())
 

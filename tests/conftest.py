@@ -34,10 +34,23 @@ ONCE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests `once` that do not depend on the database of this run."""
     for item in items:
-        engine = getattr(item, "callspec", None) and item.callspec.params.get("using")
-        redis = engine == "redis" or "redis_server" in getattr(item, "fixturenames", ())
+        case = getattr(item, "callspec", None)
+        redis = (
+            case is not None and case.params.get("using") == "redis"
+        ) or "redis_server" in getattr(item, "fixturenames", ())
         if redis or item.path.stem.startswith(ONCE):
             item.add_marker("once")
+
+
+@pytest.fixture(autouse=True)
+def nothing_held_in_memory() -> None:
+    """Forget what an earlier test holds in this process: a lock lives as long as its ttl."""
+    from distlock_app.registry import registry
+
+    if "locmem" in registry:
+        backend = registry["locmem"].backend
+        for holding in list(backend.holders()):
+            backend.clear(holding.key)
 
 
 @pytest.fixture(scope="session")
