@@ -80,7 +80,9 @@ def test_the_next_owner_comes_soon_after_a_killed_holder(using, processes):
     ttl = 1.0
     holder = processes.start("tests.lock_workers:hold", name="kill", using=using, ttl=ttl)
     holder.read()
-    waiter = processes.start("tests.lock_workers:take_once", name="kill", using=using, ttl=5, wait=20)
+    waiter = processes.start(
+        "tests.lock_workers:take_once", name="kill", using=using, ttl=5, wait=20
+    )
     waiter.read()
     sleep(0.5)  # a renewal has taken place
 
