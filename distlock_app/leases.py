@@ -48,6 +48,7 @@ class Lease:
         "handles",
         "lock",
         "lost_because",
+        "owed",
         "release_asked",
         "renews",
         "runner",
@@ -80,6 +81,7 @@ class Lease:
         self.handles = 1  # holds that need it
         self.unended_blocks = 0  # transactions whose end the release waits for
         self.ended = False  # released or given up: nothing more to renew
+        self.owed: int | None = None  # the number of its release on a worker thread
         self.release_asked = False  # in time, but the answer did not come
         self.lost_because: str | None = None
         self.runner: Any = None

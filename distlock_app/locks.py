@@ -285,6 +285,7 @@ class _Attempt:
                 raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
             if lease.join():
                 return Hold(lease, release_now=release_now)
+            renewer.settle(lease)
         transactions.check_before_lock(self.lock.name, release_now=release_now)
         return None
 

@@ -129,6 +129,7 @@ class Renewer:
         """
         number = next(self._numbers)
         self._owed.add(number)
+        lease.owed = number
         self._inbox.put((number, lease))
 
     def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
@@ -160,11 +161,11 @@ class Renewer:
                 self._telling.put(work)
         self._telling.put(partial(_tell_lost, lease_facts(lease), reason))
 
-    def settle(self) -> None:
-        """Wait for the releases under way, but not for an engine that does not answer."""
+    def settle(self, lease: Lease | None = None) -> None:
+        """Wait for the releases under way, or one; but not for an engine that does not answer."""
         end = monotonic() + EXIT_PATIENCE
-        while self._owed and monotonic() < end:
-            sleep(0.005)
+        while (lease.owed in self._owed if lease else self._owed) and monotonic() < end:
+            sleep(0.001)
 
     def _schedule(self, lease: Lease, due: float) -> None:
         with self._lock:

@@ -475,7 +475,7 @@ override_settings(DISTLOCK={"default": fake}).enable()
 engine = registry["default"].backend
 hold = Lock("a").acquire()
 engine.after["release"] = lambda: os.write(1, b"released")
-engine.fail("release", times=1)
+engine.fail("release", times=2)
 hold.leave(None)
 """
     done = subprocess.run(

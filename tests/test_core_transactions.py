@@ -1,0 +1,558 @@
+"""Locks and the transactions of the real database: the lock outlives the commit and the rollback."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextlib import ExitStack
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, IntegrityError, connection, connections, transaction
+from django.test import TestCase
+
+from distlock_app import Lock, LockBusy, LockError, LockLost, all_of
+from distlock_app.renewal import renewer
+from distlock_app.signals import lock_lost, lock_released
+from distlock_app.testing import lose
+from tests import engines
+from tests.app.models import Counter
+from tests.engines import DEADLINE, running, until
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+
+engine = pytest.fixture(engines.install)
+
+
+class Stop(Exception):
+    pass
+
+
+def held(engine):
+    return bool(list(engine.holders()))
+
+
+def stored():
+    """Return what another connection sees."""
+    answers = []
+
+    def look():
+        answers.append(Counter.objects.count())
+        connections.close_all()
+
+    with running(look):
+        pass
+    return answers[0]
+
+
+def test_a_lock_taken_inside_a_block_is_kept_until_the_commit(engine):
+    with transaction.atomic():
+        with Lock("a"):
+            Counter.objects.create(name="a")
+        assert held(engine)
+        assert stored() == 0
+
+    assert not held(engine)
+    assert stored() == 1
+
+
+def test_a_lock_taken_inside_a_block_is_kept_until_the_rollback(engine):
+    with pytest.raises(Stop), transaction.atomic():
+        with Lock("a"):
+            Counter.objects.create(name="a")
+        assert held(engine)
+        raise Stop
+
+    until(lambda: not held(engine))
+    assert stored() == 0
+
+
+def test_the_body_that_raises_keeps_the_lock_until_the_rollback(engine):
+    with pytest.raises(Stop), transaction.atomic():
+        try:
+            with Lock("a"):
+                raise Stop
+        finally:
+            assert held(engine)
+
+    until(lambda: not held(engine))
+
+
+def test_a_hold_taken_before_the_block_and_released_inside_waits_for_its_end(engine):
+    hold = Lock("a").acquire()
+
+    with transaction.atomic():
+        Counter.objects.create(name="a")
+        hold.release()
+        assert held(engine)
+
+    assert not held(engine)
+
+
+def test_a_savepoint_that_rolls_back_does_not_end_the_wait(engine):
+    with transaction.atomic():
+        with pytest.raises(Stop), transaction.atomic():
+            with Lock("a"):
+                pass
+            raise Stop
+        assert held(engine)
+
+    assert not held(engine)
+
+
+def test_a_savepoint_that_commits_does_not_end_the_wait(engine):
+    with transaction.atomic():
+        with transaction.atomic():
+            with Lock("a"):
+                pass
+        assert held(engine)
+
+    assert not held(engine)
+
+
+def test_a_lock_may_be_taken_again_in_the_block_that_keeps_it(engine):
+    with transaction.atomic():
+        for _ in range(3):
+            with Lock("a", wait=0):
+                pass
+        with Lock("a", wait=0, reentrant=False):
+            pass
+        assert engine.asked == ["acquire"]
+
+    assert engine.asked == ["acquire", "release"]
+    assert not held(engine)
+
+
+def test_a_lock_taken_again_is_kept_beyond_the_block_by_its_new_hold(engine):
+    with transaction.atomic():
+        with Lock("a"):
+            pass
+        hold = Lock("a", wait=0).acquire()
+
+    assert held(engine)
+    hold.check()
+    hold.release()
+    assert not held(engine)
+
+
+def test_after_a_rollback_the_lock_can_be_taken_again_at_once(engine):
+    for _ in range(50):
+        with pytest.raises(Stop), transaction.atomic():
+            with Lock("a", wait=0):
+                raise Stop
+
+        with Lock("a", wait=0) as hold:
+            renewer.settle()
+            hold.check()
+            assert held(engine)
+
+    until(lambda: not held(engine))
+
+
+def test_a_hold_adopted_after_a_rollback_waits_for_the_next_block(engine):
+    for _ in range(50):
+        with pytest.raises(Stop), transaction.atomic():
+            with Lock("a", wait=0):
+                raise Stop
+        with transaction.atomic():
+            with Lock("a", wait=0):
+                pass
+            renewer.settle()
+            assert held(engine)
+
+        until(lambda: not held(engine))
+
+
+@pytest.mark.parametrize("outer, inner", [("default", "locks"), ("locks", "default")])
+def test_blocks_on_two_databases_must_both_end(engine, outer, inner):
+    with transaction.atomic(using=outer):
+        with transaction.atomic(using=inner):
+            with Lock("a"):
+                pass
+        assert held(engine)
+
+    assert not held(engine)
+
+
+@pytest.mark.parametrize("first, second", [("default", "locks"), ("locks", "default")])
+def test_blocks_that_end_in_any_order_must_both_end(engine, first, second):
+    blocks = {using: transaction.atomic(using=using) for using in ("default", "locks")}
+    for block in blocks.values():
+        block.__enter__()
+    with Lock("a"):
+        pass
+
+    blocks[first].__exit__(None, None, None)
+    assert held(engine)
+    blocks[second].__exit__(Stop, Stop(), None)
+
+    until(lambda: not held(engine))
+
+
+def test_several_locks_are_kept_until_the_end(engine):
+    with transaction.atomic():
+        with all_of(Lock("a"), Lock("b")):
+            pass
+        assert len(list(engine.holders())) == 2
+
+    assert not held(engine)
+
+
+def test_a_group_that_failed_inside_a_block_keeps_nothing(engine):
+    with ExitStack() as stack:
+        elsewhere = threading.Thread(target=lambda: stack.enter_context(Lock("b")))
+        elsewhere.start()
+        elsewhere.join()
+        with transaction.atomic():
+            with pytest.raises(LockBusy):
+                all_of(Lock("a"), Lock("b"), Lock("c")).acquire(wait=0)
+
+            assert [x.name for x in engine.holders()] == ["b"]
+
+
+def test_release_now_does_not_wait(engine):
+    with transaction.atomic():
+        with Lock("a", release="now"):
+            pass
+        assert not held(engine)
+
+
+def test_a_broken_transaction_keeps_the_lock_until_its_rollback(engine):
+    Counter.objects.create(name="a")
+
+    with pytest.raises(IntegrityError), transaction.atomic():
+        try:
+            with Lock("a"):
+                Counter.objects.create(name="a")
+        finally:
+            assert held(engine)
+
+    until(lambda: not held(engine))
+    assert stored() == 1
+
+
+def test_a_lock_can_be_taken_in_a_broken_transaction(engine):
+    Counter.objects.create(name="a")
+
+    with transaction.atomic():
+        with pytest.raises(DatabaseError):
+            with transaction.atomic(savepoint=False):
+                Counter.objects.create(name="a")
+        with Lock("a"):
+            pass
+        assert held(engine)
+
+    until(lambda: not held(engine))
+
+
+def test_a_connection_closed_inside_the_block_ends_the_wait(engine):
+    with transaction.atomic():
+        with Lock("a"):
+            pass
+        connection.close()
+        until(lambda: not held(engine))
+
+        with Lock("a"):  # the rest of the block is no transaction any more
+            pass
+        assert not held(engine)
+
+
+def test_a_thread_that_ends_inside_its_block_gives_the_lock_up(engine):
+    def work():
+        transaction.atomic().__enter__()
+        Counter.objects.count()
+        with Lock("a"):
+            pass
+        connections.close_all()
+
+    with running(work):
+        pass
+
+    until(lambda: not held(engine))
+
+
+def test_callbacks_of_on_commit_that_raise_do_not_keep_the_lock(engine):
+    def fail():
+        raise Stop
+
+    with pytest.raises(Stop) as kept:  # with its traceback
+        with transaction.atomic():
+            transaction.on_commit(fail)
+            with Lock("a"):
+                pass
+            transaction.on_commit(fail, robust=True)
+
+    assert kept.value
+    assert not held(engine)
+
+
+def test_a_release_that_fails_after_the_commit_is_tried_again(engine):
+    engine.fail("release", times=2)
+
+    with transaction.atomic():
+        with Lock("a"):
+            Counter.objects.create(name="a")
+
+    assert stored() == 1
+    until(lambda: not held(engine))
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_the_release_at_the_end_is_told(engine, commits):
+    told = []
+
+    def listen(name, **kwargs):
+        told.append(name)
+
+    lock_released.connect(listen)
+    try:
+        with transaction.atomic():
+            with Lock(f"told {commits}"):
+                pass
+            assert told == []
+            transaction.set_rollback(not commits)
+        until(lambda: told == [f"told {commits}"])
+    finally:
+        lock_released.disconnect(listen)
+
+
+def test_a_loss_before_the_commit_is_told(engine):
+    told = []
+
+    def listen(name, **kwargs):
+        told.append(name)
+
+    lock_lost.connect(listen)
+    try:
+        with transaction.atomic():
+            with Lock("lost before the commit", ttl=0.2, renew=False):
+                pass
+            until(lambda: told)
+    finally:
+        lock_lost.disconnect(listen)
+
+    assert told == ["lost before the commit"]
+
+
+def test_the_lock_is_renewed_until_the_end(engine):
+    with transaction.atomic():
+        with Lock("a", ttl=0.6):
+            pass
+        until(lambda: engine.asked.count("extend") >= 3)
+        assert held(engine)
+
+
+def test_no_increment_is_lost_by_threads_that_lock_inside_their_transactions(engine):
+    Counter.objects.create(name="a")
+
+    def work():
+        for _ in range(10):
+            with transaction.atomic():
+                with Lock("a", wait=DEADLINE):
+                    row = Counter.objects.get(name="a")
+                    row.value += 1
+                    row.save()
+        connections.close_all()
+
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(running(work))
+
+    assert Counter.objects.get(name="a").value == 40
+
+
+class InATestCase(TestCase):
+    databases = {"default"}
+
+    def test_the_block_of_a_test_case_does_not_count(self):
+        with Lock("in a test case", using="locmem"):
+            pass
+        with transaction.atomic():
+            with Lock("in a test case", using="locmem"):
+                pass
+
+            self.assertFalse(Lock("in a test case", using="locmem").locked())
+
+    def test_atomic_works_in_a_test_case(self):
+        with Lock("in a test case", using="locmem", atomic=True):
+            Counter.objects.create(name="in a test case")
+
+        self.assertFalse(Lock("in a test case", using="locmem").locked())
+
+
+def test_manual_transaction_management_is_refused_with_the_ways_out(engine):
+    Lock("a").acquire().release()  # kept or not, an earlier hold makes no difference
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(LockError, match="release="):
+            Lock("a").acquire()
+        with transaction.atomic():
+            with pytest.raises(LockError, match="release="):
+                Lock("a").acquire()
+        Lock("a", release="now").acquire().release()
+        assert not held(engine)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+
+def test_a_hold_that_is_kept_does_not_hide_manual_transaction_management(engine):
+    kept = Lock("a").acquire()
+    kept.release()
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(LockError):
+            Lock("a").acquire()
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+
+# atomic=
+
+
+def test_atomic_commits_before_it_releases(engine):
+    seen = []
+    engine.before["release"] = lambda: seen.append(stored())
+
+    with Lock("a", atomic=True):
+        Counter.objects.create(name="a")
+        assert connection.in_atomic_block
+
+    assert seen == [1]
+    assert not held(engine)
+
+
+def test_atomic_rolls_back_when_the_body_raises(engine):
+    with pytest.raises(Stop):
+        with Lock("a", atomic=True):
+            Counter.objects.create(name="a")
+            raise Stop
+
+    assert stored() == 0
+    assert not held(engine)
+
+
+def test_atomic_does_not_commit_under_a_lost_lock(engine):
+    with pytest.raises(LockLost):
+        with Lock("a", atomic=True) as hold:
+            Counter.objects.create(name="a")
+            lose(hold)
+
+    assert stored() == 0
+    assert not connection.in_atomic_block
+
+
+def test_atomic_does_not_commit_when_the_trust_is_over(engine):
+    with pytest.raises(LockLost):
+        with Lock("a", atomic=True, ttl=0.2, renew=False) as hold:
+            Counter.objects.create(name="a")
+            until(lambda: hold.lost)
+
+    assert stored() == 0
+
+
+def test_atomic_does_not_mask_what_the_body_raised_under_a_lost_lock(engine):
+    with pytest.raises(Stop):
+        with Lock("a", atomic=True) as hold:
+            lose(hold)
+            raise Stop
+
+    assert not connection.in_atomic_block
+
+
+def test_a_commit_that_fails_is_not_masked_and_releases(engine, monkeypatch):
+    def fail():
+        raise DatabaseError("no commit today")
+
+    with pytest.raises(DatabaseError, match="no commit today"):
+        with Lock("a", atomic=True):
+            Counter.objects.create(name="a")
+            monkeypatch.setattr(connection, "commit", fail)
+    monkeypatch.undo()
+
+    assert stored() == 0
+    assert not held(engine)
+
+
+def test_atomic_inside_a_block_is_refused_and_keeps_nothing(engine):
+    with transaction.atomic():
+        with pytest.raises(RuntimeError, match="durable"):
+            with Lock("a", atomic=True):
+                pass
+
+        assert not held(engine)
+
+
+def test_atomic_on_a_named_database(engine):
+    with Lock("a", atomic="locks"):
+        assert connections["locks"].in_atomic_block
+        assert not connection.in_atomic_block
+
+    with pytest.raises(ImproperlyConfigured):
+        Lock("a", atomic="nowhere")
+
+
+def test_an_inner_hold_of_an_atomic_lock_does_not_end_it(engine):
+    with Lock("a", atomic=True):
+        with Lock("a"):
+            pass
+        assert held(engine)
+
+    assert not held(engine)
+    assert engine.asked == ["acquire", "release"]
+
+
+def test_atomic_needs_a_with(engine):
+    with pytest.raises(LockError, match="with"):
+        Lock("a", atomic=True).acquire()
+
+
+# REPEATABLE READ
+
+
+@pytest.fixture
+def repeatable_read():
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no isolation levels")
+    options = connection.settings_dict["OPTIONS"]
+    before = dict(options)
+    connection.close()
+    if connection.vendor == "postgresql":
+        from django.db.backends.postgresql.psycopg_any import IsolationLevel
+
+        options["isolation_level"] = IsolationLevel.REPEATABLE_READ
+    else:
+        options["isolation_level"] = "repeatable read"
+    yield
+    connection.close()
+    options.clear()
+    options.update(before)
+
+
+def test_a_lock_under_repeatable_read_warns_where_it_is_taken(engine, repeatable_read):
+    with transaction.atomic():
+        with pytest.warns(RuntimeWarning, match="REPEATABLE READ") as caught:
+            Lock("a").acquire().release()
+        with pytest.warns(RuntimeWarning, match="REPEATABLE READ") as in_with:
+            with Lock("b"):
+                pass
+
+    assert [w.filename for w in [*caught, *in_with]] == [__file__] * 2
+
+
+def test_atomic_under_repeatable_read_does_not_warn(engine, repeatable_read):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Lock("a", atomic=True):
+            Counter.objects.create(name="a")
+
+
+def test_read_committed_does_not_warn(engine):
+    if connection.vendor == "mysql" and connection.isolation_level != "read committed":
+        pytest.skip("another isolation level is under test")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with transaction.atomic():
+            with Lock("a"):
+                pass
