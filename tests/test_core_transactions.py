@@ -1,4 +1,4 @@
-"""Locks and the transactions of the real database: the lock outlives the commit and the rollback."""
+"""Locks and transactions of the real database: the lock outlives commit and rollback."""
 
 from __future__ import annotations
 
