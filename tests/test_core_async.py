@@ -1,4 +1,4 @@
-"""Locks in asyncio: cancellation at every step leaves nothing behind, and no task takes a thread."""
+"""Locks in asyncio: cancellation at any step leaves nothing behind; waiting takes no thread."""
 
 from __future__ import annotations
 
