@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,11 @@ import pytest
 from tests.launching import NotInstalled, Server
 from tests.processes import Processes
 from tests.servers import MariaDBServer, PostgreSQLServer, RedisServer
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and the programs that the
+# tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def missing(server: str, reason: str) -> None:
