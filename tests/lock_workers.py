@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import random
 import signal
+import sys
 import threading
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -176,5 +177,6 @@ def _take_until_interrupted(name, using, ttl, told):
     except KeyboardInterrupt:
         os._exit(0)
     except BaseException:
-        faulthandler.dump_traceback()
+        traceback.print_exc()
+        sys.stderr.flush()
         os._exit(1)
