@@ -39,7 +39,7 @@ ONCE = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests `once` that do not depend on the database of this run."""
+    """Mark what does not depend on the database of this run, and what starts processes."""
     for item in items:
         case = getattr(item, "callspec", None)
         redis = (
@@ -47,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ) or "redis_server" in getattr(item, "fixturenames", ())
         if redis or item.path.stem.startswith(ONCE):
             item.add_marker("once")
+        if "processes" in getattr(item, "fixturenames", ()):
+            item.add_marker("crowd")
 
 
 @pytest.fixture(autouse=True)
