@@ -94,10 +94,10 @@ class AllOf:
         try:
             for place, lock in self._order():
                 taken[place] = lock.acquire(wait=deadline.remaining())
+            return _in_order(taken)
         except BaseException as error:
             Holds(taken.values()).leave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
-        return self._in_order_of_arguments(taken)
 
     async def aacquire(self, wait: float | None = UNSET) -> Holds:
         """Do as `acquire`, without blocking the event loop."""
@@ -106,10 +106,10 @@ class AllOf:
         try:
             for place, lock in self._order():
                 taken[place] = await lock.aacquire(wait=deadline.remaining())
+            return _in_order(taken)
         except BaseException as error:
             await Holds(taken.values()).aleave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
-        return self._in_order_of_arguments(taken)
 
     def try_acquire(self) -> Holds | None:
         """Take all in one try, or none and return None."""
@@ -141,16 +141,15 @@ class AllOf:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        frame = sys._getframe(1)
         try:
-            entered(self, frame).hold.leave(exc)
+            entered(self, sys._getframe(1)).hold.leave(exc)
         except Exception:
             raise
         except BaseException as interrupt:
-            entered(self, frame).hold.leave(interrupt)
+            entered(self, sys._getframe(1)).hold.leave(interrupt)
             raise
         finally:
-            forget(self, frame)
+            forget(self, sys._getframe(1))
 
     async def __aenter__(self) -> Holds:
         holds = await self.aacquire()
@@ -181,9 +180,9 @@ class AllOf:
             enumerate(self.locks), key=lambda x: (x[1].using, names.key_of(x[1].name), x[0])
         )
 
-    @staticmethod
-    def _in_order_of_arguments(taken: dict[int, Hold]) -> Holds:
-        return Holds(taken[place] for place in sorted(taken))
+
+def _in_order(taken: dict[int, Hold]) -> Holds:
+    return Holds(taken[place] for place in sorted(taken))
 
 
 def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:

@@ -29,15 +29,15 @@ class Hold:
     with the last of them.
     """
 
-    __slots__ = ("__weakref__", "_lease", "_release_now", "_released")
+    __slots__ = ("__weakref__", "_lease", "_release_now", "released")
 
-    def __init__(self, lease: Lease, *, release_now: bool = False) -> None:
+    def __init__(self, lease: Lease, *, release_now: bool, released: bool = False) -> None:
         self._lease = lease
         self._release_now = release_now
-        self._released = False
+        self.released = released  # given up, or not joined to the lease yet
 
     def __repr__(self) -> str:
-        state = "released" if self._released else "lost" if self.lost else "held"
+        state = "released" if self.released else "lost" if self.lost else "held"
         return f"<Hold {shown(self.name)!r} {state} fence={self.fence}>"
 
     @property
@@ -59,7 +59,7 @@ class Hold:
     def lost(self) -> bool:
         """Whether the lock may be somebody else's by now, by this process's clock."""
         lease = self._lease
-        return lease.lost_because is not None or (not self._released and lease.lost)
+        return lease.lost_because is not None or (not self.released and lease.lost)
 
     def check(self) -> None:
         """Raise LockLost if the lock may no longer be ours, NotHeld after the release.
@@ -67,7 +67,7 @@ class Hold:
         Costs no request: it compares this process's clock with the last answer of the
         engine. A lock that was cleared by hand is noticed at the next renewal.
         """
-        if self._released:
+        if self.released:
             raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
         if self._lease.lost:
             raise self._lost_error()
@@ -111,7 +111,7 @@ class Hold:
             raise
         except BaseException:  # Ctrl-C: the process may end before a worker could do it
             with suppress(Exception):
-                if (not self._released and self._begin_release()) or self._lease.ended:
+                if (not self.released and self._begin_release()) or self._lease.ended:
                     self._lease.backend.release(self._lease.grant)
             raise
 
@@ -129,7 +129,7 @@ class Hold:
     def abandon(self) -> None:
         """Have the lock released soon, without waiting for that: nothing was done under it."""
         self._release_now = True
-        if not self._released and self._begin_release():
+        if not self.released and self._begin_release():
             renewer.give_back(self._lease.backend, self._lease.grant)
 
     def leave_for(self, seconds: float) -> None:
@@ -145,8 +145,7 @@ class Hold:
         try:
             self.extend(max(seconds, MIN_TTL))
         finally:
-            self._released = True
-            if self._lease.part():
+            if self._lease.part(self):
                 renewer.unwatch(self._lease)
 
     def on_lost(self, callback: Callable[[Hold], None]) -> None:
@@ -154,7 +153,7 @@ class Hold:
 
         At once if it is lost already; never after the release.
         """
-        if self._released:
+        if self.released:
             return
         if self._lease.foreign or not self._lease.call_when_lost(self, callback):
             callback(self)
@@ -176,7 +175,6 @@ class Hold:
             renewer.lose(self._lease, "the engine refused the guarded write")
             raise self._lost_error()
         if release:
-            self._released = True
             self._lease.part(self)
             renewer.unwatch(self._lease)
             if lock_released.receivers:
@@ -210,7 +208,7 @@ class Hold:
         `unused`: nothing was done under the lock, so no transaction matters to it.
         """
         self._release_now |= unused
-        if self._released or self._lease.foreign:
+        if self.released or self._lease.foreign:
             return
         try:
             self.release()
@@ -220,7 +218,7 @@ class Hold:
     async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Do as `leave`, without blocking the event loop."""
         self._release_now |= unused
-        if self._released or self._lease.foreign:
+        if self.released or self._lease.foreign:
             return
         try:
             await self.arelease()
@@ -245,7 +243,7 @@ class Hold:
 
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
-        if lease is None or self._released or lease.ended or lease.lost:
+        if lease is None or self.released or lease.ended or lease.lost:
             return
         # No request here, and no release: the work that the lock guards may still go on.
         # Nothing refers to the lease any more, so it is not renewed and ends by itself.
@@ -278,10 +276,9 @@ class Hold:
             raise NotHeld(f"another process holds {shown(self.name)!r}: its child cannot release")
         blocks = [] if self._release_now or lease.lost else transactions.open_blocks()
         with lease.lock:
-            if self._released:
+            if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
             last = lease.part(self, blocks=len(blocks))
-            self._released = True
         if last:
             renewer.unwatch(lease)
         elif last is None:
@@ -302,7 +299,7 @@ class Hold:
         except Exception:
             lease.release_asked |= in_time
             lease.rejoin()
-            self._released = False
+            self.released = False
             raise
 
     def _check_release(self, was_ours: bool) -> None:
@@ -315,7 +312,7 @@ class Hold:
 
     def _left_badly(self, error: Exception, exc: BaseException | None) -> None:
         if not isinstance(error, (LockLost, NotHeld)):
-            self._released = True
+            self.released = True
             renewer.give_back(self._lease.backend, self._lease.grant)
             if isinstance(error, BackendError) and not self._lease.lost:
                 # The body ran under the lock: only the release is late.

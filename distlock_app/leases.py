@@ -127,20 +127,24 @@ class Lease:
         with self.lock:
             self.ended = True
 
-    def join(self) -> bool:
+    def join(self, hold: Any) -> bool:
         """Add a hold, unless the lease has ended."""
         with self.lock:
-            if not self.ended:
-                self.handles += 1
-            return not self.ended
+            if self.ended:
+                return False
+            # No call in between: a signal must not leave one without the other.
+            self.handles += 1
+            hold.released = False
+            return True
 
-    def part(self, hold: Any = None, *, blocks: int = 0) -> bool | None:
+    def part(self, hold: Any, *, blocks: int = 0) -> bool | None:
         """Take a hold away; return whether it was the last, and the lease has ended with it.
 
         None: it was, but now the release waits for `blocks` transactions.
         """
         with self.lock:
             self.handles -= 1
+            hold.released = True
             if self.handles > 0 or self.unended_blocks:
                 if self._callbacks:
                     self._callbacks = [x for x in self._callbacks if x[0]() is not hold]

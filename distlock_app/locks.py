@@ -210,8 +210,8 @@ class Lock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        frame = sys._getframe(1)
         try:
+            frame = sys._getframe(1)
             entry = entered(self, frame)
             if entry.block is not None:
                 entry.hold.end_block(entry.block, exc_type, exc, traceback)
@@ -219,10 +219,10 @@ class Lock:
         except BaseException as error:
             # The commit failed, or Ctrl-C came anywhere in the lines that release.
             if not isinstance(error, NotHeld):
-                entered(self, frame).hold.leave(error)
+                entered(self, sys._getframe(1)).hold.leave(error)
             raise
         finally:
-            forget(self, frame)
+            forget(self, sys._getframe(1))
 
     async def __aenter__(self) -> Hold:
         hold = await self.aacquire()
@@ -283,8 +283,9 @@ class _Attempt:
             # Without a hold it only waits for a commit, or for its release after a rollback.
             if lease.handles > 0 and not self.lock.reentrant:
                 raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
-            if lease.join():
-                return Hold(lease, release_now=release_now)
+            hold = Hold(lease, release_now=release_now, released=True)
+            if lease.join(hold):
+                return hold
             renewer.settle(lease)
         transactions.check_before_lock(self.lock.name, release_now=release_now)
         return None

@@ -1,0 +1,195 @@
+"""What worker processes of the core's tests do: mostly fork, and say what became of the locks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+import warnings
+
+from django.db import connection, transaction
+from django.test import override_settings
+
+from distlock_app import Lock, LockLost, NotHeld
+from distlock_app.registry import registry
+from distlock_app.renewal import renewer
+
+FAKE = {"BACKEND": "tests.engines.FakeBackend"}
+CHILD_DEADLINE = 30
+
+
+def engine():
+    """Make `default` a FakeBackend, and return it."""
+    override_settings(DISTLOCK={"default": FAKE}).enable()
+    return registry["default"].backend
+
+
+def in_child(work):
+    """Return what `work` returns in a forked child; it may raise SystemExit."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(CHILD_DEADLINE)
+        try:
+            answer = {"result": work()}
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        answer = json.loads(file.read() or '{"error": "the child died or hung"}')
+    os.waitpid(pid, 0)
+    return answer["result"] if "result" in answer else {"error": answer["error"]}
+
+
+def _raised(work, *errors):
+    try:
+        work()
+    except errors as error:
+        return type(error).__name__
+    return None
+
+
+def leave_the_with_in_a_child():
+    backend = engine()
+    warnings.simplefilter("error")
+    with Lock("a", ttl=0.6) as hold:
+        asked = len(backend.asked)
+
+        def work():
+            return {
+                "lost": hold.lost,
+                "check": _raised(hold.check, LockLost),
+                "extend": _raised(hold.extend, LockLost),
+                "release": _raised(hold.release, NotHeld),
+                "expires_in": hold.expires_in,
+            }
+
+        child = in_child(work)
+        pid = os.getpid()
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            pass  # and goes on, out of the with
+    if os.getpid() != pid:
+        time.sleep(1.0)  # nothing renews in the child either
+        os.write(writer, json.dumps(backend.asked[asked:]).encode())
+        os._exit(0)
+    os.close(writer)
+    os.wait()
+    with os.fdopen(reader) as file:
+        asked_by_child = json.loads(file.read())
+    gc.collect()
+    return {"child": child, "asked by child": asked_by_child, "mine": hold.lost}
+
+
+def take_the_same_lock_in_a_child():
+    backend = engine()
+    with Lock("a", ttl=30) as mine:
+        Lock("warm", ttl=30).acquire().release()
+
+        def work():
+            asked = len(backend.asked)
+            with Lock("a", ttl=0.5) as hold:
+                time.sleep(1.2)
+                hold.check()
+                fresh = hold.fence != mine.fence
+            return {"fresh": fresh, "asked": sorted(set(backend.asked[asked:]))}
+
+        child = in_child(work)
+        mine.check()
+    return child
+
+
+def use_asyncio_in_a_child():
+    engine()
+
+    async def use():
+        async with Lock("a"):
+            await asyncio.sleep(0.01)
+        return True
+
+    asyncio.run(use())
+    return in_child(lambda: asyncio.run(use()))
+
+
+def leave_an_atomic_lock_in_a_child():
+    engine()
+    told = []
+    connection.ensure_connection()
+    with Lock("a", atomic=True):
+        pid = os.getpid()
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            for name in ("commit", "rollback", "set_autocommit"):
+                setattr(connection, name, lambda *a, name=name, **k: told.append(name))
+    if os.getpid() != pid:
+        os.write(writer, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writer)
+    os.wait()
+    with os.fdopen(reader) as file:
+        return json.loads(file.read())
+
+
+def end_the_transaction_in_a_child():
+    backend = engine()
+    with transaction.atomic():
+        with Lock("a"):
+            pass
+
+        def work():
+            asked = len(backend.asked)
+            if os.environ.get("COMMITS"):
+                for _, function, _ in connection.run_on_commit:
+                    function()
+            connection.run_on_commit.clear()
+            renewer.settle()
+            return backend.asked[asked:]
+
+        os.environ["COMMITS"] = "1"
+        answers = [in_child(work)]
+        del os.environ["COMMITS"]
+        answers.append(in_child(work))
+        held = bool(list(backend.holders()))
+    return {"children": answers, "held": held, "free": not list(backend.holders())}
+
+
+def fork_while_threads_lock(forks):
+    engine()
+    stop = threading.Event()
+
+    def hammer(number):
+        while not stop.is_set():
+            with Lock(f"b{number % 2}", ttl=0.3, wait=None):
+                pass
+
+    async def ahammer():
+        while not stop.is_set():
+            async with Lock("c", wait=None):
+                pass
+
+    threads = [threading.Thread(target=hammer, args=(n,), daemon=True) for n in range(3)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(ahammer()), daemon=True))
+    for thread in threads:
+        thread.start()
+
+    def work():
+        for name in ("a", "b0", "b1", "c"):
+            with Lock(name, ttl=0.3, wait=0) as hold:
+                hold.check()
+        with Lock("a", ttl=0.3) as hold:
+            time.sleep(0.5)
+            hold.check()
+        return "fine"
+
+    answers = [in_child(work) for _ in range(forks)]
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    return answers

@@ -1,0 +1,47 @@
+"""fork(): what the parent holds is not the child's, and the child can lock by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+
+
+def test_a_child_neither_releases_nor_renews_what_its_parent_holds(processes):
+    answer = processes.start("tests.core_workers:leave_the_with_in_a_child").result()
+
+    assert answer["child"] == {
+        "lost": True,
+        "check": "LockLost",
+        "extend": "LockLost",
+        "release": "NotHeld",
+        "expires_in": 0,
+    }
+    assert answer["asked by child"] == []
+    assert answer["mine"] is False
+
+
+def test_a_child_can_take_the_same_lock_and_keeps_it_renewed(processes):
+    answer = processes.start("tests.core_workers:take_the_same_lock_in_a_child").result()
+
+    assert answer == {"fresh": True, "asked": ["acquire", "extend", "release"]}
+
+
+def test_a_child_can_lock_in_asyncio(processes):
+    assert processes.start("tests.core_workers:use_asyncio_in_a_child").result() is True
+
+
+def test_a_child_leaves_the_transaction_of_its_parent_alone(processes):
+    assert processes.start("tests.core_workers:leave_an_atomic_lock_in_a_child").result() == []
+
+
+def test_a_child_that_ends_a_transaction_releases_nothing_of_its_parent(processes):
+    answer = processes.start("tests.core_workers:end_the_transaction_in_a_child").result()
+
+    assert answer == {"children": [[], []], "held": True, "free": True}
+
+
+def test_a_child_forked_while_other_threads_lock_does_not_hang(processes):
+    worker = processes.start("tests.core_workers:fork_while_threads_lock", forks=15)
+
+    assert worker.result() == ["fine"] * 15
