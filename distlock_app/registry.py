@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from .backends.base import BaseLockBackend
+
+logger = logging.getLogger("distlock_app")
 
 DEFAULT_SETTING: dict[str, dict[str, Any]] = {
     "default": {
@@ -67,15 +69,14 @@ class Registry:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._lock = threading.Lock()
 
     def __getitem__(self, alias: str) -> Entry:
         """Return the entry of `alias`, or raise ImproperlyConfigured."""
         entry = self._entries.get(alias)
         if entry is None:
-            with self._lock:
-                entry = self._entries.get(alias) or self._make(alias)
-                self._entries[alias] = entry
+            # Not under a lock: it imports a module, which may make locks or be imported by
+            # another thread. Of two that were made at once, neither connected yet.
+            entry = self._entries.setdefault(alias, self._make(alias))
         return entry
 
     def __iter__(self) -> Iterator[str]:
@@ -96,16 +97,14 @@ class Registry:
 
     def reset(self) -> None:
         """Forget the backends, after closing their connections."""
-        with self._lock:
-            entries, self._entries = self._entries, {}
+        entries, self._entries = self._entries, {}
         for entry in entries.values():
-            entry.backend.close()
+            _robustly(entry.backend.close, entry.alias)
 
     def after_fork(self) -> None:
         """Make the backends usable in a child process."""
-        self._lock = threading.Lock()
         for entry in self._entries.values():
-            entry.backend.after_fork()
+            _robustly(entry.backend.after_fork, entry.alias)
 
     def _make(self, alias: str) -> Entry:
         setting = self.setting()
@@ -124,6 +123,13 @@ class Registry:
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"{where}: {error}.") from error
         return Entry(alias, _backend(alias, params, where), ttl, wait)
+
+
+def _robustly(call: Callable[[], None], alias: str) -> None:
+    try:
+        call()
+    except Exception:  # the other backends have to do it all the same
+        logger.exception("the lock engine of alias %r failed", alias)
 
 
 def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:

@@ -89,7 +89,7 @@ def _refusal(claim: Claim, wait: float | None, free_in: float | None) -> LockBus
     name = shown(claim.name)
     if wait == 0:
         return LockBusy(f"the lock {name!r} is held by somebody else", free_in=free_in)
-    return LockTimeout(f"the lock {name!r} was held by others for {wait} s", free_in=free_in)
+    return LockTimeout(f"the lock {name!r} was held by others for {wait:.3f} s", free_in=free_in)
 
 
 class Bell:

@@ -398,6 +398,8 @@ def test_what_an_ended_program_began_is_released_before_the_process_ends(engine)
 def test_tasks_leave_nothing_in_memory(engine):
     from distlock_app import entered, locks
 
+    before = len(locks._leases)
+
     async def main():
         for _ in range(300):
             await use()
@@ -409,5 +411,5 @@ def test_tasks_leave_nothing_in_memory(engine):
     gc.collect()
 
     assert not entered._entries
-    assert len(locks._leases) < 5
+    assert len(locks._leases) <= before
     assert not engine._states

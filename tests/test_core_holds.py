@@ -1,0 +1,429 @@
+"""Holds: release, loss and errors, and what an interrupt at any moment leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all_of, entered
+from distlock_app.registry import registry
+from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
+from distlock_app.testing import lose
+from tests import engines
+from tests.engines import DEADLINE, running, until
+
+engine = pytest.fixture(engines.install)
+
+
+def test_release_spares_the_next_owner(engine):
+    stale = Lock("a", ttl=0.2, renew=False).acquire()
+    until(lambda: stale.lost and not list(engine.holders()))
+    got = []
+    with running(lambda: got.append(Lock("a").acquire())):
+        pass
+
+    with pytest.raises(LockLost):
+        stale.release()
+
+    assert [x.fence for x in engine.holders()] == [got[0].fence]
+    got[0].release()
+
+
+def test_fences_grow_with_every_owner(engine):
+    fences = []
+    for _ in range(100):
+        with Lock("a") as hold:
+            fences.append(hold.fence)
+
+    assert fences == sorted(set(fences))
+
+
+def test_a_hold_may_move_to_another_thread(engine):
+    hold = Lock("a").acquire()
+
+    with running(hold.check):
+        pass
+    with running(hold.release):
+        pass
+
+    assert engines.free(engine)
+
+
+def test_a_hold_knows_what_it_is(engine):
+    hold = Lock("a\x00" + "b" * 300, ttl=30).acquire()
+
+    assert 25 < hold.expires_in <= 30
+    assert "held" in repr(hold) and len(repr(hold)) < 300 and "\x00" not in repr(hold)
+    assert hold._lease.grant.claim.owner not in repr(hold)
+    hold.release()
+    assert "released" in repr(hold)
+    for verb in (hold.check, hold.release, hold.extend):
+        with pytest.raises(NotHeld):
+            verb()
+
+
+def test_the_answer_of_a_release_is_lost_and_the_release_repeated(engine):
+    hold = Lock("a").acquire()
+    engine.fail("release", times=1, after=True)
+    with pytest.raises(BackendError):
+        hold.release()
+
+    hold.release()
+
+    assert engines.free(engine)
+
+
+def test_a_release_that_never_arrived_may_be_repeated(engine):
+    hold = Lock("a").acquire()
+    engine.fail("release", times=1)
+    with pytest.raises(BackendError):
+        hold.release()
+    assert list(engine.holders())
+
+    hold.release()
+
+    assert engines.free(engine)
+
+
+def test_a_repeated_release_does_not_hide_that_the_lock_was_lost_before(engine):
+    hold = Lock("a", ttl=0.2, renew=False).acquire()
+    until(lambda: hold.lost and not list(engine.holders()))
+    engine.fail("release", times=1)
+    with pytest.raises(BackendError):
+        hold.release()
+
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def test_a_with_whose_release_fails_does_not_raise_while_the_lock_was_held(engine, caplog):
+    engine.fail("release", times=2)
+
+    with caplog.at_level(logging.WARNING, logger="distlock_app"):
+        with Lock("a"):
+            pass
+
+    assert "cannot release 'a' yet" in caplog.text
+    until(lambda: engines.free(engine))
+
+
+def test_a_with_whose_release_fails_raises_if_the_lock_may_have_been_lost(engine):
+    engine.fail("release", times=1)
+
+    with pytest.raises(LockLost):
+        with Lock("a", ttl=0.2, renew=False) as hold:
+            until(lambda: hold.lost)
+
+
+def test_leaving_a_lost_lock_raises(engine):
+    with pytest.raises(LockLost):
+        with Lock("a") as hold:
+            lose(hold)
+    assert not entered._entries
+
+
+@pytest.mark.parametrize("error", [BackendError("down"), TypeError("a bug of the engine")])
+def test_the_error_of_the_body_is_never_masked(engine, error):
+    engine.fail("release", error=error)
+
+    with pytest.raises(ValueError, match="of the body"):
+        with Lock("a"):
+            raise ValueError("of the body")
+    with pytest.raises(ValueError, match="of the body"):
+        with all_of(Lock("b"), Lock("c")):
+            raise ValueError("of the body")
+
+
+def test_a_bug_of_the_engine_is_raised(engine):
+    engine.fail("release", error=TypeError("a bug of the engine"), times=1)
+
+    with pytest.raises(TypeError, match="bug"):
+        with Lock("a"):
+            pass
+    until(lambda: engines.free(engine))
+
+
+def test_releasing_in_the_body_is_fine(engine):
+    with Lock("a") as hold:
+        hold.release()
+
+    assert engine.asked == ["acquire", "release"]
+
+
+def test_a_group_releases_all_and_raises_the_first_error(engine):
+    with pytest.raises(LockLost):
+        with all_of(Lock("a"), Lock("b"), Lock("c")) as (_, second, _):
+            lose(second)
+
+    assert not engine._states
+
+
+def test_a_group_gives_its_holds_in_the_order_of_its_arguments(engine):
+    names = [f"n{number}" for number in range(10)]
+
+    with all_of(*(Lock(name) for name in names)) as holds:
+        assert [hold.name for hold in holds] == names
+        holds.check()
+
+    assert not engine._states
+
+
+def test_groups_in_opposite_orders_do_not_wait_for_each_other(engine):
+    def work(*names):
+        for _ in range(50):
+            with all_of(*(Lock(name, wait=DEADLINE) for name in names)):
+                pass
+
+    with running(work, "a", "b", "c"), running(work, "c", "b", "a"), running(work, "b", "c"):
+        pass
+
+    assert not engine._states
+
+
+def test_signals_tell_of_every_step_and_break_none(engine):
+    told = []
+
+    def listen(signal, **facts):
+        told.append((signal, facts["name"]))
+        raise ValueError("bug")
+
+    signals = (lock_acquired, lock_busy, lock_released, lock_lost)
+    for each in signals:
+        each.connect(listen)
+    try:
+        with Lock("steps"):
+            with running(lambda: Lock("steps").try_acquire()):
+                pass
+    finally:
+        for each in signals:
+            each.disconnect(listen)
+
+    assert [each for each, name in told if name == "steps"] == [
+        lock_acquired,
+        lock_busy,
+        lock_released,
+    ]
+
+
+def test_an_exception_that_a_signal_handler_raises_while_waiting_leaves_nothing(engine):
+    class TimeLimit(Exception):
+        pass
+
+    def handler(*args):
+        raise TimeLimit
+
+    hold_elsewhere = engine.acquire(_claim("a"), 0)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeLimit):
+            Lock("a").acquire(wait=DEADLINE)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    engine.release(hold_elsewhere)
+    until(lambda: engines.free(engine))
+
+
+def _claim(name):
+    from distlock_app.testing import a_claim
+
+    return a_claim(name)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt where Python looks for signals: as calls begin, after C calls."""
+
+    def __init__(self, at):
+        self.left = at
+        self.where = None
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        if event not in ("call", "c_return") or "distlock_app" not in code.co_filename:
+            return
+        if code.co_name in ("__del__", "__repr__"):
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            self.where = (code.co_name, event)
+            raise KeyboardInterrupt
+
+
+def with_lock():
+    with Lock("a", wait=0):
+        pass
+
+
+def with_group():
+    with all_of(Lock("a", wait=0), Lock("b", wait=0)):
+        pass
+
+
+def with_nested():
+    with Lock("a", wait=0):
+        with Lock("a", wait=0):
+            pass
+
+
+def with_receivers():
+    def listen(**facts):
+        pass
+
+    lock_acquired.connect(listen)
+    lock_released.connect(listen)
+    try:
+        with_lock()
+    finally:
+        lock_acquired.disconnect(listen)
+        lock_released.disconnect(listen)
+
+
+# What no code can close: an interrupt before the first line of `__exit__`, and one between two
+# lines of taking a lock again. Then the lock is held until its ttl is over.
+OPEN = {("__exit__", "call"), ("join", "c_return")}
+
+
+@pytest.mark.parametrize("work", [with_lock, with_group, with_nested, with_receivers])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_leaves_nobody_holding(engine, work):
+    work()
+    for at in range(1, 10_000):
+        interrupter = Interrupter(at)
+        try:
+            sys.setprofile(interrupter)
+            work()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if interrupter.where is None:
+            break
+        entered._entries.clear()
+        if interrupter.where in OPEN:
+            engine._states.clear()
+            gc.collect()
+        until(lambda: not engine._states, within=10)
+
+    assert at > 100
+
+
+def test_threads_that_run_at_once_exclude_each_other_while_some_are_interrupted(engine):
+    counter = {"value": 0, "done": 0}
+
+    def work():
+        for number in range(15):
+            try:
+                with Lock("a", wait=DEADLINE) as hold:
+                    value = counter["value"]
+                    if number % 5 == 4:
+                        raise KeyboardInterrupt
+                    time.sleep(0.0001)
+                    counter["value"] = value + 1
+                    hold.check()
+                counter["done"] += 1
+            except KeyboardInterrupt:
+                pass
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE)
+
+    assert counter["value"] == 10 * 12
+    assert engines.free(engine)
+
+
+def test_a_stable_owner_is_granted_again(engine):
+    lock = Lock("a", owner="nightly", reentrant=False)
+    first = lock.acquire()
+
+    with running(lambda: Lock("a", owner="nightly").acquire(wait=0).release()):
+        pass
+
+    with pytest.raises(LockLost):
+        first.release()
+
+
+def test_an_exit_stack_that_is_dropped_in_a_thread_does_not_break_the_next_with(engine):
+    lock = Lock("a", wait=0.1)
+    lock.__enter__()  # nobody will leave it
+
+    def work():
+        with pytest.raises(LockTimeout):
+            with lock:
+                pass
+
+    with running(work):
+        pass
+    with lock as hold:
+        hold.check()
+    lock.__exit__(None, None, None)
+
+    assert engines.free(engine)
+
+
+def test_all_threads_gone_nothing_is_left_in_memory(engine):
+    from distlock_app import locks
+
+    before = len(locks._leases)
+
+    def work():
+        for number in range(50):
+            with Lock(f"{threading.get_ident()} {number}"):
+                pass
+
+    for _ in range(5):
+        with running(work):
+            pass
+    gc.collect()
+
+    assert not engine._states
+    assert not entered._entries
+    assert len(locks._leases) <= before
+
+
+def test_dropping_one_of_several_holds_keeps_the_lock(engine):
+    outer = Lock("a").acquire()
+    inner = Lock("a").acquire()
+    with pytest.warns(ResourceWarning):
+        del inner
+
+    outer.check()
+    assert list(engine.holders())
+    outer.release()
+
+    assert engines.free(engine)
+
+
+def test_a_hold_whose_release_failed_is_dropped_without_a_warning(engine):
+    hold = Lock("a").acquire()
+    engine.fail("release")
+    with pytest.raises(BackendError):
+        hold.release()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del hold
+        gc.collect()
+
+
+def test_the_backend_of_a_hold_is_the_one_that_granted_it(engine, settings):
+    hold = Lock("a").acquire()
+    settings.DISTLOCK = {"default": {"BACKEND": "tests.engines.FakeBackend"}}
+    assert registry["default"].backend is not engine
+
+    hold.release()
+
+    assert engines.free(engine)
