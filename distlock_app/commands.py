@@ -19,11 +19,12 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
 
 from . import identity
+from .attempts import lease_of_runner
 from .decorators import probe, sorted_out
 from .errors import LockBusy, LockError, LockLost
 from .holds import Hold
 from .leases import Lease
-from .locks import Lock, lease_of_runner
+from .locks import Lock
 from .names import shown
 from .placeholders import NameTemplate
 from .registry import checked_ttl, checked_wait, registry

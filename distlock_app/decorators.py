@@ -13,8 +13,9 @@ from asgiref.sync import iscoroutinefunction
 from django.conf import settings
 from django.core.exceptions import AppRegistryNotReady
 
+from .attempts import lease_of_runner
 from .errors import LockBusy, LockLost, NotHeld
-from .locks import Lock, lease_of_runner
+from .locks import Lock
 from .names import shown
 from .placeholders import NameTemplate, arguments, parameters_of, signature_of
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from . import names
+from .attempts import UNSET
 from .entered import enter, entered, forget
 from .errors import LockBusy, LockTimeout
 from .holds import Hold
-from .locks import UNSET, Lock
+from .locks import Lock
 from .registry import checked_wait, registry
 from .timing import Deadline
 

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import secrets
 import sys
-import weakref
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from time import monotonic
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
-from . import identity, names, transactions
-from .claims import Claim, Grant, Holding
+from . import names
+from .attempts import UNSET, Attempt
+from .claims import Grant, Holding
 from .entered import enter, entered, forget
 from .errors import LockBusy, LockError, NotHeld
 from .holds import Hold
-from .leases import Lease
 from .registry import MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .signals import atell, lock_acquired, lock_busy, lock_cleared, tell
 from .waiting import AsyncBell, Bell, acquiring, arun, run
 
 logger = logging.getLogger("distlock_app")
-
-
-class _Unset:
-    def __repr__(self) -> str:
-        return "<as the alias says>"
-
-    def __reduce__(self) -> str:
-        return "UNSET"  # the same one after a copy or in another process
-
-
-UNSET: Any = _Unset()
-
-# The leases of this process by runner, alias, key and mode, for re-entrancy.
-_leases: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +93,7 @@ class Lock:
         return self._acquire(wait)
 
     def _acquire(self, wait: float | None = UNSET) -> Hold:
-        attempt = _Attempt(self, wait)
+        attempt = Attempt(self, wait)
         if (hold := attempt.reenter()) is not None:
             return hold
         bell = Bell()
@@ -140,7 +122,7 @@ class Lock:
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
         """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
         self._no_atomic()
-        attempt = _Attempt(self, wait)
+        attempt = Attempt(self, wait)
         if (hold := attempt.reenter()) is not None:
             return hold
         bell = AsyncBell()
@@ -253,85 +235,6 @@ class Lock:
         return block
 
 
-class _Attempt:
-    """What one call of acquire works with."""
-
-    __slots__ = ("alias", "backend", "key", "lock", "place", "runner", "started", "ttl", "wait")
-
-    def __init__(self, lock: Lock, wait: float | None) -> None:
-        entry = registry[lock.using]
-        if wait is not UNSET:
-            self.wait = checked_wait(wait)
-        else:
-            self.wait = entry.wait if lock.wait is UNSET else lock.wait
-        self.ttl = entry.ttl if lock.ttl is UNSET else lock.ttl
-        if lock.max_hold is not None:
-            self.ttl = min(self.ttl, lock.max_hold)
-        self.lock = lock
-        self.alias = lock.using
-        self.backend = entry.backend
-        self.key = names.key_of(lock.name)
-        self.runner = identity.current_runner()
-        self.place = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
-        self.started = monotonic()
-
-    def reenter(self) -> Hold | None:
-        """Return another hold of what this runner has already, without asking the engine."""
-        release_now = self.lock.release == "now"
-        lease = _leases.get(self.place)
-        if lease is not None and lease.runner() is self.runner and not lease.lost:
-            # Without a hold it only waits for a commit, or for its release after a rollback.
-            if lease.handles > 0 and not self.lock.reentrant:
-                raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
-            hold = Hold(lease, release_now=release_now, released=True)
-            if lease.join(hold):
-                return hold
-            renewer.settle(lease)
-        transactions.check_before_lock(self.lock.name, release_now=release_now)
-        return None
-
-    def claim(self, bell: Bell | AsyncBell) -> Claim:
-        """Return what the engine is asked for."""
-        lock = self.lock
-        return Claim(
-            name=lock.name,
-            key=self.key,
-            owner=secrets.token_hex(16) if lock.owner is None else _stable_token(lock.owner),
-            ttl=self.ttl,
-            holder=identity.holder_text(),
-            shared=lock.shared,
-            fair=lock.fair,
-            limit=lock.limit,
-            stable=lock.owner is not None,
-            wake=bell.ring,
-        )
-
-    def hold(self, grant: Grant, asked_at: float) -> Hold:
-        """Return the hold of what was granted, renewed from now on."""
-        lease = Lease(
-            self.alias,
-            self.backend,
-            grant,
-            asked_at=asked_at,
-            renew=self.lock.renew,
-            max_hold=self.lock.max_hold,
-        )
-        lease.runner = identity.reference(self.runner)
-        hold = Hold(lease, release_now=self.lock.release == "now")
-        _leases[self.place] = lease
-        renewer.watch(lease)
-        return hold
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the signals of its beginning say of the lock."""
-        return {
-            "sender": type(self.backend),
-            "alias": self.alias,
-            "name": self.lock.name,
-            "waited": monotonic() - self.started,
-        }
-
-
 def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: str) -> int:
     """Take the lock of `key` away; return from how many holders. Logged and signalled."""
     cleared = registry[alias].backend.clear(key, seen)
@@ -340,15 +243,3 @@ def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: 
         facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
         tell(lock_cleared, {"sender": type(registry[alias].backend), **facts})
     return cleared
-
-
-def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:
-    """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
-    runner = identity.current_runner()
-    place = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
-    lease = _leases.get(place)
-    return lease if lease is not None and lease.runner() is runner and lease.handles else None
-
-
-def _stable_token(owner: str) -> str:
-    return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -27,6 +27,7 @@ from .claims import Grant
 from .leases import Lease
 from .names import shown
 from .signals import lock_lost, lock_released, tell
+from .workers import Worker, started
 
 logger = logging.getLogger("distlock_app")
 
@@ -36,59 +37,7 @@ RETRIES_LEFT = 8
 RETRY_MIN = 0.02
 RETRY_MAX = 1.0
 GONE = "the engine says that it is somebody else's or gone"
-WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connections
 EXIT_PATIENCE = 2.0  # seconds that the end of the process waits for releases under way
-
-
-def _started(work: Callable[[], None], name: str) -> bool:
-    try:
-        threading.Thread(target=work, name=name, daemon=True).start()
-    except RuntimeError as error:  # too many threads, or the interpreter shuts down
-        logger.error("locks: %s", error)
-        return False
-    return True
-
-
-class Worker:
-    """A daemon thread that is handed jobs: started on demand, gone when idle."""
-
-    def __init__(self, name: str, work: Callable[[list[Any]], None]) -> None:
-        self._name = name
-        self._work = work
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # Reentrant: a signal handler that releases may interrupt put().
-        self._lock = threading.RLock()
-        self._running = False
-
-    def put(self, job: Any) -> None:
-        """Have `job` done soon, with whatever else waits."""
-        self._jobs.put(job)
-        with self._lock:
-            if not self._running:
-                # In this order: whatever interrupts it, no job is left without a thread.
-                self._running = _started(self._run, self._name)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                jobs = [self._jobs.get(timeout=WORKER_IDLE)]
-            except queue.Empty:
-                with self._lock:
-                    if self._jobs.empty():
-                        self._running = False
-                        break
-                continue
-            try:
-                while True:
-                    jobs.append(self._jobs.get_nowait())
-            except queue.Empty:
-                pass
-            try:
-                self._work(jobs)
-            except BaseException:  # also SystemExit: whoever is next relies on this thread
-                logger.exception("%s failed and goes on", self._name)
-            del jobs  # a lease must not live on in this frame
-        connections.close_all()  # those of this thread, which receivers may have opened
 
 
 class Renewer:
@@ -157,7 +106,7 @@ class Renewer:
             return
         for callback in callbacks:
             work = partial(_call_back, *callback)
-            if not _started(work, "distlock-lost"):
+            if not started(work, "distlock-lost"):
                 self._telling.put(work)
         self._telling.put(partial(_tell_lost, lease_facts(lease), reason))
 
@@ -179,7 +128,7 @@ class Renewer:
     def _push(self, due: float, what: weakref.ref[Lease] | tuple[Any, ...]) -> None:
         heapq.heappush(self._heap, (due, next(self._numbers), what))
         if not self._running:
-            self._running = _started(self._run, "distlock-renewer")
+            self._running = started(self._run, "distlock-renewer")
         elif due < self._wakes_at:
             self._wakes_at = due
             self._inbox.put(None)

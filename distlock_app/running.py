@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from .attempts import lease_of_runner
 from .commands import release_half_taken
 from .errors import LockBusy
 from .holds import Hold
-from .locks import Lock, lease_of_runner
+from .locks import Lock
 
 # sysexits.h: a service is unavailable. 76 stands there beside 75 (busy), and no shell uses it.
 EX_UNAVAILABLE = 69

@@ -400,9 +400,9 @@ def test_what_an_ended_program_began_is_released_before_the_process_ends(engine)
 
 
 def test_tasks_leave_nothing_in_memory(engine):
-    from distlock_app import entered, locks
+    from distlock_app import attempts, entered
 
-    before = len(locks._leases)
+    before = len(attempts._leases)
 
     async def main():
         for _ in range(300):
@@ -415,5 +415,5 @@ def test_tasks_leave_nothing_in_memory(engine):
     gc.collect()
 
     assert not entered._entries
-    assert len(locks._leases) <= before
+    assert len(attempts._leases) <= before
     assert not engine._states

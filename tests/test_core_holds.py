@@ -375,9 +375,9 @@ def test_an_exit_stack_that_is_dropped_in_a_thread_does_not_break_the_next_with(
 
 
 def test_all_threads_gone_nothing_is_left_in_memory(engine):
-    from distlock_app import locks
+    from distlock_app import attempts
 
-    before = len(locks._leases)
+    before = len(attempts._leases)
 
     def work():
         for number in range(50):
@@ -391,7 +391,7 @@ def test_all_threads_gone_nothing_is_left_in_memory(engine):
 
     assert not engine._states
     assert not entered._entries
-    assert len(locks._leases) <= before
+    assert len(attempts._leases) <= before
 
 
 def test_dropping_one_of_several_holds_keeps_the_lock(engine):

@@ -13,10 +13,10 @@ import weakref
 
 import pytest
 
-from distlock_app import BackendError, Lock, LockLost
+from distlock_app import BackendError, Lock, LockLost, workers
 from distlock_app import renewal as renewal_module
 from distlock_app.registry import registry
-from distlock_app.renewal import Renewer, Worker, renewer
+from distlock_app.renewal import Renewer, renewer
 from distlock_app.signals import lock_lost, lock_released
 from tests import engines
 from tests.engines import DEADLINE, until
@@ -345,6 +345,7 @@ def test_a_renewal_that_fails_for_one_lease_renews_the_others(engine, monkeypatc
 
 def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, monkeypatch):
     mine = Renewer()
+    monkeypatch.setattr("distlock_app.attempts.renewer", mine)
     monkeypatch.setattr("distlock_app.locks.renewer", mine)
     monkeypatch.setattr("distlock_app.holds.renewer", mine)
     real = threading.Thread.start
@@ -366,7 +367,7 @@ def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, mon
 
 def test_an_interrupt_while_the_thread_is_started_does_not_leave_it_off(monkeypatch):
     done = threading.Event()
-    worker = Worker("test", lambda jobs: done.set())
+    worker = workers.Worker("test", lambda jobs: done.set())
     real = threading.Thread.start
 
     def interrupted(self):
@@ -382,9 +383,9 @@ def test_an_interrupt_while_the_thread_is_started_does_not_leave_it_off(monkeypa
 
 
 def test_an_idle_worker_ends_and_starts_again(monkeypatch):
-    monkeypatch.setattr(renewal_module, "WORKER_IDLE", 0.02)
+    monkeypatch.setattr(workers, "WORKER_IDLE", 0.02)
     done = []
-    worker = Worker("test-idle", lambda jobs: done.extend(jobs))
+    worker = workers.Worker("test-idle", lambda jobs: done.extend(jobs))
 
     for number in range(30):
         worker.put(number)
@@ -397,7 +398,7 @@ def test_an_idle_worker_ends_and_starts_again(monkeypatch):
 
 
 def test_backends_are_not_kept_alive_by_their_workers(engine, monkeypatch, settings):
-    monkeypatch.setattr(renewal_module, "WORKER_IDLE", 0.02)
+    monkeypatch.setattr(workers, "WORKER_IDLE", 0.02)
     hold = Lock("a", ttl=0.3).acquire()
     until(lambda: "extend" in engine.asked)
     hold.release()

@@ -1,0 +1,123 @@
+"""One call of acquire: what it asks the engine for, and what its runner holds already."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import weakref
+from time import monotonic
+from typing import Any
+
+from . import identity, names, transactions
+from .claims import Claim, Grant
+from .errors import LockBusy
+from .holds import Hold
+from .leases import Lease
+from .registry import checked_wait, registry
+from .renewal import renewer
+from .waiting import AsyncBell, Bell
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<as the alias says>"
+
+    def __reduce__(self) -> str:
+        return "UNSET"  # the same one after a copy or in another process
+
+
+UNSET: Any = _Unset()
+
+# The leases of this process by runner, alias, key and mode, for re-entrancy.
+_leases: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
+
+
+class Attempt:
+    """What one call of acquire works with."""
+
+    __slots__ = ("alias", "backend", "key", "lock", "place", "runner", "started", "ttl", "wait")
+
+    def __init__(self, lock: Any, wait: float | None) -> None:
+        entry = registry[lock.using]
+        if wait is not UNSET:
+            self.wait = checked_wait(wait)
+        else:
+            self.wait = entry.wait if lock.wait is UNSET else lock.wait
+        self.ttl = entry.ttl if lock.ttl is UNSET else lock.ttl
+        if lock.max_hold is not None:
+            self.ttl = min(self.ttl, lock.max_hold)
+        self.lock = lock
+        self.alias = lock.using
+        self.backend = entry.backend
+        self.key = names.key_of(lock.name)
+        self.runner = identity.current_runner()
+        self.place = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
+        self.started = monotonic()
+
+    def reenter(self) -> Hold | None:
+        """Return another hold of what this runner has already, without asking the engine."""
+        release_now = self.lock.release == "now"
+        lease = _leases.get(self.place)
+        if lease is not None and lease.runner() is self.runner and not lease.lost:
+            # Without a hold it only waits for a commit, or for its release after a rollback.
+            if lease.handles > 0 and not self.lock.reentrant:
+                raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
+            hold = Hold(lease, release_now=release_now, released=True)
+            if lease.join(hold):
+                return hold
+            renewer.settle(lease)
+        transactions.check_before_lock(self.lock.name, release_now=release_now)
+        return None
+
+    def claim(self, bell: Bell | AsyncBell) -> Claim:
+        """Return what the engine is asked for."""
+        lock = self.lock
+        return Claim(
+            name=lock.name,
+            key=self.key,
+            owner=secrets.token_hex(16) if lock.owner is None else _stable_token(lock.owner),
+            ttl=self.ttl,
+            holder=identity.holder_text(),
+            shared=lock.shared,
+            fair=lock.fair,
+            limit=lock.limit,
+            stable=lock.owner is not None,
+            wake=bell.ring,
+        )
+
+    def hold(self, grant: Grant, asked_at: float) -> Hold:
+        """Return the hold of what was granted, renewed from now on."""
+        lease = Lease(
+            self.alias,
+            self.backend,
+            grant,
+            asked_at=asked_at,
+            renew=self.lock.renew,
+            max_hold=self.lock.max_hold,
+        )
+        lease.runner = identity.reference(self.runner)
+        hold = Hold(lease, release_now=self.lock.release == "now")
+        _leases[self.place] = lease
+        renewer.watch(lease)
+        return hold
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the signals of its beginning say of the lock."""
+        return {
+            "sender": type(self.backend),
+            "alias": self.alias,
+            "name": self.lock.name,
+            "waited": monotonic() - self.started,
+        }
+
+
+def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:
+    """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
+    runner = identity.current_runner()
+    place = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
+    lease = _leases.get(place)
+    return lease if lease is not None and lease.runner() is runner and lease.handles else None
+
+
+def _stable_token(owner: str) -> str:
+    return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
