@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .groups import all_of
     from .holds import Hold
     from .locks import Lock
+    from .names import bucket
     from .views import locked_view
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOMES = {
     "StaleObjectError": "errors",
     "all_of": "groups",
     "assert_locked": "decorators",
+    "bucket": "names",
     "locked": "decorators",
     "locked_command": "commands",
     "locked_view": "views",
@@ -57,6 +59,7 @@ __all__ = [
     "StaleObjectError",
     "all_of",
     "assert_locked",
+    "bucket",
     "locked",
     "locked_command",
     "locked_view",

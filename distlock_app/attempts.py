@@ -10,7 +10,7 @@ from typing import Any
 
 from . import identity, names, transactions
 from .claims import Claim, Grant
-from .errors import LockBusy
+from .errors import LockBusy, LockLost
 from .holds import Hold
 from .leases import Lease
 from .registry import checked_wait, registry
@@ -100,6 +100,12 @@ class Attempt:
         _leases[self.place] = lease
         renewer.watch(lease)
         return hold
+
+    def resumed(self, grant: Grant, still_ours: bool) -> Hold:
+        """Return the hold of what another process handed over, or raise LockLost."""
+        if not still_ours:
+            raise LockLost(f"the lock {names.shown(self.lock.name)!r} was not resumed in time")
+        return self.hold(grant, self.started)
 
     def facts(self) -> dict[str, Any]:
         """Return what the signals of its beginning say of the lock."""

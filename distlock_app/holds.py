@@ -11,6 +11,7 @@ from types import TracebackType
 
 from . import transactions
 from .errors import BackendError, LockError, LockLost, NotHeld
+from .handover import packed
 from .leases import Lease
 from .names import shown
 from .registry import MIN_TTL, checked_ttl
@@ -148,6 +149,24 @@ class Hold:
             if self._lease.part(self):
                 renewer.unwatch(self._lease)
 
+    def dump(self, ttl: float | None = None) -> str:
+        """Hand the lock over: return a text by which `Lock.resume` goes on holding it elsewhere.
+
+        This hold ends without a release: the lock stays taken for `ttl` seconds from now
+        (default: its own ttl), in which somebody has to resume it. The text is a secret:
+        whoever has it can release the lock. Raise what `extend` raises, and LockError if
+        the lock cannot be handed over now or on this engine.
+        """
+        self._check_dump()
+        self.extend(ttl)
+        return self._dumped()
+
+    async def adump(self, ttl: float | None = None) -> str:
+        """Do as `dump`, without blocking the event loop."""
+        self._check_dump()
+        await self.aextend(ttl)
+        return self._dumped()
+
     def on_lost(self, callback: Callable[[Hold], None]) -> None:
         """Call `callback(hold)` when the lock is lost, on a thread of its own.
 
@@ -260,6 +279,19 @@ class Hold:
         if self._lease.foreign:
             why = "a parent process holds it"
         return LockLost(f"the lock {shown(self.name)!r} may be somebody else's: {why}")
+
+    def _check_dump(self) -> None:
+        if not self._lease.backend.expires:
+            raise LockError("this engine's locks end with their session: they cannot be dumped")
+        if self._lease.handles > 1:
+            raise LockError(f"{shown(self.name)!r} was taken again here: dump the only hold of it")
+        if not self._release_now and transactions.open_blocks():
+            raise LockError("a lock is not handed over inside atomic(): dump it after the commit")
+
+    def _dumped(self) -> str:
+        self._lease.part(self)
+        renewer.unwatch(self._lease)
+        return packed(self._lease.alias, self._lease.grant)
 
     def _extended(self, ttl: float, asked_at: float, answer: bool) -> None:
         if not answer:

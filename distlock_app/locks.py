@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import AbstractContextManager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Literal
@@ -18,11 +18,12 @@ from .attempts import UNSET, Attempt
 from .claims import Grant, Holding
 from .entered import enter, entered, forget
 from .errors import LockBusy, LockError, NotHeld
+from .handover import unpacked
 from .holds import Hold
 from .registry import MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .signals import atell, lock_acquired, lock_busy, lock_cleared, tell
-from .waiting import AsyncBell, Bell, acquiring, arun, run
+from .waiting import AsyncBell, Bell, acquiring, arun, in_thread, run
 
 logger = logging.getLogger("distlock_app")
 
@@ -159,6 +160,30 @@ class Lock:
             return await self.aacquire(wait=0)
         except LockBusy:
             return None
+
+    @classmethod
+    def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
+        """Go on holding, here, the lock that `Hold.dump()` handed over; a text is good once.
+
+        Raise LockLost if nobody resumed it in time, ValueError for any other text, and
+        BackendError if the engine cannot tell: then try again.
+        """
+        attempt, grant = cls._resuming(text, renew, max_hold)
+        return attempt.resumed(grant, attempt.backend.extend(grant, attempt.ttl))
+
+    @classmethod
+    async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
+        """Do as `resume`, without blocking the event loop."""
+        attempt, grant = cls._resuming(text, renew, max_hold)
+        backend = attempt.backend
+        return attempt.resumed(grant, await in_thread(backend, backend.extend, grant, attempt.ttl))
+
+    @classmethod
+    def _resuming(cls, text: str, renew: bool, max_hold: float | None) -> tuple[Attempt, Grant]:
+        alias, known, fence, session = unpacked(text)
+        token = {field: known.pop(field) for field in ("owner", "stable")}
+        attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
+        return attempt, Grant(replace(attempt.claim(Bell()), **token), fence, session=session)
 
     def locked(self) -> bool:
         """Ask the engine whether anybody holds the lock."""

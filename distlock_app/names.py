@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from functools import lru_cache
 
 # People see at most this many characters; the key covers the whole name.
@@ -16,6 +17,16 @@ def checked(name: str) -> str:
     if not name:
         raise ValueError("a lock name must not be empty")
     return name
+
+
+def bucket(name: str, value: object, *, buckets: int = 16) -> str:
+    """Return one of `buckets` names, always the same for the same `str(value)`.
+
+    For work on one hot item that only has to be serialised among some of its callers.
+    """
+    if buckets < 1:
+        raise ValueError(f"buckets must be 1 or more, not {buckets!r}")
+    return f"{checked(name)}:{zlib.crc32(str(value).encode('utf-8', 'surrogatepass')) % buckets}"
 
 
 @lru_cache(maxsize=4096)

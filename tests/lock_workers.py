@@ -93,6 +93,13 @@ def take_once(name, using, ttl, wait):
         return monotonic()
 
 
+def resume(text):
+    """Go on with a lock that was handed over, and release it; return its fence."""
+    with Lock.resume(text) as hold:
+        hold.extend()
+        return hold.fence
+
+
 def contend(name, using, seconds):
     """Take the lock again and again, holding it 1 ms; return every wait in seconds."""
     lock = Lock(name, using=using, wait=60)

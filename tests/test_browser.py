@@ -21,6 +21,7 @@ from tests.database_workers import claim
 
 try:
     from selenium import webdriver
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
 except ImportError:
@@ -125,7 +126,9 @@ def text(browser):
 
 def shows(browser, wanted):
     """Wait until the page has `wanted` in it."""
-    WebDriverWait(browser, WITHIN).until(lambda b: wanted in text(b))
+    # What was found may belong to the page that is being left.
+    leaving = [StaleElementReferenceException]
+    WebDriverWait(browser, WITHIN, ignored_exceptions=leaving).until(lambda b: wanted in text(b))
 
 
 def seconds_left(browser):
