@@ -266,7 +266,8 @@ class Hold:
             return
         # No request here, and no release: the work that the lock guards may still go on.
         # Nothing refers to the lease any more, so it is not renewed and ends by itself.
-        lease.part(self)
+        if lease.part(self):
+            renewer.let_expire(lease)
         warnings.warn(
             f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()",
             ResourceWarning,

@@ -52,7 +52,7 @@ class Renewer:
         self._numbers = itertools.count()
         self._wakes_at = float("inf")
         # SimpleQueue.put may be called from a finalizer, in whatever the thread was doing.
-        self._inbox: queue.SimpleQueue[tuple[int, Lease] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int | None, Lease] | None] = queue.SimpleQueue()
         self._running = False
         self._workers: weakref.WeakKeyDictionary[BaseLockBackend, Worker]
         self._workers = weakref.WeakKeyDictionary()
@@ -81,15 +81,26 @@ class Renewer:
         lease.owed = number
         self._inbox.put((number, lease))
 
+    def let_expire(self, lease: Lease) -> None:
+        """Release a dropped lease when its time is up, if its engine does not; never blocks.
+
+        Safe in a finalizer.
+        """
+        if not lease.backend.expires:
+            self._inbox.put((None, lease))
+
     def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
         """Release what may have been granted, on a worker thread, for one ttl at most.
 
         Not for a stable owner, who may have got the lock again by then.
         """
         if not grant.claim.stable:
-            number = next(self._numbers)
-            self._owed.add(number)
-            self._put(backend, "release", number, grant, monotonic() + grant.claim.ttl, None)
+            self._give_back(backend, grant)
+
+    def _give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
+        number = next(self._numbers)
+        self._owed.add(number)
+        self._put(backend, "release", number, grant, monotonic() + grant.claim.ttl, None)
 
     def released(self, lease: Lease, was_ours: bool) -> None:
         """Tell what came of a release of which nobody waits for the outcome."""
@@ -104,6 +115,8 @@ class Renewer:
         callbacks = lease.lose(reason, at_release=at_release)
         if callbacks is None:
             return
+        if not lease.backend.expires:
+            self._give_back(lease.backend, lease.grant)
         for callback in callbacks:
             work = partial(_call_back, *callback)
             if not started(work, "distlock-lost"):
@@ -170,8 +183,13 @@ class Renewer:
         if late is not None:
             self._end(*late)
 
-    def _end(self, number: int, lease: Lease) -> None:
-        if lease.end_unheld():
+    def _end(self, number: int | None, lease: Lease) -> None:
+        if number is None:
+            until = lease.trusted_until
+            job = (lease.backend, "release", -1, lease.grant, until + lease.ttl, None)
+            with self._lock:
+                self._push(until, job)
+        elif lease.end_unheld():
             self.unwatch(lease)
             until = lease.trusted_until
             self._put(lease.backend, "release", number, lease.grant, until, lease)
@@ -198,6 +216,9 @@ class Renewer:
             return found, min(self._wakes_at - now, 3600.0)
 
     def _next_look(self, lease: Lease, asked_at: float) -> float:
+        beat = lease.backend.heartbeat
+        if beat is not None:  # all at the same beat, so that the engine looks at them together
+            return min(lease.trusted_until, (monotonic() // beat + 1) * beat)
         if not lease.renews:
             return lease.trusted_until
         return min(lease.trusted_until, asked_at + lease.ttl * RENEW_AT)
@@ -206,12 +227,12 @@ class Renewer:
         now = monotonic()
         if lease.ended or lease.foreign:
             return
-        renews = lease.renews and lease.ends_by - now > lease.ttl * RENEW_AT
+        renews = _renews(lease, now)
         if now >= lease.trusted_until:
             self.lose(lease, "it was not renewed in time" if renews else "its time was up")
             return
         self._schedule(lease, lease.trusted_until)
-        if renews:
+        if renews or lease.backend.heartbeat is not None:
             self._put(lease.backend, "extend", weakref.ref(lease))
 
     def _put(self, backend: BaseLockBackend, *job: Any) -> None:
@@ -246,8 +267,9 @@ class Renewer:
         for lease, ttl, answer in zip(leases, ttls, answers, strict=True):
             if lease.ended or lease.lost_because is not None:
                 continue
-            if answer is True:
-                lease.extended(ttl, asked_at=asked_at)
+            if answer is True or answer is None:  # None: the engine saw no need to ask
+                if answer and _renews(lease, asked_at):
+                    lease.extended(ttl, asked_at=asked_at)
                 self._schedule(lease, self._next_look(lease, asked_at))
             elif answer is False:
                 self.lose(lease, GONE)
@@ -278,6 +300,10 @@ class Renewer:
             self._owed.discard(number)
             if lease is not None:
                 self.released(lease, was_ours)
+
+
+def _renews(lease: Lease, now: float) -> bool:
+    return lease.renews and lease.ends_by - now > lease.ttl * RENEW_AT
 
 
 def lease_facts(lease: Lease) -> dict[str, Any]:

@@ -178,7 +178,8 @@ async def arun(
 ) -> Any:
     """Run the generator in the event loop; its calls are made in threads.
 
-    `cancelled` is called when the task was cancelled and no call is under way any more.
+    `cancelled` is called when the task was cancelled and no call is under way any more, and
+    at once if that call waits: to end it.
     """
     answer: Any = None
     error: Exception | None = None
@@ -197,7 +198,7 @@ async def arun(
             continue
         begin = _begin_alone if step[0] == "wait" else _begin
         try:
-            answer = await _end(begin(backend, *step[1:]), cancelled)
+            answer = await _end(begin(backend, *step[1:]), cancelled, at_once=step[0] == "wait")
         except Exception as raised:
             error = raised
 
@@ -215,12 +216,16 @@ async def in_thread(
     return await _end(_begin(backend, function, *args), cancelled)
 
 
-async def _end(request: Future[Any], cancelled: Callable[[], None] | None) -> Any:
+async def _end(
+    request: Future[Any], cancelled: Callable[[], None] | None, *, at_once: bool = False
+) -> Any:
     try:
         return await asyncio.wrap_future(request)
     except BaseException as error:
         # Cancelled, or dropped (GeneratorExit); not what the call raised.
         if cancelled is not None and not isinstance(error, Exception):
+            if at_once:
+                cancelled()
             request.add_done_callback(lambda _: cancelled())
         raise
 

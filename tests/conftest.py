@@ -33,8 +33,8 @@ def missing(server: str, reason: str) -> None:
 # Files whose tests do the same whatever `default` is: tests/run.sh runs them beside SQLite only.
 ONCE = (
     *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
-    *("test_core_async", "test_core_fork", "test_core_waiting", "test_demo", "test_docs"),
-    *("test_packaging", "test_redis_", "test_servers"),
+    *("test_core_async", "test_core_fork", "test_core_sessions", "test_core_waiting"),
+    *("test_demo", "test_docs", "test_packaging", "test_redis_", "test_servers"),
 )
 
 

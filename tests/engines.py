@@ -8,6 +8,7 @@ engine.hang("extend")                        # until engine.go_on()
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -84,6 +85,38 @@ class BlockingBackend(FakeBackend):
             time.sleep(0.002)
 
 
+class SessionBackend(BlockingBackend):
+    """An engine whose claims live as long as a session: they never end by themselves."""
+
+    expires = False
+    heartbeat = 0.02
+
+    def __init__(self, *, alias: str, location: Any = None) -> None:
+        super().__init__(alias=alias, location=location)
+        self.quiet = False  # answers None to the renewer: nothing asked, nothing known
+        self._given_up: set[str] = set()
+
+    def acquire(self, claim, wait):
+        forever = dataclasses.replace(claim, ttl=10**6)
+        end = None if wait is None else time.monotonic() + wait
+        while claim.owner not in self._given_up:
+            answer = FakeBackend.acquire(self, forever, 0)
+            if answer:
+                return dataclasses.replace(answer, claim=claim)
+            if end is not None and time.monotonic() >= end:
+                return answer
+            time.sleep(0.002)
+        raise BackendError("given up")
+
+    def extend_many(self, work):
+        self.asked.append("heartbeat")
+        return [None] * len(work) if self.quiet else super().extend_many(work)
+
+    def release(self, grant):
+        self._given_up.add(grant.claim.owner)
+        return super().release(grant)
+
+
 def _nothing():
     pass
 
@@ -92,7 +125,8 @@ def install(settings):
     """Fixture: make `default` a FakeBackend and `other` another one; return the first."""
     fake = {"BACKEND": "tests.engines.FakeBackend"}
     blocking = {"BACKEND": "tests.engines.BlockingBackend"}
-    settings.DISTLOCK = {"default": fake, "other": fake, "blocking": blocking}
+    session = {"BACKEND": "tests.engines.SessionBackend"}
+    settings.DISTLOCK = {"default": fake, "other": fake, "blocking": blocking, "session": session}
     backend = registry["default"].backend
     yield backend
     for entry in registry.made():

@@ -20,6 +20,9 @@ class BaseLockBackend:
 
     blocks = False  # acquire() itself waits on the server; the core does not sleep
     expires = True  # a claim ends after its ttl. False: it lives as long as its session
+    # How often the core looks whether such a session still lives, in seconds, however long the
+    # ttl: `extend_many` may answer None, "nothing speaks against it", without a request.
+    heartbeat: float | None = None
     fences = False  # grants carry a fence
     shares = False  # shared claims (readers / writer)
     queues = False  # order of arrival
@@ -57,8 +60,11 @@ class BaseLockBackend:
         """
         raise NotImplementedError
 
-    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
-        """Extend several claims, in one request where the engine can; the core's renewer asks."""
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
+        """Extend several claims, in one request where the engine can; the core's renewer asks.
+
+        Return True, False or an exception for each; None: see `heartbeat`.
+        """
         results: list[bool | Exception] = []
         for grant, ttl in work:
             try:
@@ -71,7 +77,8 @@ class BaseLockBackend:
         """Give up the claim, and its place in a queue; return whether it was still ours.
 
         Safe to repeat, and for a claim that may never have been granted: the core calls it
-        after every failure, with a grant that it made up from the claim.
+        after every failure, with a grant that it made up from the claim. An engine that
+        `blocks` also ends a wait for the claim that is under way in another thread.
         """
         raise NotImplementedError
 

@@ -1,0 +1,101 @@
+"""Engines whose claims live as long as a session: what the core does for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from distlock_app import Lock, LockLost
+from distlock_app.registry import registry
+from tests import engines
+from tests.engines import DEADLINE, free, until
+
+engine = pytest.fixture(engines.install)
+
+
+@pytest.fixture
+def sessions(engine):
+    """An engine of sessions, as `using="session"`."""
+    return registry["session"].backend
+
+
+def test_a_session_that_ended_is_noticed_however_long_the_ttl(sessions):
+    told = threading.Event()
+    hold = Lock("a", ttl=1000, using="session").acquire()
+    hold.on_lost(lambda lost: told.set())
+
+    sessions.clear(hold._lease.grant.claim.key)
+
+    assert told.wait(DEADLINE)
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def test_a_heartbeat_without_an_answer_prolongs_no_trust(sessions):
+    sessions.quiet = True
+    hold = Lock("a", ttl=0.3, using="session").acquire()
+
+    until(lambda: sessions.asked.count("heartbeat") >= 3)
+    until(lambda: hold.lost)
+
+    assert "extend" not in sessions.asked
+
+
+def test_a_heartbeat_with_an_answer_keeps_the_hold(sessions):
+    hold = Lock("a", ttl=0.3, using="session").acquire()
+
+    time.sleep(0.8)
+
+    hold.release()
+
+
+@pytest.mark.parametrize("limits", [{"renew": False}, {"max_hold": 0.3}])
+def test_a_hold_whose_time_is_up_is_given_back(sessions, limits):
+    began = time.monotonic()
+    hold = Lock("a", ttl=0.3, using="session", **limits).acquire()
+
+    until(lambda: free(sessions))
+
+    assert time.monotonic() - began >= 0.28
+    assert hold.lost
+
+
+def test_a_fixed_hold_hears_of_the_end_of_its_session(sessions):
+    hold = Lock("a", ttl=1000, renew=False, using="session").acquire()
+
+    sessions.clear(hold._lease.grant.claim.key)
+
+    until(lambda: hold.lost)
+
+
+def test_a_dropped_hold_is_given_back_when_its_time_is_up(sessions):
+    began = time.monotonic()
+    hold = Lock("a", ttl=0.3, using="session").acquire()
+
+    with pytest.warns(ResourceWarning, match="dropped"):
+        del hold
+
+    until(lambda: free(sessions))
+    assert time.monotonic() - began >= 0.28
+
+
+def test_a_cancelled_task_ends_its_wait_on_the_server(sessions):
+    async def main():
+        hold = await Lock("a", using="session").aacquire()
+        waiter = asyncio.ensure_future(Lock("a", using="session", wait=None).aacquire())
+        await asyncio.sleep(0.05)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        # Before the lock is free: the thread that waits for it does not stay.
+        ended = asyncio.get_running_loop().run_in_executor(None, until, nobody_waits)
+        await asyncio.wait_for(ended, DEADLINE)
+        await hold.arelease()
+
+    def nobody_waits():
+        return not [t for t in threading.enumerate() if t.name == "distlock-wait"]
+
+    asyncio.run(main())
+    until(lambda: free(sessions))
