@@ -140,8 +140,36 @@ def own_postgresql(private_server: Callable[..., PostgreSQLServer]) -> Iterator[
     server.close()
 
 
+def print_promises(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print which engine kept which promise of the contract, and which it does not make."""
+    marks = {"passed": "yes", "skipped": "-", "failed": "FAILED", "error": "FAILED"}
+    cells: dict[str, dict[str, str]] = {}
+    reasons = set()
+    for outcome, mark in marks.items():
+        for report in terminalreporter.stats.get(outcome, ()):
+            path, _, case = getattr(report, "nodeid", "").partition("::Test")
+            engine, _, promise = case.partition("::test_")
+            if not path.endswith("test_contract.py") or not promise:
+                continue
+            cells.setdefault(promise, {})[engine] = mark
+            if mark == "-":
+                reasons.add(f"{engine}: {report.longrepr[2].removeprefix('Skipped: ')}")
+    engines = sorted({engine for row in cells.values() for engine in row})
+    if not engines:
+        return
+    terminalreporter.section("engine x promise")
+    width = max(map(len, cells))
+    terminalreporter.write_line(" ".join([" " * width, *engines]))
+    for promise, row in cells.items():
+        columns = [row.get(engine, "").ljust(len(engine)) for engine in engines]
+        terminalreporter.write_line(" ".join([promise.replace("_", " ").ljust(width), *columns]))
+    for reason in sorted(reasons):
+        terminalreporter.write_line(f"- {reason}")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write the totals to a file, for the table that tests/run.sh prints at its end."""
+    print_promises(terminalreporter)
     path = os.environ.get("DISTLOCK_TEST_TOTALS")
     if path:
         outcomes = ("passed", "failed", "error", "skipped", "xfailed", "deselected")
