@@ -5,7 +5,8 @@
 #
 # Installs what is missing (Debian's apt, with sudo when not root), makes its own virtual
 # environments in .venv-tests/, starts MariaDB, PostgreSQL and Redis privately on free ports
-# and stops them at the end.
+# and stops them at the end. The oldest and the newest Django are tested at the same time, each
+# on servers of its own.
 #
 #   --quick   one Python, SQLite and Redis, without the tests marked slow
 #   --only=X  only on this database; redis: only what is about Redis
@@ -17,6 +18,7 @@
 #   DISTLOCK_TEST_REDIS_URL=redis://:password@host:6379/0
 
 set -u
+given=$(env | grep '^DISTLOCK_TEST_[A-Z_]*URLS\{0,1\}=')
 cd "$(dirname "$0")/.." || exit 1
 here=$(pwd)
 
@@ -49,24 +51,28 @@ wants() { case " $databases redis " in *" $1 "*) true ;; *) false ;; esac; }
 umask 022
 work=$(mktemp -d "${TMPDIR:-/tmp}/distlock-tests.XXXXXX") || exit 1
 chmod 711 "$work"  # the user postgres passes through
-mkdir -m 711 "$work/servers" "$work/tmp"
-python='' child='' policy='' failed='' skipped="$work/skipped"
+python='' child='' lanes='' policy='' skipped="$work/skipped"
 : > "$skipped"
 : > "$work/table"
 
+stop_servers() {
+    for directory in "$work"/*/servers; do
+        [ ! -d "$directory" ] || "$python" -m tests.servers stop --dir "$directory"
+    done
+}
 clean_up() {
     trap - EXIT
     trap '' INT TERM HUP
-    if [ -n "$child" ]; then
-        kill -TERM "$child" 2>/dev/null
-        wait "$child" 2>/dev/null
-    fi
+    for process in $child $lanes; do
+        kill -TERM "$process" 2>/dev/null
+        wait "$process" 2>/dev/null
+    done
     [ -z "$policy" ] || as_root rm -f /usr/sbin/policy-rc.d
-    if [ -n "$keep" ] && [ -s "$work/env" ]; then
-        say "The servers run on. Use them:  set -a; . $work/env; python -m pytest"
-        echo "Stop them:  $python -m tests.servers stop --dir $work/servers && rm -rf $work"
+    if [ -n "$keep" ] && [ -s "$work/new/env" ]; then
+        say "The servers run on. Use them:  set -a; . $work/new/env; python -m pytest"
+        echo "Stop them:  $python -m tests.servers stop --dir $work/new/servers && rm -rf $work"
     else
-        [ -z "$python" ] || "$python" -m tests.servers stop --dir "$work/servers"
+        stop_servers
         rm -rf "$work"
     fi
 }
@@ -76,7 +82,7 @@ trap 'exit 143' TERM
 trap 'exit 129' HUP
 
 say() { printf '\n=== %s\n' "$*"; }
-fail() { echo "FAILED: $*" >&2; failed=1; }
+fail() { echo "FAILED: $*" >&2; : > "$work/failed"; }
 skip() { echo "$*" >> "$skipped"; }
 as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
 
@@ -214,28 +220,8 @@ make_venv() {
         { echo "$source"; cat "$work/$wanted.txt"; } | cksum > "$venv/stamp"
 }
 
-# --- The servers. ---------------------------------------------------------------------------
-
-say "Servers"
-export DISTLOCK_TEST_REQUIRE=
-for server in redis mysql postgresql; do
-    wants "$server" || continue
-    DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE $server"
-    variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL
-    if eval "[ -n \"\${$variable:-}\" ]"; then
-        echo "$server: the one of $variable"
-    elif line=$("$python" -m tests.servers start --dir "$work/servers" "$server"); then
-        echo "$line" | tee -a "$work/env"
-        export "${line?}"
-    else
-        fail "the server $server"
-    fi
-done
-[ -z "$browser" ] || DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE chromium"
-
 # --- The runs. ------------------------------------------------------------------------------
 
-export TMPDIR="$work/tmp" DISTLOCK_TEST_VAR="$work/var" DISTLOCK_TEST_TOTALS="$work/totals"
 record() { printf '%-10s %-12s %-8s %6s s  %s\n' "$@" >> "$work/table"; }
 
 # run_suite PAIR DATABASE [PYTEST ARGUMENTS]
@@ -247,7 +233,7 @@ run_suite() {
     began=$(date +%s) result=ok
     run env DISTLOCK_TEST_DATABASE="$database" \
         "$here/.venv-tests/$pair/bin/python" -W error -m pytest -q -rs "$@" || result=FAILED
-    [ "$result" = ok ] || failed=1
+    [ "$result" = ok ] || : > "$work/failed"
     record "$pair" "$database" "$result" $(($(date +%s) - began)) \
         "$(cat "$DISTLOCK_TEST_TOTALS" 2>/dev/null)"
 }
@@ -256,31 +242,78 @@ run_suite() {
 check() {
     name=$1 began=$(date +%s) result=ok
     shift
-    run "$@" || { result=FAILED failed=1; }
+    run "$@" || { result=FAILED; : > "$work/failed"; }
     record "$pair" "$name" "$result" $(($(date +%s) - began)) ''
 }
 
-for pair in $main_pairs; do
-    make_venv "$pair" || { fail "virtual environment $pair"; record "$pair" install FAILED 0 ''; continue; }
-    for database in $databases; do
-        marks=
-        [ "$database" = sqlite ] || marks='not once'
-        if [ "$pair" != "${main_pairs##* }" ]; then
-            marks="${marks:+$marks and }not slow"
-            skip "slow tests on $pair, $database: the pair ${main_pairs##* } runs them"
-        fi
-        if [ -n "$marks" ] && [ -z "$quick" ]; then
-            run_suite "$pair" "$database" -m "$marks" "$@"
+start_servers() {
+    export DISTLOCK_TEST_REQUIRE=
+    for server in redis mysql postgresql; do
+        wants "$server" || continue
+        DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE $server"
+        variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL
+        if eval "[ -n \"\${$variable:-}\" ]"; then
+            echo "$server: the one of $variable"
+        elif line=$("$python" -m tests.servers start --dir "$lane/servers" "$server"); then
+            echo "$line" | tee -a "$lane/env"
+            export "${line?}"
         else
-            run_suite "$pair" "$database" "$@"
+            fail "the server $server"
         fi
     done
+    [ -z "$browser" ] || DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE chromium"
+}
+
+# run_lane NAME [PYTEST ARGUMENTS]: the suites of a main pair on every database, with `old` those
+# of the other pairs too, one after the other, on servers of their own.
+run_lane() {
+    lane="$work/$1" lanes='' child=''
+    shift
+    trap - EXIT
+    trap '[ -z "$child" ] || kill -TERM "$child"; exit 143' TERM
+    mkdir -m 711 "$lane" "$lane/servers" "$lane/tmp"
+    export TMPDIR="$lane/tmp" DISTLOCK_TEST_VAR="$lane/var" DISTLOCK_TEST_TOTALS="$lane/totals"
+    start_servers
+    if [ "${lane##*/}" = new ]; then pairs=$new_pair; else pairs=$old_pair; fi
+    for pair in $pairs; do
+        for database in $databases; do
+            marks=
+            [ "$database" = sqlite ] || marks='not once'
+            if [ "${lane##*/}" = old ]; then
+                marks="${marks:+$marks and }not slow"
+                skip "slow tests on $pair, $database: the pair $new_pair runs them"
+            fi
+            if [ -n "$marks" ] && [ -z "$quick" ]; then
+                run_suite "$pair" "$database" -m "$marks" "$@"
+            else
+                run_suite "$pair" "$database" "$@"
+            fi
+        done
+    done
+    [ "${lane##*/}" = old ] || return 0
+    for pair in $other_pairs; do
+        skip "$pair on MariaDB, PostgreSQL and Redis alone, its slow tests and crowds: the main pairs run them"
+        run_suite "$pair" sqlite "$@" -m 'not slow and not once and not crowd'
+    done
+}
+
+for pair in $main_pairs $other_pairs; do
+    make_venv "$pair" || { fail "virtual environment $pair"; record "$pair" install FAILED 0 ''; }
 done
-for pair in $other_pairs; do
-    skip "$pair on MariaDB, PostgreSQL and Redis alone, its slow tests and crowds: the main pairs run them"
-    make_venv "$pair" || { fail "virtual environment $pair"; record "$pair" install FAILED 0 ''; continue; }
-    run_suite "$pair" sqlite "$@" -m 'not slow and not once and not crowd'
-done
+
+new_pair=${main_pairs##* }
+old_pair=${main_pairs%"$new_pair"}
+if [ -n "$old_pair$other_pairs" ]; then
+    run_lane old "$@" > "$work/old.log" 2>&1 &
+    lanes=$!
+    # On a server that somebody gave us, the lanes would meet.
+    [ -z "$given" ] || wait "$lanes"
+fi
+run_lane new "$@" &
+lanes="$lanes $!"
+for process in $lanes; do wait "$process"; done
+lanes=
+cat "$work/old.log" 2>/dev/null
 
 pair=${main_pairs##* }
 bin="$here/.venv-tests/$pair/bin"
@@ -302,7 +335,7 @@ if [ -s "$skipped" ]; then
     echo "Skipped:"
     sed 's/^/  - /' "$skipped"
 fi
-if [ -n "$failed" ]; then
+if [ -e "$work/failed" ]; then
     echo "FAILED"
     exit 1
 fi
