@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from .groups import all_of
     from .holds import Hold
+    from .latches import Latch
     from .locks import Lock
     from .names import bucket
     from .views import locked_view
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BackendError": "errors",
     "Hold": "holds",
+    "Latch": "latches",
     "Lock": "locks",
     "LockBusy": "errors",
     "LockError": "errors",
@@ -49,6 +51,7 @@ _HOMES = {
 __all__ = [
     "BackendError",
     "Hold",
+    "Latch",
     "Lock",
     "LockBusy",
     "LockError",

@@ -75,7 +75,7 @@ class Attempt:
         return Claim(
             name=lock.name,
             key=self.key,
-            owner=secrets.token_hex(16) if lock.owner is None else _stable_token(lock.owner),
+            owner=secrets.token_hex(16) if lock.owner is None else _stable_owner(lock),
             ttl=self.ttl,
             holder=identity.holder_text(),
             shared=lock.shared,
@@ -125,5 +125,12 @@ def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | N
     return lease if lease is not None and lease.runner() is runner and lease.handles else None
 
 
-def _stable_token(owner: str) -> str:
+def _stable_owner(lock: Any) -> str:
+    # A reader is not granted the writer's lock because it has the same owner.
+    kind = "shared:" if lock.shared else "permit:" if lock.limit > 1 else ""
+    return stable_token(kind + lock.owner)
+
+
+def stable_token(owner: str) -> str:
+    """Return the token of a stable owner, in which its name cannot be read."""
     return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -19,6 +19,8 @@ class Claim:
     shared: bool = False
     fair: bool = False
     limit: int = 1
+    # Holds nothing: granted as soon as `limit` owners have counted down (see Latch).
+    latch: bool = False
     stable: bool = False  # the owner is no secret of one acquisition: others may have it too
     # An engine that can tell a waiter calls this, from any thread and at most once for each
     # try that returned no grant, to end the caller's pause: with a Grant if it has one (the

@@ -30,13 +30,17 @@ def bucket(name: str, value: object, *, buckets: int = 16) -> str:
 
 
 @lru_cache(maxsize=4096)
-def key_of(name: str) -> str:
+def key_of(name: str, kind: bytes = b"") -> str:
     """Return the 40 lower-case hex digits under which engines keep `name`.
+
+    A `kind` keeps what is no lock apart from every lock.
 
     160 bits of SHA-256: no engine folds case or accents, strips blanks, stops at NUL or cuts
     them, and names of any length fit (64 characters is MySQL's limit for named locks).
     """
-    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+    # No text is encoded with a byte FF.
+    tag = b"\xff" + kind if kind else b""
+    return hashlib.sha256(tag + name.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 
 def shown(name: str) -> str:

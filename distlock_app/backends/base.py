@@ -27,6 +27,7 @@ class BaseLockBackend:
     shares = False  # shared claims (readers / writer)
     queues = False  # order of arrival
     limits = False  # counting semaphore: claims with a limit above 1
+    latches = False  # claims with `latch`, and count_down()
 
     # First and longest pause between two tries of a waiter, in seconds. An engine that calls
     # `claim.wake` is asked again only after `poll_max`, in case a message was lost.
@@ -80,6 +81,18 @@ class BaseLockBackend:
         after every failure, with a grant that it made up from the claim. An engine that
         `blocks` also ends a wait for the claim that is under way in another thread.
         """
+        raise NotImplementedError
+
+    def count_down(self, claim: Claim) -> int:
+        """Count `claim.owner` for the latch `claim.key`, once; return how many are counted.
+
+        With the last of `claim.limit` everybody who waits there is granted. What was counted
+        is forgotten `claim.ttl` seconds after the last one.
+        """
+        raise NotImplementedError
+
+    def counted(self, key: str) -> int:
+        """Return how many were counted for the latch `key`."""
         raise NotImplementedError
 
     def holders(self, key: str | None = None) -> Iterable[Holding]:

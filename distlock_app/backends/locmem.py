@@ -36,6 +36,13 @@ class _State:
     queue: dict[str, _Waiter] = field(default_factory=dict)  # by owner, in order of arrival
 
 
+@dataclass(slots=True)
+class _Latch:
+    counted: set[str] = field(default_factory=set)  # owners
+    waiting: dict[str, Claim] = field(default_factory=dict)  # by owner
+    until: float = 0.0
+
+
 class LocMemBackend(BaseLockBackend):
     """For tests and single-process development, and the model that other engines follow.
 
@@ -47,6 +54,7 @@ class LocMemBackend(BaseLockBackend):
     shares = True
     queues = True
     limits = True
+    latches = True
     pushes = True
     poll_max = 1.0
 
@@ -54,9 +62,12 @@ class LocMemBackend(BaseLockBackend):
         super().__init__(alias=alias, location=location)
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
+        self._latches: dict[str, _Latch] = {}
         self._fence = 0
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        if claim.latch:
+            return self._pass(claim, wait)
         with self._lock:
             state = self._states.setdefault(claim.key, _State())
             now = monotonic()
@@ -74,6 +85,7 @@ class LocMemBackend(BaseLockBackend):
                 answer = Busy(free_in=max(0.0, ends - now))
                 if wait == 0:
                     del state.queue[claim.owner]
+                    woken += self._hand_over(claim.key, state, now)  # those behind may fit
         self._wake(woken, but=claim.owner)
         return answer
 
@@ -88,6 +100,8 @@ class LocMemBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         with self._lock:
+            if latch := self._latches.get(grant.claim.key):
+                latch.waiting.pop(grant.claim.owner, None)
             state = self._states.get(grant.claim.key)
             if state is None:
                 return False
@@ -97,6 +111,22 @@ class LocMemBackend(BaseLockBackend):
             woken = self._hand_over(grant.claim.key, state, now)
         self._wake(woken)
         return held is not None and held.until > now
+
+    def count_down(self, claim: Claim) -> int:
+        with self._lock:
+            latch = self._latch(claim.key)
+            latch.counted.add(claim.owner)
+            latch.until = max(latch.until, monotonic() + claim.ttl)
+            counted = len(latch.counted)
+            passing: dict[str, Claim] = {}
+            if counted >= claim.limit:
+                latch.waiting, passing = {}, latch.waiting
+        self._wake([Grant(waiter) for waiter in passing.values()])
+        return counted
+
+    def counted(self, key: str) -> int:
+        with self._lock:
+            return len(self._latch(key).counted)
 
     def holders(self, key: str | None = None) -> Iterable[Holding]:
         with self._lock:
@@ -125,6 +155,24 @@ class LocMemBackend(BaseLockBackend):
         """Start empty: the parent's holds are not seen from here, and not ours."""
         self._lock = threading.Lock()
         self._states = {}
+        self._latches = {}
+
+    def _latch(self, key: str) -> _Latch:
+        for old in [k for k, latch in self._latches.items() if 0 < latch.until <= monotonic()]:
+            self._latches[old].counted.clear()
+            if not self._latches[old].waiting:
+                del self._latches[old]
+        return self._latches.setdefault(key, _Latch())
+
+    def _pass(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        with self._lock:
+            latch = self._latch(claim.key)
+            latch.waiting.pop(claim.owner, None)
+            if len(latch.counted) >= claim.limit:
+                return Grant(claim)
+            if wait != 0:
+                latch.waiting[claim.owner] = claim
+            return Busy()
 
     def _hand_over(self, key: str, state: _State, now: float) -> list[Grant]:
         """Give what is free to the head of the queue, as often as it fits; return the grants."""

@@ -18,6 +18,7 @@ from ..names import SHOWN_LENGTH, shown
 from .base import BaseLockBackend
 from .redis_alias import recipe
 from .redis_checks import check_server, check_sharing
+from .redis_latches import COUNT_DOWN, PASS
 from .redis_listener import Listener
 from .redis_pool import Lost, Pool
 from .redis_scripts import ACQUIRE, CLEAR, EXTEND, GUARDED_SET, RELEASE, Script, fill, pack
@@ -37,7 +38,10 @@ class RedisBackend(BaseLockBackend):
     """Leases in Redis. LOCATION is an alias of CACHES; only its server and options are used."""
 
     fences = True
+    shares = True
     queues = True
+    limits = True
+    latches = True
     pushes = True
     # The scripts take a waiter who did not ask again for three seconds for dead.
     poll_max = 1.0
@@ -96,15 +100,17 @@ class RedisBackend(BaseLockBackend):
         name = claim.name
         if len(name) > SHOWN_LENGTH or not name.isprintable():
             name = shown(name)
+        script = PASS if claim.latch else ACQUIRE
         answer = self._pool.run(
-            ACQUIRE,
+            script,
             fill(
-                self._template(ACQUIRE, claim.key),
+                self._template(script, claim.key),
                 claim.owner.encode(),
                 _milliseconds(claim.ttl),
                 f"{claim.holder} {name}".encode(),
                 channel.encode(),
                 b"%d" % arrived,
+                b"0" if claim.shared else b"%d" % claim.limit,
             ),
         )
         if answer[0]:
@@ -130,8 +136,24 @@ class RedisBackend(BaseLockBackend):
         """Give the lock to the next in the queue, or leave the queue."""
         claim = grant.claim
         self._listener.forget(claim.owner)
+        if claim.latch:
+            waiters = self._keys(claim.key)[2]
+            self._pool.ask(pack(b"HDEL", waiters, claim.owner.encode()))
+            return False
         request = fill(self._template(RELEASE, claim.key), claim.owner.encode())
         return self._run_once(RELEASE, request)
+
+    def count_down(self, claim: Claim) -> int:
+        request = fill(
+            self._template(COUNT_DOWN, claim.key),
+            claim.owner.encode(),
+            _milliseconds(claim.ttl),
+            b"%d" % claim.limit,
+        )
+        return int(self._pool.run(COUNT_DOWN, request))
+
+    def counted(self, key: str) -> int:
+        return int(self._pool.ask(pack(b"ZCARD", self._keys(key)[5]))[0])
 
     def guarded_set(
         self,
@@ -204,7 +226,8 @@ class RedisBackend(BaseLockBackend):
     def _keys(self, key: str) -> list[bytes]:
         lock = f"{self._prefix}{key}".encode()
         index = self._index(int(key[:4], 16) % PARTS)
-        return [lock, lock + b":q", lock + b":w", index, f"{self._prefix}fence".encode()]
+        counter = f"{self._prefix}fence".encode()
+        return [lock, lock + b":q", lock + b":w", index, counter, lock + b":m"]
 
     def _index(self, part: int) -> bytes:
         return f"{self._prefix}held:{part}".encode()
@@ -230,22 +253,31 @@ class RedisBackend(BaseLockBackend):
             ) from error
 
     def _holdings(self, keys: Iterable[str]) -> Iterator[Holding]:
-        keys = list(keys)
+        locks = {key: f"{self._prefix}{key}".encode() for key in keys}
         requests = []
-        for key in keys:
-            lock = f"{self._prefix}{key}".encode()
+        for lock in locks.values():
             requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
+            requests.append(pack(b"ZRANGE", lock + b":m", b"0", b"-1", b"WITHSCORES"))
         if not requests:
             return
         seconds, micros = (answers := self._pool.ask(pack(b"TIME"), *requests))[0]
         now = int(seconds) + int(micros) / 1e6
-        for at, key in enumerate(keys):
-            held, left, waiters = answers[1 + 3 * at : 4 + 3 * at]
+        for at, (key, lock) in enumerate(locks.items()):
+            held, left, waiters, members = answers[1 + 4 * at : 5 + 4 * at]
             if held is not None and left > 0:
-                yield self._holding(key, held.decode(), left / 1000, waiters, now)
+                _, fence, about = held.decode().split(" ", 2)
+                yield self._holding(key, "1", fence, about, left / 1000, waiters, now)
+            elif members:
+                tokens, ends = members[::2], members[1::2]
+                entries = self._pool.ask(pack(b"HMGET", lock + b":w", *tokens))[0]
+                for entry, end in zip(entries, ends, strict=True):
+                    if entry is not None and (ends_in := int(end) / 1000 - now) > 0:
+                        fence, limit, about = entry.decode().split(" ", 2)
+                        yield self._holding(key, limit, fence, about, ends_in, waiters, now)
 
-    def _holding(self, key: str, held: str, left: float, waiters: int, now: float) -> Holding:
-        _, fence, about = held.split(" ", 2)
+    def _holding(
+        self, key: str, limit: str, fence: str, about: str, left: float, waiters: int, now: float
+    ) -> Holding:
         try:
             holder, end = json.JSONDecoder().raw_decode(about)
         except ValueError:
@@ -255,6 +287,7 @@ class RedisBackend(BaseLockBackend):
             key=key,
             alias=self.alias,
             seen=fence,
+            kind={"0": "shared", "1": "exclusive"}.get(limit, "permit"),
             fence=int(fence),
             expires_in=left,
             # A fence is the server's time unless its clock was set back.

@@ -4,12 +4,18 @@ Keys of one lock, all in the hash slot of its shard and always all in KEYS:
 
     <prefix>:{<shard>}:<key>        lock      "token fence holder name", expires with the lease
     <prefix>:{<shard>}:<key>:q      queue     ZSET of waiting tokens by time of arrival
-    <prefix>:{<shard>}:<key>:w      waiters   HASH token -> "heard ttl channel holder name"
+    <prefix>:{<shard>}:<key>:w      claims    HASH of those who wait and of the members:
+                                              token -> "heard ttl channel limit holder name"
+                                              token -> "fence limit holder name"
     <prefix>:{<shard>}:held:<part>  index     ZSET of held keys by expiry, for people
     <prefix>:{<shard>}:fence        counter   the last fence given; one key, and it stays
+    <prefix>:{<shard>}:<key>:m      members   ZSET of tokens that hold it together, by expiry
 
-Times are microseconds of the server's clock, ttls milliseconds. The fence is such a time too
-(see DESIGN "Fences that survive"), so it also says when the lock was acquired.
+Times are microseconds of the server's clock, ttls and expiries milliseconds. The fence is such a
+time too (see DESIGN "Fences that survive"), so it also says when the lock was acquired.
+
+The limit of a claim says whom it bears beside it: 1 nobody (a mutex, a writer), n up to n - 1
+permits, 0 all who are shared too (a reader). Only one of the two, lock or members, exists.
 """
 
 from __future__ import annotations
@@ -17,9 +23,10 @@ from __future__ import annotations
 import hashlib
 
 # Every script begins with this.
-# KEYS 1 lock, 2 queue, 3 waiters, 4 index, 5 counter     ARGV 1 key, 2 token
+# KEYS 1 lock, 2 queue, 3 claims, 4 index, 5 counter, 6 members     ARGV 1 key, 2 token
 _BEGIN = """
-local lock, queue, waiters, index, counter = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local lock, queue, claims, index, counter = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local members = KEYS[6]
 local key, token = ARGV[1], ARGV[2]
 local held = redis.call('GET', lock)
 local mine = held and string.sub(held, 1, #token + 1) == token .. ' '
@@ -33,6 +40,8 @@ local now_ms = math.floor(now / 1000)
 """
 
 _TAKE = """
+local QUEUE_MS = 10000  -- a queue that nobody refreshes may go
+
 local function text(number) return string.format('%.0f', number) end  -- '..' keeps 14 digits
 
 -- Note in the index when the claim ends; the index itself goes some time after its last claim.
@@ -41,16 +50,33 @@ local function note(ttl)
   if redis.call('PTTL', index) < tonumber(ttl) then redis.call('PEXPIRE', index, 2 * ttl) end
 end
 
--- Make `owner` the owner; return the fence, greater than all before even if they were lost.
-local function take(owner, ttl, about)
+-- Let `owner` be a member for so long. What is known of the members outlives the last of them,
+-- so that whoever comes next tidies up.
+local function enlist(owner, ttl)
+  redis.call('ZADD', members, now_ms + ttl, owner)
+  local life = ttl + QUEUE_MS
+  if redis.call('PTTL', members) < life then
+    for _, list in ipairs({members, claims, queue}) do redis.call('PEXPIRE', list, life) end
+  end
+  note(redis.call('ZRANGE', members, -1, -1, 'WITHSCORES')[2] - now_ms)
+end
+
+-- Make `owner` an owner; return the fence, greater than all before even if they were lost.
+local function take(owner, ttl, limit, about)
   local fence = now
   local last = tonumber(redis.call('GETSET', counter, fence) or 0)
   if last >= fence then
     fence = last + 1
     redis.call('SET', counter, fence)
   end
-  redis.call('SET', lock, owner .. ' ' .. text(fence) .. ' ' .. about, 'PX', ttl)
-  note(ttl)
+  if limit == '1' then
+    redis.call('SET', lock, owner .. ' ' .. text(fence) .. ' ' .. about, 'PX', ttl)
+    held = true
+    note(ttl)
+  else
+    redis.call('HSET', claims, owner, text(fence) .. ' ' .. limit .. ' ' .. about)
+    enlist(owner, ttl)
+  end
   if now % 16 == 0 then  -- now and then: drop what expired unreleased from the index
     local stale = redis.call('ZRANGEBYSCORE', index, '-inf', now_ms - 1, 'LIMIT', 0, 64)
     if #stale > 0 then redis.call('ZREM', index, unpack(stale)) end
@@ -59,60 +85,99 @@ local function take(owner, ttl, about)
 end
 """
 
-_HAND_OVER = """
-local HEARD_WITHIN = 3000000  -- a waiter asks again each second: after three it has died
-local QUEUE_MS = 10000        -- so a queue that nobody refreshes may go
-local UNHEARD_MS = 3000       -- first lease of a waiter without a channel: its next try renews it
-
--- Make the first waiter who is still there the owner, and return it; nil: nobody waits.
--- When it is `me` who comes first, only return me: the answer tells me, not a message.
--- A waiter whom nobody heard of lately, or whose process does not listen, has died or lost
--- its connection: it gets its old place back (by time of arrival) if it ever asks again.
-local function hand_over(me)
-  while true do
-    local head = redis.call('ZPOPMIN', queue)[1]
-    if not head then return nil end
-    local entry = redis.call('HGET', waiters, head) or ''
-    redis.call('HDEL', waiters, head)
-    if head == me then return me end
-    local heard, ttl, channel, about = string.match(entry, '^(%d+) (%d+) (%S+) (.*)$')
-    if heard and now - heard < HEARD_WITHIN then
-      if channel == '-' then
-        take(head, math.min(ttl, UNHEARD_MS), about)
-        return head
-      end
-      local fence = take(head, ttl, about)
-      if redis.call('PUBLISH', channel, head .. ' ' .. text(fence) .. ' ' .. text(now)) > 0 then
-        return head
-      end
-      redis.call('DEL', lock)
-      redis.call('ZREM', index, key)
-    end
-  end
+_MEMBERS = """
+local function is_member()
+  return tonumber(redis.call('ZSCORE', members, token) or -1) >= now_ms
 end
 
--- Hand the lock over, or leave it free.
-local function give_up()
-  if not hand_over('') then
-    redis.call('DEL', lock)
-    redis.call('ZREM', index, key)
-  end
+local function fence_of(owner)
+  return string.match(redis.call('HGET', claims, owner) or '', '^%d+')
 end
 
-local function forget(waiter)
-  redis.call('ZREM', queue, waiter)
-  redis.call('HDEL', waiters, waiter)
+-- Leave nothing of `owner`, who waits or is a member.
+local function drop(owner)
+  redis.call('ZREM', queue, owner)
+  redis.call('ZREM', members, owner)
+  redis.call('HDEL', claims, owner)
+end
+
+local function drop_expired()
+  local gone = redis.call('ZRANGEBYSCORE', members, '-inf', '(' .. text(now_ms))
+  for _, owner in ipairs(gone) do drop(owner) end
+end
+
+-- May a claim with this limit come in now? The members are all readers or all permits.
+local function fits(limit)
+  if held then return false end
+  local beside = redis.call('ZCARD', members)
+  if beside == 0 then return true end
+  if limit == '1' then return false end
+  local other = redis.call('HGET', claims, redis.call('ZRANGE', members, 0, 0)[1])
+  local readers = string.match(other, '^%d+ (%d+)') == '0'
+  if limit == '0' then return readers end
+  return not readers and beside < tonumber(limit)
 end
 """
 
-_FENCE_OF = """
-local function fence_of(held) return tonumber(string.match(held, '^%S+ (%d+)')) end
+_HAND_OVER = """
+local HEARD_WITHIN = 3000000  -- a waiter asks again each second: after three it has died
+local UNHEARD_MS = 3000       -- first lease of a waiter without a channel: its next try renews it
+
+-- Let waiters in, in order of arrival, as long as the next one fits (call drop_expired() first);
+-- return the fence of `me` if I am among them: the answer tells me, not a message.
+-- A waiter whom nobody heard of lately, or whose process does not listen, has died or lost
+-- its connection: it gets its old place back (by time of arrival) if it ever asks again.
+local function hand_over(me)
+  local granted
+  while not held do
+    local head = redis.call('ZRANGE', queue, 0, 0)[1]
+    if not head then break end
+    local entry = redis.call('HGET', claims, head) or ''
+    local heard, ttl, channel, limit, about =
+      string.match(entry, '^(%d+) (%d+) (%S+) (%d+) (.*)$')
+    local there = heard and now - heard < HEARD_WITHIN
+    if there and not fits(limit) then break end
+    redis.call('ZREM', queue, head)
+    redis.call('HDEL', claims, head)
+    if there and head == me then
+      granted = take(head, ttl, limit, about)
+    elseif there and channel == '-' then
+      take(head, math.min(ttl, UNHEARD_MS), limit, about)
+    elseif there then
+      local fence = take(head, ttl, limit, about)
+      if redis.call('PUBLISH', channel, head .. ' ' .. text(fence) .. ' ' .. text(now)) == 0 then
+        if limit == '1' then
+          redis.call('DEL', lock)
+          held = false
+        end
+        drop(head)
+      end
+    end
+  end
+  if not held and redis.call('EXISTS', members) == 0 then redis.call('ZREM', index, key) end
+  return granted
+end
+
+-- Take away what `owner` holds or waits for, and let the next in.
+local function give_up(owner)
+  if mine then
+    redis.call('DEL', lock)
+    held = false
+  else
+    drop_expired()
+    drop(owner)
+  end
+  if not held then hand_over('') end
+end
 """
 
 # Never let a claim end earlier than was promised before.
 _LENGTHEN = """
 local function lengthen(ttl)
-  if redis.call('PTTL', lock) < tonumber(ttl) then
+  if not mine then
+    local ends = tonumber(redis.call('ZSCORE', members, token))
+    if ends < now_ms + ttl then enlist(token, ttl) end
+  elseif redis.call('PTTL', lock) < tonumber(ttl) then
     redis.call('PEXPIRE', lock, ttl)
     note(ttl)
   end
@@ -120,57 +185,66 @@ end
 """
 
 # ARGV 3 ttl, 4 "holder name", 5 channel to be woken on, '-' without one, '' not to wait,
-#      6 time of arrival as answered before, 0 at first
+#      6 time of arrival as answered before, 0 at first, 7 limit
 # -> {1, fence, now} mine, or {0, milliseconds until it may be free, now, time of arrival}
 _ACQUIRE = (
     _BEGIN
     + _CLOCK
     + _TAKE
     + """
-local ttl, about, channel, arrived = ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
+local ttl, about, channel, arrived, limit = ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6]), ARGV[7]
 
 -- Most locks are free. What follows takes longer to define than this to run.
-if not held and redis.call('EXISTS', queue) == 0 then
-  return {1, take(token, ttl, about), now}
+if not held and redis.call('EXISTS', queue, members) == 0 then
+  return {1, take(token, ttl, limit, about), now}
 end
 """
-    + _FENCE_OF
+    + _MEMBERS
     + _LENGTHEN
     + _HAND_OVER
     + """
-if mine then  -- a repeated request, or a hand-over whose message was not heard
+-- A repeated request, or a hand-over whose message was not heard.
+if mine then
   lengthen(ttl)
-  return {1, fence_of(held), now}
+  return {1, tonumber(string.match(held, '^%S+ (%d+)')), now}
+elseif not held and is_member() then
+  lengthen(ttl)
+  return {1, tonumber(fence_of(token)), now}
 end
-if not held then
-  local owner = hand_over(token)
-  if owner == nil or owner == token then
-    return {1, take(token, ttl, about), now}
-  end
-end
-if channel == '' then
-  forget(token)
-else
+
+if not held then drop_expired() end
+local empty = not held and redis.call('EXISTS', queue) == 0
+if empty and fits(limit) then return {1, take(token, ttl, limit, about), now} end
+if channel ~= '' or not (empty or held) then
   if arrived == 0 then arrived = now end
+  local back = channel == '' and '-' or channel
+  local entry = text(now) .. ' ' .. ttl .. ' ' .. back .. ' ' .. limit .. ' ' .. about
   redis.call('ZADD', queue, 'NX', arrived, token)
-  redis.call('HSET', waiters, token, text(now) .. ' ' .. ttl .. ' ' .. channel .. ' ' .. about)
-  redis.call('PEXPIRE', queue, QUEUE_MS)
-  redis.call('PEXPIRE', waiters, QUEUE_MS)
+  redis.call('HSET', claims, token, entry)
+  local life = held and QUEUE_MS or math.max(QUEUE_MS, redis.call('PTTL', members))
+  redis.call('PEXPIRE', queue, life)
+  redis.call('PEXPIRE', claims, life)
+  local fence = not held and hand_over(token)
+  if fence then return {1, fence, now} end
 end
-return {0, redis.call('PTTL', lock), now, arrived}
+if channel == '' and not empty then
+  drop(token)
+  if not held then hand_over('') end  -- those behind may fit
+end
+local first = not held and redis.call('ZRANGE', members, 0, 0, 'WITHSCORES')[2]
+return {0, first and first - now_ms or redis.call('PTTL', lock), now, arrived}
 """
 )
 
 # ARGV 3 ttl -> 1 mine, 0 not
 _EXTEND = (
     _BEGIN
-    + """
-if not mine then return 0 end
-"""
     + _CLOCK
     + _TAKE
+    + _MEMBERS
     + _LENGTHEN
     + """
+if not mine and not is_member() then return 0 end
 lengthen(ARGV[3])
 return 1
 """
@@ -188,15 +262,12 @@ end
 """
     + _CLOCK
     + _TAKE
+    + _MEMBERS
     + _HAND_OVER
     + """
-if mine then
-  give_up()
-  return 1
-end
-forget(token)
-if not held then hand_over('') end
-return 0
+local was_mine = mine or is_member()
+give_up(token)
+return was_mine and 1 or 0
 """
 )
 
@@ -205,35 +276,45 @@ _CLEAR = (
     _BEGIN
     + _CLOCK
     + _TAKE
-    + _FENCE_OF
+    + _MEMBERS
     + _HAND_OVER
     + """
-local seen = token
-if not held or (seen ~= '' and fence_of(held) ~= tonumber(seen)) then return 0 end
+local seen, cleared = token, 0
+drop_expired()
+if held and (seen == '' or string.match(held, '^%S+ (%d+)') == seen) then
+  redis.call('DEL', lock)
+  held = false
+  cleared = 1
+end
+for _, owner in ipairs(redis.call('ZRANGE', members, 0, -1)) do
+  if seen == '' or fence_of(owner) == seen then
+    drop(owner)
+    cleared = cleared + 1
+  end
+end
+if cleared == 0 then return 0 end
 redis.call('SET', counter, math.max((redis.call('GET', counter) or 0) + 1, now))
-give_up()
-return 1
+hand_over('')
+return cleared
 """
 )
 
-# KEYS 6 what to write     ARGV 3 value, 4 its ttl or 0, 5 '1' to release as well
+# KEYS 7 what to write     ARGV 3 value, 4 its ttl or 0, 5 '1' to release as well
 # -> 1 written, 0 not mine, nothing written
 _GUARDED_SET = (
     _BEGIN
-    + """
-if not mine then return 0 end
-if ARGV[4] == '0' then
-  redis.call('SET', KEYS[6], ARGV[3])
-else
-  redis.call('SET', KEYS[6], ARGV[3], 'PX', ARGV[4])
-end
-if ARGV[5] == '0' then return 1 end
-"""
     + _CLOCK
     + _TAKE
+    + _MEMBERS
     + _HAND_OVER
     + """
-give_up()
+if not mine and not is_member() then return 0 end
+if ARGV[4] == '0' then
+  redis.call('SET', KEYS[7], ARGV[3])
+else
+  redis.call('SET', KEYS[7], ARGV[3], 'PX', ARGV[4])
+end
+if ARGV[5] == '1' then give_up(token) end
 return 1
 """
 )
@@ -254,7 +335,7 @@ class Script:
 
     __slots__ = ("_opening", "_words", "load")
 
-    def __init__(self, source: str, *, keys: int = 5, args: int) -> None:
+    def __init__(self, source: str, *, keys: int = 6, args: int) -> None:
         code = source.encode()
         sha = hashlib.sha1(code, usedforsecurity=False).hexdigest().encode()
         self.load = pack(b"SCRIPT", b"LOAD", code)
@@ -273,8 +354,8 @@ def fill(template: bytes, *words: bytes) -> bytes:
     return template % tuple([part for word in words for part in (len(word), word)])
 
 
-ACQUIRE = Script(_ACQUIRE, args=6)
+ACQUIRE = Script(_ACQUIRE, args=7)
 EXTEND = Script(_EXTEND, args=3)
 RELEASE = Script(_RELEASE, args=2)
 CLEAR = Script(_CLEAR, args=2)
-GUARDED_SET = Script(_GUARDED_SET, keys=6, args=5)
+GUARDED_SET = Script(_GUARDED_SET, keys=7, args=5)
