@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from django.core.checks import Warning
 from django.core.management import CommandError, call_command
 from django.db import connection
 
 from distlock_app import identity
+from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
@@ -372,3 +375,69 @@ def test_locks_on_other_engines_are_shown_and_cleared_while_the_database_is_down
     out, err = process.communicate(timeout=60)
     assert process.returncode == 69 and "default is down" in err
     assert not registry["redis"].backend.release(grant)
+
+
+def test_the_doctor_takes_a_lock_of_every_engine(memory, capsys):
+    code, out, err = say(capsys, "doctor")
+
+    assert (code, err) == (0, "")
+    assert out.startswith("default: LocMemBackend works; one round trip took ")
+    assert "\nsecond: LocMemBackend works" in out
+    assert list(registry["default"].backend.holders()) == []
+
+
+def test_the_doctor_says_what_is_wrong_and_goes_on(memory, capsys):
+    memory("down", "tests.failing_engines.DownBackend")
+    memory("typo", "distlock_app.backends.redis.RedisBakend")
+
+    code, out, _ = say(capsys, "doctor")
+
+    assert code == 69
+    assert "default: LocMemBackend works" in out
+    assert re.search(r"^down: DownBackend: .+", out, re.M)
+    assert re.search(r"^typo: not usable: .*RedisBakend.*cannot be imported", out, re.M)
+
+
+def test_the_doctor_passes_on_what_the_checks_say(memory, capsys, monkeypatch):
+    warning = Warning("Its clock is slow.", hint="Wind it up.", id="distlock_app.W099")
+    monkeypatch.setattr(LocMemBackend, "check", lambda self, ask: [warning] if ask else [])
+
+    code, out, _ = say(capsys, "doctor", "--using", "second")
+
+    assert code == 0
+    assert out.endswith("\n  distlock_app.W099: Its clock is slow.\n    Wind it up.\n")
+    assert "default" not in out
+
+
+def test_the_doctor_writes_json(memory, capsys):
+    code, out, _ = say(capsys, "doctor", "--json")
+
+    (first, second) = json.loads(out)["engines"]
+    assert code == 0
+    assert (first["alias"], first["engine"], first["works"]) == ("default", "LocMemBackend", True)
+    assert first["pair_ms"] >= 0 and first["messages"] == []
+
+
+def test_watch_lists_until_it_is_told_to_stop(memory, capsys):
+    taken("nightly")
+
+    code, out, _ = say(capsys, "watch", "--interval", "0.1", "--times", "3")
+
+    assert code == 0
+    assert out.count("nightly") == 3
+    assert "\x1b" not in out
+
+
+def test_watch_ends_quietly_with_ctrl_c(memory, capsys, monkeypatch):
+    monkeypatch.setattr("distlock_app.management.commands.distlock.sleep", _interrupt)
+
+    code, out, err = say(capsys, "watch")
+
+    assert (code, err) == (0, "")
+    assert out.count("nothing is held") == 1
+    with pytest.raises(CommandError, match="--interval"):
+        call_command("distlock", "watch", "--interval", "0")
+
+
+def _interrupt(seconds):
+    raise KeyboardInterrupt

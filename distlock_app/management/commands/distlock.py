@@ -1,8 +1,9 @@
-"""`manage.py distlock`: look at locks, take one away, run a program under one.
+"""`manage.py distlock`: look at locks and engines, take one away, run a program under one.
 
 Exit codes: 0 done; 1 `show`, `clear`: nobody holds it, or not as it was seen; 69 an engine is
-down; 75 `run`: somebody else holds it; 76 `run`: the lock was lost, the program terminated;
-else the program's own. Uses no model and no system check: it works while a database is down.
+down or cannot be used; 75 `run`: somebody else holds it; 76 `run`: the lock was lost, the
+program terminated; else the program's own. It works while a database is down: it uses no model
+and no system check.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import getpass
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from time import sleep
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from distlock_app import identity, live, locks, names
+from distlock_app import doctor, identity, live, locks, names
 from distlock_app.claims import Holding
 from distlock_app.commands import EX_TEMPFAIL, held_by
 from distlock_app.errors import BackendError, LockBusy, LockLost
@@ -29,7 +32,7 @@ PURGED_AFTER = 7 * 24 * 3600.0
 
 
 class Command(BaseCommand):
-    help = "Looks at locks on every engine, takes one away, or runs a program under one."
+    help = "Looks at locks and their engines, takes one away, or runs a program under one."
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -44,15 +47,19 @@ class Command(BaseCommand):
         listing = action("list", "List the locks that are held.", using=None)
         showing = action("show", "Show who holds a lock; exit 1 if nobody does.")
         clearing = action("clear", "Take a lock away from its holder.")
+        watching = action("watch", "List them again and again, until Ctrl-C.", using=None)
+        doctor = action("doctor", "Try each engine, and say what is wrong with it.", using=None)
         purging = action("purge", "Delete what is left in the lock table of locks long free.")
         running = action("run", "Run a program while holding a lock; exit 75 if it is busy.")
         for added in (showing, clearing, running):
             added.add_argument("name", metavar="NAME")
-        for added in (listing, showing, clearing, purging):
+        for added in (listing, showing, watching, doctor, clearing, purging):
             added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
         clearing.add_argument("--seen", help="only from the holder whom `show --json` calls so")
         clearing.add_argument("--reason", default="", help="for the log")
         clearing.add_argument("--yes", action="store_true", help="do not ask")
+        watching.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
+        watching.add_argument("--times", type=int, metavar="N", help="end after so many lists")
         purging.add_argument("--older-than", type=float, default=PURGED_AFTER, metavar="SECONDS")
         running.add_argument("--wait", type=float, metavar="SECONDS", help="0 is one try")
         running.add_argument("--ttl", type=float, metavar="SECONDS")
@@ -74,6 +81,32 @@ class Command(BaseCommand):
         reading = live.read(None if using is None else {using: None})
         self._write(reading.holdings, as_json, engines=reading.engines)
         return self._tell_down(reading.engines)
+
+    def _watch(self, *, interval: float, times: int | None, as_json: bool, **options: Any) -> int:
+        if not 0.1 <= interval <= 3600:
+            raise CommandError("--interval must be 0.1 to 3600 seconds")
+        clear_screen = "\x1b[H\x1b[2J" if self.stdout.isatty() and not as_json else ""
+        with suppress(KeyboardInterrupt):
+            while True:
+                self.stdout.write(clear_screen, ending="")
+                self._list(as_json=as_json, **options)
+                self.stdout.flush()
+                if times is not None and (times := times - 1) <= 0:
+                    break
+                sleep(interval)
+        return 0
+
+    def _doctor(self, *, using: str | None, as_json: bool, **options: Any) -> int:
+        found = [doctor.examine(alias) for alias in (registry if using is None else [using])]
+        if as_json:
+            self.stdout.write(_json({"engines": [doctor.as_json(f) for f in found]}))
+        for engine in found if not as_json else ():
+            self.stdout.write(f"{engine.alias}: {_verdict(engine)}")
+            for message in engine.messages:
+                self.stdout.write(f"  {message.id}: {message.msg}")
+                if message.hint:
+                    self.stdout.write(f"    {message.hint}")
+        return 0 if all(engine.works for engine in found) else EX_UNAVAILABLE
 
     def _show(self, *, name: str, using: str, as_json: bool, **options: Any) -> int:
         held = self._held(name, using)
@@ -213,6 +246,15 @@ def _table(held: Sequence[Holding]) -> Iterable[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if held else ():
         yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _verdict(engine: doctor.Finding) -> str:
+    if not engine.works:
+        return f"{engine.engine or 'not usable'}: {engine.trouble}"
+    return (
+        f"{engine.engine} works; one round trip took {engine.ping_ms:.1f} ms, "
+        f"a lock and its release {engine.pair_ms:.1f} ms"
+    )
 
 
 def _json(value: Any) -> str:
