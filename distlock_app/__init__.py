@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .latches import Latch
     from .locks import Lock
     from .names import bucket
+    from .placeholders import named
     from .views import locked_view
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _HOMES = {
     "locked": "decorators",
     "locked_command": "commands",
     "locked_view": "views",
+    "named": "placeholders",
 }
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "locked",
     "locked_command",
     "locked_view",
+    "named",
 ]
 
 

@@ -16,7 +16,7 @@ from django.core.exceptions import AppRegistryNotReady
 from .attempts import lease_of_runner
 from .errors import LockBusy, LockLost, NotHeld
 from .locks import Lock
-from .names import shown
+from .names import Made, shown
 from .placeholders import NameTemplate, arguments, parameters_of, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,7 +106,7 @@ class Naming:
         if name is not None:
             return cls(name, signature)
         if template is None:
-            return cls(path_of(function), signature)
+            return cls(Made(path_of(function), path_of(function)), signature)
         parsed = NameTemplate(template)
         parsed.check(parameters_of(signature), f"arguments of {path_of(function)}()")
         return cls(parsed, signature)

@@ -10,6 +10,26 @@ from functools import lru_cache
 SHOWN_LENGTH = 200
 
 
+class Made(str):
+    """A name that remembers the template it was made from, for metrics."""
+
+    __slots__ = ("template",)
+    template: str
+
+    def __new__(cls, name: str, template: str) -> Made:
+        made = super().__new__(cls, name)
+        made.template = template
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.template
+
+
+def template_of(name: str) -> str:
+    """Return the template that `name` was made from; "" if it was not."""
+    return getattr(name, "template", "")
+
+
 def checked(name: str) -> str:
     """Return `name`, or raise TypeError / ValueError: a name is any non-empty text."""
     if not isinstance(name, str):
@@ -26,7 +46,8 @@ def bucket(name: str, value: object, *, buckets: int = 16) -> str:
     """
     if buckets < 1:
         raise ValueError(f"buckets must be 1 or more, not {buckets!r}")
-    return f"{checked(name)}:{zlib.crc32(str(value).encode('utf-8', 'surrogatepass')) % buckets}"
+    number = zlib.crc32(str(value).encode("utf-8", "surrogatepass")) % buckets
+    return Made(f"{checked(name)}:{number}", f"{template_of(name) or name}:{{bucket}}")
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,8 @@ from typing import Any
 
 from django.db import models
 
+from .names import Made
+
 _FIELD = re.compile(r"(?P<root>[^\W\d]\w*)(?P<rest>(\.\w+|\[[^\[\]{}]+\])*)")
 _STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
 
@@ -64,7 +66,7 @@ class NameTemplate:
 
     def fill(
         self, values: Mapping[str, Any], *, absent: Callable[[str], str | None] | None = None
-    ) -> str:
+    ) -> Made:
         """Return the name for `values`; raise ValueError for a value that names nothing.
 
         `absent(field)` may return a text for a field whose value is None.
@@ -74,7 +76,7 @@ class NameTemplate:
             name.append(literal)
             if field:
                 name.append(quoted(self._text(field, values, absent), self._quoted))
-        return "".join(name)
+        return Made("".join(name), self.template)
 
     def _text(
         self,
@@ -94,6 +96,18 @@ class NameTemplate:
             return text_of(value)
         except ValueError as error:
             raise ValueError(f"{{{field}}} in the lock name {self.template!r} {error}") from None
+
+
+def named(template: str, /, **values: Any) -> str:
+    """Return the name of a lock: `named("invoice:{pk}", pk=42)` is "invoice:42".
+
+    As in the decorators: different values never give the same name, an object is its primary
+    key, and metrics are labelled by the template. Raise ValueError for a value that names
+    nothing.
+    """
+    parsed = NameTemplate(template)
+    parsed.check(values, "values")
+    return parsed.fill(values)
 
 
 def text_of(value: Any) -> str:

@@ -200,8 +200,12 @@ def test_the_lock_is_released_when_the_function_ends_or_raises():
 def test_a_coroutine_is_locked_until_it_ends():
     @on_locmem("n:{number}")
     async def work(number):
-        await asyncio.sleep(0.01)
+        inside.append(number)
+        while len(inside) < 2:
+            await asyncio.sleep(0.001)
         return held()
+
+    inside = []
 
     async def main():
         return await asyncio.gather(*(work(n) for n in range(2)))

@@ -19,7 +19,7 @@ from django.test.utils import isolate_apps
 
 import distlock_app
 from distlock_app import signals
-from distlock_app.testing import override_locks
+from distlock_app.testing import LOCMEM, override_locks
 from tests.app.models import Account
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,9 +78,10 @@ PAGES_THAT_RUN = [
 
 @pytest.mark.django_db(databases=["default"])
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=title)
-def test_the_samples_of_a_page_run(page, shop):
-    settings = {"INSTALLED_APPS": [], "DATABASES": {}, "BASE_DIR": ROOT}
-    namespace = {"__name__": "tests.app.documented", **settings, **shop}
+def test_the_samples_of_a_page_run(page, shop, settings):
+    names = {"INSTALLED_APPS": [], "DATABASES": {}, "BASE_DIR": ROOT}
+    namespace = {"__name__": "tests.app.documented", **names, **shop}
+    settings.DISTLOCK = dict.fromkeys([*settings.DISTLOCK, "redis"], {"BACKEND": LOCMEM})
 
     with override_locks(), isolate_apps("tests.app"):
         for code in blocks(page, "python"):

@@ -1,0 +1,123 @@
+"""Metrics and traces of locks, for Prometheus and OpenTelemetry; call one in `AppConfig.ready()`.
+
+Both listen to the signals: without them the lock path pays nothing. Locks are labelled by the
+template of their name ("invoice:{pk}"), never by the name: it would make a series of each
+invoice. A name that was not made from a template is labelled "".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from django.dispatch import Signal
+
+from .names import template_of
+from .signals import (
+    lock_acquired,
+    lock_busy,
+    lock_cleared,
+    lock_lost,
+    lock_released,
+    version_conflict,
+)
+
+# Seconds. Locks are waited for and held for milliseconds, and for minutes.
+BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+WAITED = "Seconds that somebody waited for a lock, until it was acquired or given up as busy."
+HELD = "Seconds that a lock was held, until it was released or lost."
+CLEARED = "Locks that were taken away by hand."
+CONFLICTS = "Saves of a versioned model that met a change by somebody else."
+
+# (alias, template, outcome, seconds)
+Timed = Callable[[str, str, str, float], None]
+
+
+def use_prometheus(registry: Any = None) -> None:
+    """Count in `registry` (default: prometheus_client's own) from now on.
+
+    Histograms `distlock_wait_seconds` (outcome: acquired, busy) and `distlock_hold_seconds`
+    (released, lost), counters `distlock_cleared_total` and `distlock_version_conflicts_total`.
+    """
+    from prometheus_client import REGISTRY, Counter, Histogram
+
+    where = REGISTRY if registry is None else registry
+    labels = ("alias", "template", "outcome")
+    wait = Histogram("distlock_wait_seconds", WAITED, labels, registry=where, buckets=BUCKETS)
+    hold = Histogram("distlock_hold_seconds", HELD, labels, registry=where, buckets=BUCKETS)
+    cleared = Counter("distlock_cleared_total", CLEARED, labels[:2], registry=where)
+    conflicts = Counter("distlock_version_conflicts_total", CONFLICTS, ("model",), registry=where)
+    _listen(
+        waited=lambda *labels_and_seconds: _observe(wait, *labels_and_seconds),
+        held=lambda *labels_and_seconds: _observe(hold, *labels_and_seconds),
+        cleared=lambda alias, template: cleared.labels(alias, template).inc(),
+        conflict=lambda model: conflicts.labels(model).inc(),
+    )
+
+
+def use_opentelemetry(*, meter_provider: Any = None, tracer_provider: Any = None) -> None:
+    """Record metrics and spans with these providers (default: the global ones) from now on.
+
+    Histograms `distlock.wait` and `distlock.hold`, counters `distlock.cleared` and
+    `distlock.version_conflicts`; spans `distlock.acquire` and `distlock.hold`, children of
+    what is current where the lock was taken and released.
+    """
+    from opentelemetry import metrics, trace
+
+    meter = metrics.get_meter("distlock_app", meter_provider=meter_provider)
+    tracer = trace.get_tracer("distlock_app", tracer_provider=tracer_provider)
+    advice = {"explicit_bucket_boundaries_advisory": list(BUCKETS)}
+    wait = meter.create_histogram("distlock.wait", unit="s", description=WAITED, **advice)
+    hold = meter.create_histogram("distlock.hold", unit="s", description=HELD, **advice)
+    cleared = meter.create_counter("distlock.cleared", description=CLEARED)
+    conflicts = meter.create_counter("distlock.version_conflicts", description=CONFLICTS)
+
+    def timed(instrument: Any, span: str) -> Timed:
+        def record(alias: str, template: str, outcome: str, seconds: float) -> None:
+            facts = {**_attributes(alias, template), "distlock.outcome": outcome}
+            instrument.record(seconds, facts)
+            end = time.time_ns()
+            begun = end - int(seconds * 1e9)
+            tracer.start_span(span, attributes=facts, start_time=begun).end(end)
+
+        return record
+
+    _listen(
+        waited=timed(wait, "distlock.acquire"),
+        held=timed(hold, "distlock.hold"),
+        cleared=lambda alias, template: cleared.add(1, _attributes(alias, template)),
+        conflict=lambda model: conflicts.add(1, {"distlock.model": model}),
+    )
+
+
+def _listen(
+    *,
+    waited: Timed,
+    held: Timed,
+    cleared: Callable[[str, str], None],
+    conflict: Callable[[str], None],
+) -> None:
+    def timed(record: Timed, outcome: str, seconds: str) -> Callable[..., None]:
+        return lambda alias, name, **facts: record(
+            alias, template_of(name), outcome, facts[seconds]
+        )
+
+    def connect(signal: Signal, receiver: Callable[..., None]) -> None:
+        signal.connect(receiver, weak=False)
+
+    connect(lock_acquired, timed(waited, "acquired", "waited"))
+    connect(lock_busy, timed(waited, "busy", "waited"))
+    connect(lock_released, timed(held, "released", "held"))
+    connect(lock_lost, timed(held, "lost", "held"))
+    connect(lock_cleared, lambda alias, name, **_: cleared(alias, template_of(name)))
+    connect(version_conflict, lambda sender, **_: conflict(sender._meta.label))
+
+
+def _observe(histogram: Any, alias: str, template: str, outcome: str, seconds: float) -> None:
+    histogram.labels(alias, template, outcome).observe(seconds)
+
+
+def _attributes(alias: str, template: str) -> dict[str, str]:
+    return {"distlock.alias": alias, "distlock.template": template}
