@@ -200,17 +200,19 @@ def test_the_lock_is_released_when_the_function_ends_or_raises():
 def test_a_coroutine_is_locked_until_it_ends():
     @on_locmem("n:{number}")
     async def work(number):
-        inside.append(number)
-        while len(inside) < 2:
-            await asyncio.sleep(0.001)
-        return held()
+        for phase in (inside, looked):
+            phase.append(held())
+            while len(phase) < 2:
+                await asyncio.sleep(0.001)
 
-    inside = []
+    inside, looked = [], []
 
     async def main():
-        return await asyncio.gather(*(work(n) for n in range(2)))
+        await asyncio.gather(*(work(n) for n in range(2)))
 
-    assert asyncio.run(main()) == [["n:0", "n:1"]] * 2
+    asyncio.run(main())
+
+    assert looked == [["n:0", "n:1"]] * 2
     assert held() == []
 
 
