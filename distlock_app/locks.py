@@ -83,6 +83,8 @@ class Lock:
             (self.shared, backend.shares, "shared=True"),
             (self.fair, backend.queues, "fair=True"),
             (self.limit > 1, backend.limits, "limit above 1"),
+            # No other process can take a session over.
+            (self.owner is not None, backend.expires, "owner="),
         ):
             if wanted and not able:
                 engine = type(backend).__name__

@@ -161,7 +161,10 @@ class LockBackendContract(SharingContract):
         second = self.backend.acquire(a_claim(name), 0)
 
         assert self.backend.extend(first, 30) is False
-        assert self.backend.extend_many([(first, 30), (second, 30)]) == [False, True]
+        answers = self.backend.extend_many([(first, 30), (second, 30)])
+        # An engine with a heartbeat asks only when it has to.
+        kept = True if self.backend.heartbeat is None else None
+        assert answers in ([False, True], [False, kept])
 
     def test_an_expired_claim_goes_to_the_next_owner(self) -> None:
         self.needs("expires")

@@ -101,6 +101,13 @@ DISTLOCK: dict[str, dict[str, Any]] = {
     "locmem": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
     "dummy": {"BACKEND": "distlock_app.backends.dummy.DummyBackend"},
 }
+# Locks of a database server's own: the alias that runs on this database have, and its engine.
+SERVER_LOCKS = {
+    "mysql": ("named", "distlock_app.backends.mysql.NamedLockBackend"),
+    "postgresql": ("advisory", "distlock_app.backends.postgresql.AdvisoryLockBackend"),
+}
+if ENGINE in SERVER_LOCKS:
+    DISTLOCK[SERVER_LOCKS[ENGINE][0]] = {"BACKEND": SERVER_LOCKS[ENGINE][1], "LOCATION": "default"}
 if REDIS_URL:
     CACHES["locks"] = {
         "BACKEND": "django_redis.cache.RedisCache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 
 import pytest
@@ -31,6 +32,18 @@ class TestAnotherDatabase(LockBackendContract):
     alias = "locks"
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif(settings.ENGINE != "mysql", reason="the run on MySQL has it")
+class TestNamedLocks(LockBackendContract):
+    alias = "named"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif(settings.ENGINE != "postgresql", reason="the run on PostgreSQL has it")
+class TestAdvisoryLocks(LockBackendContract):
+    alias = "advisory"
+
+
 class TestRedis(LockBackendContract):
     alias = "redis"
 
@@ -47,13 +60,14 @@ def test_every_engine_is_under_test():
         for module in pkgutil.iter_modules(backends.__path__)
         if _has_engine(f"{backends.__name__}.{module.name}")
     }
-    configured = {params["BACKEND"] for params in settings.DISTLOCK.values()}
+    configured = dict(settings.SERVER_LOCKS.values())  # those of runs on other databases, too
+    configured |= {alias: params["BACKEND"] for alias, params in settings.DISTLOCK.items()}
     tested = {
-        import_string(settings.DISTLOCK[cls.alias]["BACKEND"]).__module__
+        import_string(configured[cls.alias]).__module__
         for cls in LockBackendContract.__subclasses__()
     }
 
-    assert engines == {path.rpartition(".")[0] for path in configured}
+    assert engines == {path.rpartition(".")[0] for path in configured.values()}
     assert tested == engines - BREAKS_IT
 
 
@@ -63,6 +77,7 @@ def _has_engine(module: str) -> bool:
         isinstance(value, type)
         and issubclass(value, BaseLockBackend)
         and value.__module__ == module
+        and not inspect.isabstract(value)
         and value is not BaseLockBackend
         for value in found
     )

@@ -1,0 +1,218 @@
+"""Named locks of MySQL and MariaDB (GET_LOCK): the server's own, each on a session of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import ceil
+from typing import Any
+
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+
+from ..claims import Claim
+from .held_lines import HeldLinesBackend, LockLine, note
+from .lines import ANSWER_WAIT, GRACE, Rows, Trouble
+
+# Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
+BUSY = frozenset({3058, 1213, 1205})
+
+# Interrupted by the statement's own limit, or by KILL QUERY: it may have been locked just then.
+INTERRUPTED = frozenset({3024, 1317})
+
+NO_SUCH_THREAD = 1094
+
+# Not NOW(), which is the start of the statement. Zone and mode are of our own session.
+NOW_US = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', SYSDATE(6))"
+
+# Granted locks, and what their session said last. MySQL has this on by default, but few may read
+# it; MariaDB calls the lock a schema.
+INSTRUMENTED = """
+    SELECT COALESCE(NULLIF(held.OBJECT_NAME, ''), held.OBJECT_SCHEMA), thread.PROCESSLIST_ID,
+           statement.SQL_TEXT
+      FROM performance_schema.metadata_locks AS held
+      JOIN performance_schema.threads AS thread ON thread.THREAD_ID = held.OWNER_THREAD_ID
+      LEFT JOIN performance_schema.events_statements_current AS statement
+        ON statement.THREAD_ID = thread.THREAD_ID AND statement.NESTING_EVENT_ID IS NULL
+     WHERE held.OBJECT_TYPE = 'USER LEVEL LOCK' AND held.LOCK_STATUS = 'GRANTED'"""
+
+# MariaDB, if an administrator has installed its plugin.
+PLUGIN = """
+    SELECT TABLE_SCHEMA, THREAD_ID, NULL
+      FROM information_schema.METADATA_LOCK_INFO
+     WHERE LOCK_TYPE = 'User lock'"""
+
+# Access denied: to a command, a table, for want of a privilege.
+DENIED = frozenset({1044, 1142, 1143, 1227, 1370})
+
+WAITS = re.compile(r"GET_LOCK\('(distlock:\w+:\w+)'")
+
+Held = dict[str, tuple[int, str | None]]
+
+# Locks that one statement asks about by name.
+BATCH = 200
+
+
+class NamedLine(LockLine):
+    """A session on MySQL or MariaDB, spoken to through mysqlclient."""
+
+    def adapt(self, settings: dict[str, Any]) -> None:
+        options = settings["OPTIONS"]
+        options["charset"] = "utf8mb4"
+        for wait in ("connect_timeout", "read_timeout", "write_timeout"):
+            options.setdefault(wait, ANSWER_WAIT)
+        # User locks are the whole server's: those of other schemas are other locks.
+        schema = hashlib.sha256(str(settings["NAME"]).encode()).hexdigest()[:12]
+        self.prefix = f"distlock:{schema}:"
+
+    def descriptor(self) -> int:
+        if not hasattr(self.wrapper.connection, "send_query"):
+            raise ImproperlyConfigured("NamedLockBackend needs mysqlclient")
+        return int(self.wrapper.connection.fileno())
+
+    def begin(self) -> int:
+        self.ask("SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_ALL_TABLES'")
+        ((number, version, sysdate_is_now),) = self.ask(
+            "SELECT CONNECTION_ID(), VERSION(), SYSDATE(6) = NOW(6)"
+        )
+        self.is_mariadb = "mariadb" in str(version).lower()
+        # With --sysdate-is-now no clock can be read after the lock was granted.
+        self.reads_clock = not sysdate_is_now
+        return int(number)
+
+    def send(self, question: str) -> None:
+        try:
+            self.wrapper.connection.send_query(question.encode())
+        except self.wrapper.Database.Error as error:
+            raise _trouble(error) from error
+
+    def receive(self) -> Rows:
+        connection = self.wrapper.connection
+        try:
+            connection.read_query_result()
+            result = connection.store_result()
+        except self.wrapper.Database.Error as error:
+            trouble = _trouble(error)
+            # The client's own errors, which end the session, have numbers from 2000.
+            self.owes = trouble.code is None or 2000 <= trouble.code < 3000
+            raise trouble from error
+        self.owes = False
+        return [] if result is None else list(result.fetch_row(0))
+
+    def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
+        if self.ttl != claim.ttl:
+            self.keep(claim.ttl)
+        try:
+            ((locked, fence),), began = self.wait(self._locking(claim, wait), wait + ANSWER_WAIT)
+        except Trouble as error:
+            if error.code in BUSY:
+                return None
+            if error.code not in INTERRUPTED:
+                raise
+            locked = None
+        if locked is None:
+            self._after_interruption(wait)
+        return (fence if self.reads_clock else None, began) if locked else None
+
+    def _locking(self, claim: Claim, wait: float) -> str:
+        timeout, limit = f"{wait:.6f}", ""
+        if not self.is_mariadb:
+            # MySQL rounds it to whole seconds: there, the statement has the exact limit.
+            timeout = str(ceil(wait))
+            if wait > 0:
+                limit = f"/*+ MAX_EXECUTION_TIME({max(1, round(wait * 1000))}) */"
+        lock = f"GET_LOCK('{self.prefix}{claim.key}', {timeout})"
+        # Columns are computed from left to right: the time is that of the lock.
+        return f"SELECT {limit} {note(claim)} {lock}, {NOW_US}"
+
+    def _after_interruption(self, wait: float) -> None:
+        """Unlock what may have been locked; raise Trouble if it was not the statement's limit."""
+        self.ask("SELECT RELEASE_ALL_LOCKS()")
+        if self.is_mariadb or wait == 0:
+            raise Trouble(None, "GET_LOCK answered NULL")
+
+    def question(self, claim: Claim) -> str:
+        lock = f"'{self.prefix}{claim.key}'"
+        return f"SELECT {note(claim, self.fence)} IS_USED_LOCK({lock}) = CONNECTION_ID()"
+
+    def unlock(self, claim: Claim) -> bool:
+        return self.ask(f"SELECT RELEASE_LOCK('{self.prefix}{claim.key}')") == [(1,)]
+
+    def keep(self, ttl: float) -> None:
+        self.ask(f"SET SESSION wait_timeout = {ceil(ttl + GRACE)}")
+        self.ttl = ttl
+
+    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
+        prefix = self.prefix + (key or "")
+        threads = {row[0]: (row[2], row[7] or "") for row in self.ask("SHOW FULL PROCESSLIST")}
+        waiting = [(lock, info) for _, info in threads.values() for lock in WAITS.findall(info)]
+        waiters = Counter(lock for lock, _ in waiting)
+        notes = dict(waiting)
+        now_us, held = self._held({key, *ours} if key else {*ours}, waiters)
+        for lock, (session, text) in held.items():
+            if not lock.startswith(prefix):
+                continue
+            fields = {"session": session, "key": lock[len(self.prefix) :], "now_us": now_us}
+            address = threads.get(session, ("", ""))[0]
+            fields |= {"holder": {"host": address, "who": f"session {session}"}}
+            # Who waits for it says its name.
+            fields |= {"note": text, "named": notes.get(lock), "waiters": waiters[lock]}
+            yield fields
+
+    def _held(self, keys: set[str], waited: Iterable[str]) -> tuple[int, Held]:
+        """Return the server's time, and all locks that it tells of, or else those asked for."""
+        ((now_us, instrumented, plugin),) = self.ask(
+            f"SELECT {NOW_US}, @@performance_schema, (SELECT COUNT(*) FROM "
+            "information_schema.PLUGINS WHERE PLUGIN_NAME = 'METADATA_LOCK_INFO')"
+        )
+        held: Held = {}
+        if instrumented or plugin:
+            try:
+                rows = self.ask(INSTRUMENTED if instrumented else PLUGIN)
+                held = {lock: (int(session), text) for lock, session, text in rows}
+            except Trouble as error:
+                if error.code not in DENIED:
+                    raise
+        more = sorted({self.prefix + key for key in keys} | {*waited} - held.keys())
+        for start in range(0, len(more), BATCH):
+            some = more[start : start + BATCH]
+            (row,) = self.ask("SELECT " + ", ".join(f"IS_USED_LOCK('{lock}')" for lock in some))
+            used = zip(some, row, strict=True)
+            held |= {lock: (session, None) for lock, session in used if session is not None}
+        return now_us, held
+
+    def kill(self, key: str, session: int) -> bool:
+        lock = f"'{self.prefix}{key}'"
+        if self.ask(f"SELECT IS_USED_LOCK({lock})") != [(session,)]:
+            return False
+        try:
+            self.ask(f"KILL IS_USED_LOCK({lock})")
+        except Trouble as error:
+            if error.code != NO_SUCH_THREAD:
+                raise
+            return False
+        self.ask(f"SELECT GET_LOCK({lock}, 1)")  # the server cleans up in its own time
+        self.ask("SELECT RELEASE_ALL_LOCKS()")
+        return True
+
+
+class NamedLockBackend(HeldLinesBackend[NamedLine]):
+    """GET_LOCK: a hash of the name, with the schema's, of 64 lower-case characters at most."""
+
+    vendor = "mysql"
+    line = NamedLine
+
+    def look_around(self, line: NamedLine) -> Iterator[checks.CheckMessage]:
+        if ("wsrep_on", "ON") in line.ask("SHOW VARIABLES LIKE 'wsrep_on'"):
+            yield checks.Warning(
+                f"DISTLOCK[{self.alias!r}]: {self.using!r} is a Galera cluster, whose nodes do "
+                "not know of each other's named locks.",
+                hint="Let LOCATION name a database alias that always goes to the same node.",
+                id="distlock_app.W032",
+            )
+
+
+def _trouble(error: Exception) -> Trouble:
+    return Trouble(error.args[0] if error.args else None, str(error))
