@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .latches import Latch
     from .locks import Lock
     from .names import bucket
+    from .pessimistic import for_update, next_unlocked, retry_on_deadlock
     from .placeholders import named
     from .views import locked_view
 
@@ -44,10 +45,13 @@ _HOMES = {
     "all_of": "groups",
     "assert_locked": "decorators",
     "bucket": "names",
+    "for_update": "pessimistic",
     "locked": "decorators",
     "locked_command": "commands",
     "locked_view": "views",
     "named": "placeholders",
+    "next_unlocked": "pessimistic",
+    "retry_on_deadlock": "pessimistic",
 }
 
 __all__ = [
@@ -65,10 +69,13 @@ __all__ = [
     "all_of",
     "assert_locked",
     "bucket",
+    "for_update",
     "locked",
     "locked_command",
     "locked_view",
     "named",
+    "next_unlocked",
+    "retry_on_deadlock",
 ]
 
 

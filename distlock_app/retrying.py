@@ -153,25 +153,45 @@ def retry_on_conflict(
     options: dict[str, Any] = {"attempts": attempts, "pause": pause, "max_pause": max_pause}
     if function is None:
         return functools.partial(retry_on_conflict, **options)
+    seconds_after = functools.partial(_pause_after, **options)
+    return calling_again(
+        function, (StaleObjectError, OperationalError), seconds_after, attempts=attempts
+    )
+
+
+def calling_again(
+    function: Any,
+    errors: Any,
+    seconds_after: Callable[[Exception, int], float],
+    *,
+    attempts: int,
+    begin: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return the function, or coroutine function, so that it is called again after `errors`.
+
+    `begin()` comes first; `seconds_after(error, attempt)` returns the pause, or raises.
+    """
     if attempts < 1:
         raise ValueError("attempts must be at least 1")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        begin()
         for attempt in range(1, attempts + 1):
             try:
                 return function(*args, **kwargs)
-            except (StaleObjectError, OperationalError) as error:
-                seconds = _pause_after(error, attempt, **options)
+            except errors as error:
+                seconds = seconds_after(error, attempt)
             time.sleep(seconds)
 
     @functools.wraps(function)
     async def acall(*args: Any, **kwargs: Any) -> Any:
+        begin()
         for attempt in range(1, attempts + 1):
             try:
                 return await function(*args, **kwargs)
-            except (StaleObjectError, OperationalError) as error:
-                seconds = _pause_after(error, attempt, **options)
+            except errors as error:
+                seconds = seconds_after(error, attempt)
             await asyncio.sleep(seconds)
 
     return acall if iscoroutinefunction(function) else call
@@ -181,7 +201,7 @@ def _pause_after(
     error: Exception, attempt: int, *, attempts: int, pause: float, max_pause: float
 ) -> float:
     """Return the seconds to sleep before the next call; raise what the caller is to see."""
-    final = isinstance(error, RetriesExhausted) or _in_transaction()
+    final = isinstance(error, RetriesExhausted) or in_transaction()
     if final or not (isinstance(error, StaleObjectError) or was_sacrificed(error)):
         raise error
     if attempt == attempts:
@@ -198,7 +218,7 @@ def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
     )
 
 
-def _in_transaction() -> bool:
+def in_transaction() -> bool:
     """Whether this thread is in an `atomic()` block; those of a TestCase do not count."""
     return any(
         not getattr(block, "_from_testcase", False)

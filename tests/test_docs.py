@@ -20,7 +20,7 @@ from django.test.utils import isolate_apps
 import distlock_app
 from distlock_app import signals
 from distlock_app.testing import LOCMEM, override_locks
-from tests.app.models import Account
+from tests.app.models import Account, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs/reference"
@@ -63,7 +63,13 @@ def shop(monkeypatch):
     account = Account.objects.create(balance=100)
     product = MagicMock()
     product.objects.get.return_value = SimpleNamespace(stock=5, save=lambda: None)
-    models = {"Account": Account, "Order": MagicMock(), "Product": product, "pk": account.pk}
+    models = {
+        "Account": Account,
+        "Job": Job,
+        "Order": MagicMock(),
+        "Product": product,
+        "pk": account.pk,
+    }
     for name, content in {"shop": {}, "shop.models": models, "shop.views": {"pay": repr}}.items():
         module = ModuleType(name)
         module.__dict__.update(content)

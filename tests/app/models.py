@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django.db import models
 
+from .guarded_models import *  # noqa: F403
 from .versioned_models import *  # noqa: F403
 
 

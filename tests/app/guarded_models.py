@@ -1,0 +1,20 @@
+"""Models whose rows are locked or fenced, for the tests of these guards."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from distlock_app.pessimistic import LockingManager
+
+
+class Job(models.Model):
+    """A queue: its order has no index, as is usual."""
+
+    state = models.CharField(max_length=10, default="new", db_index=True)
+    rank = models.IntegerField(default=0)
+    after = models.ForeignKey("self", models.SET_NULL, null=True)
+
+    objects = LockingManager()
+
+    def __str__(self) -> str:
+        return f"{self.pk}: {self.state}"
