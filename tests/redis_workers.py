@@ -26,11 +26,11 @@ from tests.processes import hear, say
 DEADLINE = 60.0
 
 
-def claim(name: str, *, ttl: float = 30.0, owner: str = "", wake: Any = None) -> Claim:
+def claim(name: str, *, ttl: float = 30.0, owner: str = "", **fields: Any) -> Claim:
     """Return a claim as the core makes them."""
     holder = json.dumps({"host": "web-1", "pid": os.getpid()})
     owner = owner or secrets.token_hex(16)
-    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder, wake=wake)
+    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder, **fields)
 
 
 def backend_at(url: str, *, prefix: str = "distlock", **cache: Any) -> RedisBackend:

@@ -1,0 +1,358 @@
+"""Readers, writers and permits on Redis: who is inside together, in which order, who died."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import monotonic, sleep
+
+import pytest
+
+from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
+from distlock_app.claims import Busy, Grant
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from tests.engines import until
+from tests.redis_workers import Waiter, backend_at, claim, wait_for
+from tests.sharing_workers import overtakings, together, visits_of
+
+pytest_plugins = ["tests.redis_fixtures"]
+
+KINDS = [{"shared": True}, {"limit": 9}]
+
+
+@pytest.fixture
+def name(redis_url):
+    """A lock of the alias `redis` that no other test uses."""
+    made = f"shared-{secrets.token_hex(4)}"
+    yield made
+    registry["redis"].backend.clear(key_of(made))
+
+
+def elsewhere(lock):
+    """Take the lock in another thread: this one would only enter it again."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lock.acquire, 30).result(60)
+
+
+def waiters_of(name, backend=None):
+    held = list((backend or registry["redis"].backend).holders(key_of(name)))
+    return held[0].waiters if held else 0
+
+
+def test_nobody_is_inside_with_whom_it_must_not_be_and_nobody_starves(processes, name, tmp_path):
+    """The file in which the writers count has no other protection."""
+    mixed, permits = tmp_path / "mixed", tmp_path / "permits"
+    mixed.write_text("0")
+    options = {"hold": 0.001, "ttl": 30, "times": 30}
+
+    processes.run(
+        "tests.sharing_workers:visit_twice",
+        count=6,
+        first={
+            "log": str(mixed),
+            "name": name,
+            "kinds": ["reader", "reader", "writer"],
+            **options,
+        },
+        second={"log": str(permits), "name": f"{name} permits", "kinds": ["3"], **options},
+    )
+
+    for inside in together(visits_of(mixed)):
+        assert len(inside) == 1 or {one.kind for one in inside} == {"reader"}
+    assert mixed.read_text() == str(6 * 10)
+    assert max(len(inside) for inside in together(visits_of(permits))) <= 3
+    for visits in (visits_of(mixed), visits_of(permits)):
+        assert len(visits) == 6 * 30
+        most = overtakings(visits)
+        print(f"overtaken by {most}")
+        assert most <= 2 * 6
+
+
+@pytest.mark.slow
+def test_killed_processes_take_no_permit_with_them(processes, name, tmp_path):
+    log = tmp_path / "log"
+    workers = processes.start_many(
+        "tests.sharing_workers:visit",
+        count=6,
+        log=str(log),
+        name=name,
+        kinds=["3"],
+        hold=0.02,
+        ttl=0.6,
+    )
+    until(lambda: len(visits_of(log)) > 20)
+    for worker in workers[:3]:
+        sleep(0.4)
+        worker.kill()
+    killed_at = monotonic()
+    until(lambda: sum(one.came > killed_at + 1.2 for one in visits_of(log)) > 20)
+    for worker in workers[3:]:
+        worker.kill()
+
+    inside = together(visits_of(log))
+    late = [one for one in inside if max(visit.came for visit in one) > killed_at + 1.2]
+    assert max(len(one) for one in inside) == 3
+    assert max(len(one) for one in late) == 3, "a permit did not come back"
+
+
+def test_the_permits_of_killed_holders_come_back_after_their_ttl(processes, name):
+    ttl = 1.0
+    holders = processes.start_many(
+        "tests.sharing_workers:hold_permit", count=3, name=name, limit=3, ttl=ttl
+    )
+    for worker in holders:
+        assert worker.read() == "holds"
+    lock = Lock(name, using="redis", limit=3, ttl=30)
+    with pytest.raises(LockBusy):
+        lock.acquire(wait=0)
+
+    killed_at = monotonic()
+    for worker in holders:
+        worker.kill()
+    taken = [elsewhere(lock) for _ in range(3)]
+    waited = monotonic() - killed_at
+
+    with pytest.raises(LockBusy):
+        lock.acquire(wait=0)
+    for hold in taken:
+        hold.release()
+    assert waited < ttl + 10
+
+
+def test_killed_waiters_leave_no_gap(processes, name, tmp_path):
+    """3 of 8 waiters are killed; alone on the machine the gaps are below 2 x hold + 50 ms."""
+    log = tmp_path / "log"
+    log.write_text("0")
+    backend = registry["redis"].backend
+    gate = backend.acquire(claim(name, ttl=60), 0)
+    workers = processes.start_many(
+        "tests.sharing_workers:visit",
+        count=8,
+        log=str(log),
+        name=name,
+        kinds=["writer", "reader", "2", "reader"],
+        hold=0.02,
+        ttl=10,
+        times=4,
+    )
+    until(lambda: waiters_of(name) == 8)
+
+    for worker in workers[1:8:3]:
+        worker.kill()
+    released_at = monotonic()
+    backend.release(gate)
+    for worker in set(workers) - set(workers[1:8:3]):
+        worker.result()
+
+    came = [released_at, *(one.came for one in visits_of(log))]
+    assert len(came) == 1 + 5 * 4
+    longest = max(later - earlier for earlier, later in zip(came, came[1:], strict=False))
+    print(f"longest gap {longest * 1000:.0f} ms")
+    assert longest < 2  # a queue that waits for the dead takes 3 s and more
+
+
+def test_a_dead_writer_keeps_readers_waiting_for_a_moment_only(backend, server, prefix):
+    reader = backend.acquire(claim("a", shared=True), 0)
+    dead, living = Waiter(backend, "a"), Waiter(backend, "a", shared=True)
+    dead.ask()
+    assert isinstance(living.ask(), Busy)
+    claims = f"{prefix}:{{0}}:{dead.claim.key}:w"
+    heard, rest = server.hget(claims, dead.claim.owner).split(" ", 1)
+    server.hset(claims, dead.claim.owner, f"{int(heard) - 4_000_000} {rest}")
+
+    assert isinstance(living.ask(), Grant)
+
+    assert backend.extend(reader, 30)
+    assert dead.woken == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_waiters_whose_process_died_get_nothing(backend, server, prefix, kind):
+    writer = backend.acquire(claim("a"), 0)
+    deaf, living = Waiter(backend, "a", **kind), Waiter(backend, "a", **kind)
+    deaf.ask()
+    living.ask()
+    claims = f"{prefix}:{{0}}:{deaf.claim.key}:w"
+    entry = server.hget(claims, deaf.claim.owner)
+    server.hset(claims, deaf.claim.owner, entry.replace(":wake:", ":nobody:"))
+
+    backend.release(writer)
+
+    grant = living.granted()
+    assert [held.fence for held in backend.holders(deaf.claim.key)] == [grant.fence]
+    backend.release(grant)
+    assert list(server.scan_iter(f"{prefix}:*")) == [f"{prefix}:{{0}}:fence"]
+    assert isinstance(deaf.ask(), Grant)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_one_message_wakes_each_and_costs_two_requests(own, kind):
+    backend, server = own
+    backend.release(wait_for(backend, 5, "a"))  # the server has the scripts now
+    writer = wait_for(backend, 5, "a")
+    waiters = [Waiter(backend, "a", **kind) for _ in range(9)]
+    waiters[0].ask()
+    server.config_resetstat()
+
+    for waiter in waiters[1:]:
+        waiter.ask()
+    backend.release(writer)
+    for waiter in waiters:
+        backend.release(waiter.granted())
+
+    calls = server.info("commandstats")
+    assert calls["cmdstat_evalsha"]["calls"] == 8 + 1 + 9
+    assert calls["cmdstat_publish"]["calls"] == 9
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("how", ["silent", "close"])
+def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_redis, kind, how):
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5)
+    wanted = claim("a", **kind)
+    first = backend.acquire(claim("a", **kind), 0)
+
+    def asked(call):
+        proxy.swallow = how
+        while True:
+            with suppress(BackendError):
+                return call()
+
+    grant = asked(lambda: backend.acquire(wanted, 0))
+    again = backend.acquire(wanted, 0)
+    asked(lambda: backend.release(grant))
+
+    assert again.fence == grant.fence > first.fence
+    assert [held.fence for held in backend.holders(wanted.key)] == [first.fence]
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_died_together_is_gone_with_the_next_claim(backend, server, prefix, kind):
+    for _ in range(3):
+        assert backend.acquire(claim("a", ttl=0.05, **kind), 0)
+    sleep(0.1)
+    assert list(backend.holders(key_of("a"))) == []
+
+    writer = backend.acquire(claim("a"), 0)
+
+    assert writer
+    assert backend.release(writer)
+    assert list(server.scan_iter(f"{prefix}:*")) == [f"{prefix}:{{0}}:fence"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_keys_of_several_holders_expire(backend, server, prefix, kind):
+    backend.acquire(claim("a", ttl=20, **kind), 0)
+    short = backend.acquire(claim("a", ttl=1, **kind), 0)
+    Waiter(backend, "a").ask()
+
+    keys = {key.rpartition(":")[2]: server.pttl(key) for key in server.scan_iter(f"{prefix}:*")}
+
+    assert keys.pop("fence") == -1
+    assert len(keys) == 4
+    # As long as the longest lease, and a while, so that what is left over is found.
+    assert all(20_000 < left <= 40_000 for left in keys.values())
+    assert backend.extend(short, 60)
+    assert server.pttl(f"{prefix}:{{0}}:{key_of('a')}:m") > 60_000
+
+
+def test_a_waiter_without_a_channel_gets_a_short_lease_first(backend, monkeypatch):
+    writer = backend.acquire(claim("a"), 0)
+    monkeypatch.setattr(type(backend._listener), "works", lambda self, timeout: False)
+    unheard = claim("a", shared=True, wake=lambda grant: None)
+    assert not backend.acquire(unheard, 30)
+
+    backend.release(writer)
+
+    [held] = backend.holders(unheard.key)
+    assert held.kind == "shared" and held.expires_in <= 3
+    grant = backend.acquire(unheard, 30)
+    assert grant.fence == held.fence
+    [held] = backend.holders(unheard.key)
+    assert held.expires_in > 29
+
+
+def test_a_thousand_readers_come_and_go(own):
+    backend, server = own
+    grants = [backend.acquire(claim("a", shared=True), 0) for _ in range(1000)]
+
+    assert len({grant.fence for grant in grants}) == 1000
+    assert len(list(backend.holders())) == 1000
+    assert all(backend.extend_many([(grant, 60) for grant in grants]))
+    assert all(backend.release(grant) for grant in reversed(grants))
+    assert server.keys() == ["distlock:{0}:fence"]
+
+
+def test_threads_share_a_lock_object_each_with_its_own_hold(name):
+    lock = Lock(name, using="redis", shared=True, wait=5)
+    one = lock.acquire()
+    same = lock.acquire()
+    other = elsewhere(lock)
+
+    assert one.fence == same.fence != other.fence
+    with pytest.raises(LockBusy):
+        Lock(name, using="redis").acquire(wait=0)
+    for hold in (one, same, other):
+        hold.release()
+    with Lock(name, using="redis", wait=0) as writer:
+        assert writer.fence > other.fence
+
+
+def test_a_stable_owner_of_a_reader_is_no_writer(name):
+    reader = Lock(name, using="redis", shared=True, owner="job").acquire()
+
+    with pytest.raises(LockBusy):
+        Lock(name, using="redis", owner="job").acquire(wait=0)
+    with pytest.raises(LockBusy):
+        Lock(name, using="redis", limit=2, owner="job").acquire(wait=0)
+    reader.release()
+
+
+@pytest.mark.parametrize("options", [{}, *KINDS], ids=str)
+def test_a_guarded_write_of_a_lost_hold_writes_nothing(name, server, options):
+    key = f"{name}:written"
+    hold = Lock(name, using="redis", **options).acquire(wait=5)
+    hold.guarded_set(key, "before", ttl=60)
+    registry["redis"].backend.clear(key_of(name))  # nobody told the holder
+
+    with pytest.raises(LockLost):
+        hold.guarded_set(key, "after", ttl=60, release=True)
+
+    assert hold.lost
+    assert server.get(key) == "before"
+    server.delete(key)
+
+
+@pytest.mark.parametrize("options", [{}, *KINDS], ids=str)
+def test_a_guarded_write_gives_the_lock_up_with_it(name, server, options):
+    key = f"{name}:written"
+    with Lock(name, using="redis", **options) as hold:
+        hold.guarded_set(key, b"\x00done", ttl=60, release=True)
+
+    assert server.get(key) == "\x00done"
+    assert not Lock(name, using="redis").locked()
+    server.delete(key)
+
+
+def test_an_engine_without_guarded_writes_says_so(name):
+    with (
+        Lock(name, using="locmem") as hold,
+        pytest.raises(LockError, match="has no guarded_set"),
+    ):
+        hold.guarded_set("key", "value")
+
+
+def test_a_hold_that_was_taken_away_is_lost_alone(name):
+    lock = Lock(name, using="redis", limit=2)
+    one, other = elsewhere(lock), elsewhere(lock)
+    [seen] = [h.seen for h in Lock(name, using="redis").holders() if h.fence == one.fence]
+
+    assert Lock(name, using="redis").clear(seen=seen) == 1
+
+    with pytest.raises(LockLost):
+        one.extend()
+    other.extend()
+    other.release()
