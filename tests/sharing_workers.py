@@ -65,7 +65,8 @@ def visit_twice(first: dict[str, Any], second: dict[str, Any]) -> None:
 def note_arrivals() -> dict[str, int]:
     """Return what this process's waiters are told of the time of their arrival, by owner."""
     arrivals: dict[str, int] = {}
-    listener: Any = registry["redis"].backend._listener
+    backend: Any = registry["redis"].backend
+    listener = backend._listener
     waits = listener.waits
 
     def noting(waiter: Any, *args: Any) -> Any:
@@ -114,10 +115,10 @@ def hold_permit(*, name: str, limit: int, ttl: float) -> None:
         hear()
 
 
-def wait_at_latch(*, name: str, count: int, threads: int) -> list[bool]:
+def wait_at_latch(*, name: str, parties: int, threads: int) -> list[bool]:
     """Wait at a latch in several threads; return what each was told."""
     told: list[bool] = []
-    latch = Latch(name, count, using="redis", ttl=60)
+    latch = Latch(name, parties, using="redis", ttl=60)
     pool = [threading.Thread(target=lambda: told.append(latch.wait(60))) for _ in range(threads)]
     for thread in pool:
         thread.start()

@@ -77,9 +77,10 @@ def row_id(name, alias="default"):
     return id_of(alias, holding.key, holding.seen)
 
 
-def taken(name, alias="default"):
+def taken(name, alias="default", **options):
     """Take the lock as another process would: nothing here renews or releases it."""
-    grant = registry[alias].backend.acquire(replace(claim(name), holder=identity.holder_text()), 0)
+    wanted = replace(claim(name), holder=identity.holder_text(), **options)
+    grant = registry[alias].backend.acquire(wanted, 0)
     assert isinstance(grant, Grant)
     return grant
 
@@ -574,3 +575,24 @@ def test_locks_on_redis_are_listed_and_cleared(redis_url, clearer, aliases):
     following = taken("test-admin", "redis")
     assert following.fence > cleared.fence
     registry["redis"].backend.release(following)
+
+
+@pytest.mark.parametrize("options", [{"shared": True}, {"limit": 2}], ids=str)
+@pytest.mark.parametrize("using", ["default", "redis"])
+def test_each_of_several_holders_has_a_row_and_is_cleared_alone(
+    request, clearer, aliases, using, options
+):
+    if using == "redis":
+        request.getfixturevalue("redis_url")
+        aliases("redis", "distlock_app.backends.redis.RedisBackend", LOCATION="locks")
+    first, second = taken("test-several", using, **options), taken("test-several", using, **options)
+    held = {h.fence: h for h in registry[using].backend.holders(first.claim.key)}
+
+    rows = clearer.get(f"{LIST}?q=test-several").context["cl"].result_list
+    response = post(clearer, id_of(using, first.claim.key, held[first.fence].seen))
+
+    assert {row.holding.fence for row in rows} == {first.fence, second.fence}
+    assert {row.holding.kind for row in rows} == {"shared" if "shared" in options else "permit"}
+    assert "was released" in said(response)
+    assert registry[using].backend.extend(first, 30) is False
+    assert registry[using].backend.release(second) is True

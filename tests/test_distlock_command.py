@@ -36,18 +36,18 @@ def memory(settings):
         "second": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
     }
 
-    def add(alias, backend):
-        settings.DISTLOCK = {**settings.DISTLOCK, alias: {"BACKEND": backend}}
+    def add(alias, backend, **params):
+        settings.DISTLOCK = {**settings.DISTLOCK, alias: {"BACKEND": backend, **params}}
 
     return add
 
 
-def taken(name, alias="default", who="somewhere else"):
+def taken(name, alias="default", who="somewhere else", **options):
     """Take the lock as another process would."""
     with identity.activity(who):
         holder = identity.holder_text()
     owner = os.urandom(16).hex()
-    claim = Claim(name=name, key=key_of(name), owner=owner, ttl=30, holder=holder)
+    claim = Claim(name=name, key=key_of(name), owner=owner, ttl=30, holder=holder, **options)
     grant = registry[alias].backend.acquire(claim, 0)
     assert isinstance(grant, Grant)
     return grant
@@ -82,6 +82,31 @@ def test_list_shows_every_alias_as_a_table(memory, capsys):
     assert head.split()[:3] == ["NAME", "ALIAS", "STATE"]
     assert first.startswith("invoice:42") and "alice /pay/7" in first
     assert second.startswith("nightly") and "second" in second
+
+
+@pytest.mark.parametrize("kind", ["shared", "permit"])
+@pytest.mark.parametrize("using", ["default", "redis"])
+def test_each_of_several_holders_has_a_line_and_is_cleared_alone(
+    memory, capsys, request, using, kind
+):
+    if using == "redis":
+        request.getfixturevalue("redis_url")
+        memory("redis", "distlock_app.backends.redis.RedisBackend", LOCATION="locks")
+    options = {"shared": True} if kind == "shared" else {"limit": 2}
+    first = taken("test-command", using, who="the first", **options)
+    second = taken("test-command", using, who="the second", **options)
+
+    _, out, _ = say(capsys, "show", "test-command", "--using", using)
+    arguments = ["test-command", "--using", using, "--yes"]
+    cleared = say(capsys, "clear", *arguments, "--seen", str(first.fence))
+    again = say(capsys, "clear", *arguments, "--seen", str(first.fence))
+
+    assert [f" {kind} " in line for line in out.splitlines()] == [False, True, True]
+    assert "the first" in out and "the second" in out
+    assert (cleared[0], again[0]) == (0, 1)
+    assert registry[using].backend.extend(second, 30)
+    assert registry[using].backend.release(first) is False
+    assert say(capsys, "clear", *arguments)[:2] == (0, "1 cleared\n")
 
 
 def test_list_of_one_alias(memory, capsys):

@@ -228,14 +228,15 @@ class Command(BaseCommand):
 
 def _table(held: Sequence[Holding]) -> Iterable[str]:
     """Yield the lines of a table; nothing for no locks."""
-    rows = [("NAME", "ALIAS", "STATE", "LEFT", "HELD FOR", "WAITERS", "FENCE", "HOLDER")]
-    for h in sorted(held, key=lambda h: (h.alias, h.name)):
+    rows = [("NAME", "ALIAS", "STATE", "KIND", "LEFT", "HELD FOR", "WAITERS", "FENCE", "HOLDER")]
+    for h in sorted(held, key=lambda h: (h.alias, h.name, h.fence or 0)):
         holder = [live.place_of(h.holder), live.activity_of(h.holder)]
         rows.append(
             (
                 names.shown(h.name),
                 h.alias,
                 live.state_of(h),
+                h.kind,
                 "session" if h.expires_in is None else live.clock(h.expires_in),
                 "-" if h.held_for is None else live.clock(h.held_for),
                 "-" if h.waiters is None else str(h.waiters),
