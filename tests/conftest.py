@@ -42,9 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what does not depend on the database of this run, and what starts processes."""
     for item in items:
         case = getattr(item, "callspec", None)
-        redis = (
-            case is not None and case.params.get("using") == "redis"
-        ) or "redis_server" in getattr(item, "fixturenames", ())
+        redis = (case is not None and case.params.get("using") == "redis") or {
+            "redis_server",
+            "cluster_urls",
+        } & set(getattr(item, "fixturenames", ()))
         if redis or item.path.stem.startswith(ONCE):
             item.add_marker("once")
         if "processes" in getattr(item, "fixturenames", ()):
@@ -84,6 +85,16 @@ def redis_url() -> str:
     if not url:
         missing("redis", "DISTLOCK_TEST_REDIS_URL is not set")
     return url
+
+
+@pytest.fixture(scope="session")
+def cluster_urls() -> list[str]:
+    """Where the nodes of the suite's Redis Cluster are; a test that kills one starts its own."""
+    from django.conf import settings
+
+    if not settings.REDIS_CLUSTER_URL:
+        missing("redis_cluster", "DISTLOCK_TEST_REDIS_CLUSTER_URL is not set")
+    return str(settings.REDIS_CLUSTER_URL).split(",")
 
 
 @pytest.fixture

@@ -156,6 +156,11 @@ class Server:
         return self.process.pid
 
     @property
+    def pids(self) -> list[int]:
+        """The processes to stop for its end."""
+        return [self.pid]
+
+    @property
     def running(self) -> bool:
         """Whether the process exists; it may be paused."""
         return self.process is not None and self.process.poll() is None

@@ -16,6 +16,7 @@
 #   DISTLOCK_TEST_MYSQL_URL=mysql://user:password@host:3306/name  (MySQL or MariaDB)
 #   DISTLOCK_TEST_POSTGRESQL_URL=postgresql://user:password@host:5432/name
 #   DISTLOCK_TEST_REDIS_URL=redis://:password@host:6379/0
+#   DISTLOCK_TEST_REDIS_CLUSTER_URL=redis://host:6379,redis://other:6379
 
 set -u
 given=$(env | grep '^DISTLOCK_TEST_[A-Z_]*URLS\{0,1\}=')
@@ -44,7 +45,7 @@ case $quick$only in
     '') databases='sqlite mysql postgresql' ;;
     *) databases=$only ;;
 esac
-wants() { case " $databases redis " in *" $1 "*) true ;; *) false ;; esac; }
+wants() { case " $databases redis redis_cluster " in *" $1 "*) true ;; *) false ;; esac; }
 
 # --- The end, whatever it is: what was started is stopped, by its process id. ---------------
 
@@ -248,7 +249,7 @@ check() {
 
 start_servers() {
     export DISTLOCK_TEST_REQUIRE=
-    for server in redis mysql postgresql; do
+    for server in redis redis_cluster mysql postgresql; do
         wants "$server" || continue
         DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE $server"
         variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL

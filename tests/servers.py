@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.launching import (
+    START_TIMEOUT,
     STOP_TIMEOUT,
     DidNotStart,
     NotInstalled,
     Server,
     find_program,
+    free_port,
     run_quietly,
     scratch_directory,
 )
@@ -56,6 +59,12 @@ class RedisServer(Server):
         with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
             connection.sendall(b"PING\r\n")
             return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+
+    def tell(self, command: str) -> bytes:
+        """Send a command without quotes in it; return the beginning of the answer as it comes."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            connection.sendall(command.encode() + b"\r\n")
+            return connection.recv(65536)
 
     @property
     def url(self) -> str:
@@ -93,6 +102,79 @@ class SentinelServer(RedisServer):
         with path.open("a") as file:
             file.writelines(f"sentinel {line}\n" for line in watch)
         return [program, written, "--sentinel"]
+
+
+class RedisCluster:
+    """Three masters and a replica of each, which replaces it about two seconds after its end."""
+
+    name = "redis_cluster"
+    stop_signal = RedisServer.stop_signal
+    settings = {
+        "cluster-enabled": "yes",
+        "cluster-node-timeout": "1000",
+        "repl-diskless-sync-delay": "0",
+    }
+
+    def __init__(self, *, directory: Path | None = None, detached: bool = False) -> None:
+        self.directory = directory or scratch_directory()
+        self.detached = detached
+        self.nodes: list[RedisServer] = []
+
+    def start(self) -> RedisCluster:
+        """Start, and return when the cluster has found itself: Redis takes two seconds for it."""
+        ports = [(free_port(), free_port()) for _ in range(6)]
+        names = [secrets.token_hex(20) for _ in ports]
+        for me, (port, bus) in enumerate(ports):
+            home = self.directory / str(me)
+            home.mkdir(parents=True)
+            # What every node knows of all of them: "name address flags master ... slots".
+            lines = ["vars currentEpoch 3 lastVoteEpoch 0"]
+            for at, (name, (its_port, its_bus)) in enumerate(zip(names, ports, strict=True)):
+                of = at % 3  # 0 to 2 are the masters, with their thirds of the slots
+                role = "master - 0 0" if at < 3 else f"slave {names[of]} 0 0"
+                slots = "0-5460 5461-10922 10923-16383".split()[of] if at < 3 else ""
+                lines.append(
+                    f"{name} 127.0.0.1:{its_port}@{its_bus} {'myself,' if at == me else ''}"
+                    f"{role} {of + 1} connected {slots}"
+                )
+            (home / "nodes.conf").write_text("".join(line.rstrip() + "\n" for line in lines))
+            config = {**self.settings, "cluster-port": str(bus)}
+            node = RedisServer(directory=home, port=port, config=config, detached=self.detached)
+            self.nodes.append(node)
+            node.start()
+        self.settle()
+        return self
+
+    def settle(self, within: float = START_TIMEOUT) -> None:
+        """Wait until every node that runs says that all is well, and replicas are up to date."""
+        give_up = time.monotonic() + within
+        while not all(self._is_well(node) for node in self.nodes if node.running):
+            if time.monotonic() > give_up:
+                raise DidNotStart("the Redis Cluster did not find itself")
+            time.sleep(0.05)
+
+    @staticmethod
+    def _is_well(node: RedisServer) -> bool:
+        cluster, replication = node.tell("CLUSTER INFO"), node.tell("INFO replication")
+        return b"cluster_state:ok" in cluster and b"master_link_status:down" not in replication
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.stop()
+
+    def close(self) -> None:
+        """End the nodes and remove their directories."""
+        for node in self.nodes:
+            node.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [node.pid for node in self.nodes]
+
+    @property
+    def url(self) -> str:
+        """Where the nodes are, with a comma between two."""
+        return ",".join(node.url for node in self.nodes)
 
 
 class DatabaseServer(Server):
@@ -206,8 +288,8 @@ class PostgreSQLServer(DatabaseServer):
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
 
 
-KINDS: dict[str, type[Server]] = {
-    kind.name: kind for kind in (RedisServer, MariaDBServer, PostgreSQLServer)
+KINDS: dict[str, type[Server] | type[RedisCluster]] = {
+    kind.name: kind for kind in (RedisServer, RedisCluster, MariaDBServer, PostgreSQLServer)
 }
 
 
@@ -217,20 +299,21 @@ def start_detached(directory: Path, names: list[str]) -> None:
     directory.chmod(0o711)
     for name in names:
         server = KINDS[name](directory=directory / name, detached=True).start()
-        (directory / f"{name}.pid").write_text(str(server.pid))
+        (directory / f"{name}.pid").write_text(" ".join(map(str, server.pids)))
         print(f"DISTLOCK_TEST_{name.upper()}_URL={server.url}", flush=True)
 
 
 def stop_detached(directory: Path) -> None:
     """Stop every server that was started in `directory`, by pid."""
     for pidfile in sorted(directory.glob("*.pid")):
-        pid, home = int(pidfile.read_text()), directory / pidfile.stem
-        for number in (KINDS[pidfile.stem].stop_signal, signal.SIGKILL):
-            give_up = time.monotonic() + STOP_TIMEOUT
-            if lives_in(pid, home):
-                os.kill(pid, number)
-            while lives_in(pid, home) and time.monotonic() < give_up:
-                time.sleep(0.02)
+        pids, home = map(int, pidfile.read_text().split()), directory / pidfile.stem
+        for pid in pids:
+            for number in (KINDS[pidfile.stem].stop_signal, signal.SIGKILL):
+                give_up = time.monotonic() + STOP_TIMEOUT
+                if lives_in(pid, home):
+                    os.kill(pid, number)
+                while lives_in(pid, home) and time.monotonic() < give_up:
+                    time.sleep(0.02)
         pidfile.unlink()
 
 

@@ -4,6 +4,7 @@ DISTLOCK_TEST_DATABASE        sqlite (default), mysql or postgresql: what `defau
 DISTLOCK_TEST_MYSQL_URL       mysql://user:password@host:port/name, also of MariaDB
 DISTLOCK_TEST_POSTGRESQL_URL  postgresql://user:password@host:port/name
 DISTLOCK_TEST_REDIS_URL       redis://:password@host:port/0; without it, no lock is on Redis
+DISTLOCK_TEST_REDIS_CLUSTER_URL  redis://host:port of some nodes of a Cluster, comma separated
 DISTLOCK_TEST_REDIS_DB        the number of the Redis database, instead of the URL's
 DISTLOCK_TEST_ISOLATION       "repeatable read" ...: the transactions of MySQL and PostgreSQL
 DISTLOCK_TEST_SUFFIX          keeps the test databases of runs apart that share a server
@@ -91,6 +92,7 @@ if REDIS_URL and os.environ.get("DISTLOCK_TEST_REDIS_DB"):
     REDIS_URL = (
         urlsplit(REDIS_URL)._replace(path="/" + os.environ["DISTLOCK_TEST_REDIS_DB"]).geturl()
     )
+REDIS_CLUSTER_URL = os.environ.get("DISTLOCK_TEST_REDIS_CLUSTER_URL", "")
 
 CACHES: dict[str, dict[str, Any]] = {
     "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"},
@@ -118,6 +120,11 @@ if REDIS_URL:
     DISTLOCK["redis"] = {
         "BACKEND": "distlock_app.backends.redis.RedisBackend",
         "LOCATION": "locks",
+    }
+if REDIS_CLUSTER_URL:
+    DISTLOCK["cluster"] = {
+        "BACKEND": "distlock_app.backends.redis.RedisBackend",
+        "OPTIONS": {"CLUSTER": REDIS_CLUSTER_URL.split(","), "PREFIX": f"distlock{SUFFIX}"},
     }
 
 SECRET_KEY = "only for tests"

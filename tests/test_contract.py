@@ -52,9 +52,18 @@ class TestRedis(LockBackendContract):
         """Let a missing server be named."""
 
 
+class TestRedisCluster(LockBackendContract):
+    alias = "cluster"
+
+    @pytest.fixture(autouse=True)
+    def servers(self, cluster_urls):
+        """Let a missing Cluster be named."""
+
+
 def test_every_engine_is_under_test():
-    if not settings.REDIS_URL:
-        missing("redis", "DISTLOCK_TEST_REDIS_URL is not set")
+    for server in ("redis", "redis_cluster"):
+        if not getattr(settings, f"{server.upper()}_URL"):
+            missing(server, f"DISTLOCK_TEST_{server.upper()}_URL is not set")
     engines = {
         f"{backends.__name__}.{module.name}"
         for module in pkgutil.iter_modules(backends.__path__)

@@ -291,7 +291,7 @@ def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
     first = backend.acquire(claim("a"), 0)
     Waiter(backend, "b").ask()
     waiter = Waiter(backend, "a")
-    listener = backend._listener
+    listener = backend._listener(waiter.claim.key)
     waits = listener.waits
 
     def late(*args):

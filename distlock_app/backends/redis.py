@@ -1,11 +1,14 @@
-"""Locks on one Redis or Valkey server (6.0 or newer): a script each way, waiters in order."""
+"""Locks on Redis or Valkey (6.0 or newer): a script each way, waiters in order of arrival.
+
+On one server, on the master that a Sentinel names, or on the masters of a Cluster.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 
@@ -16,19 +19,19 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..names import SHOWN_LENGTH, shown
 from .base import BaseLockBackend
-from .redis_alias import recipe
+from .redis_alias import cluster, first_nodes, recipe
 from .redis_checks import check_server, check_sharing
+from .redis_cluster import Cluster, slot_of
 from .redis_latches import COUNT_DOWN, PASS
 from .redis_listener import Listener
-from .redis_pool import Lost, Pool
+from .redis_pool import Lost, Pool, Servers
 from .redis_scripts import ACQUIRE, CLEAR, EXTEND, GUARDED_SET, RELEASE, Script, fill, pack
 
-# All keys of a single server share one slot; a Cluster will spread them over many shards.
-SHARD = "0"
 # Requests in one round trip: their answers fit any socket buffer, and others get a turn.
 BATCH = 500
 # Parts of the index: Redis keeps a ZSET of up to 128 members without pointers, which takes 60
-# bytes for a held lock instead of 170, up to about 100,000 of them.
+# bytes for a held lock instead of 170, up to about 100,000 of them. In a Cluster each part has a
+# hash slot of its own, with the locks in it; a single server has them all in one.
 PARTS = 1024
 # How long the first waiter of a process waits for its subscription to be confirmed.
 SUBSCRIBE_SECONDS = 1.0
@@ -46,32 +49,53 @@ class RedisBackend(BaseLockBackend):
     # The scripts take a waiter who did not ask again for three seconds for dead.
     poll_max = 1.0
 
-    def __init__(self, *, alias: str, location: Any = None, prefix: str = "distlock") -> None:
-        """`prefix` begins every key and channel; the cache's own KEY_PREFIX is not used."""
+    def __init__(
+        self,
+        *,
+        alias: str,
+        location: Any = None,
+        prefix: str = "distlock",
+        cluster: Sequence[str] = (),
+        replicas: int = 0,
+        replicas_timeout: float = 1.0,
+    ) -> None:
+        """Keep the settings.
+
+        `prefix` begins every key and channel; the cache's own KEY_PREFIX is not used. `cluster`
+        are URLs of nodes, instead of LOCATION. A lock that `replicas` did not confirm within
+        `replicas_timeout` seconds is not granted.
+        """
         super().__init__(alias=alias, location=location)
-        if not isinstance(location, str):
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: LOCATION must be the name of an alias in CACHES."
-            )
-        if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: PREFIX must be text without braces and blanks."
-            )
-        self._prefix = f"{prefix}:{{{SHARD}}}:"
+        self._prefix = prefix
         self._channels = f"{prefix}:wake:"
-        self._recipe = recipe(location)
+        try:
+            self._recipe, self._nodes = _where(location, cluster)
+            if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
+                raise ImproperlyConfigured("PREFIX must be text without braces and blanks.")
+            if type(replicas) is not int or replicas < 0:
+                raise ImproperlyConfigured("REPLICAS must be a number of servers.")
+            timeout = self._recipe.connection_kwargs["socket_timeout"]
+            if replicas and not 0 < replicas_timeout < timeout:
+                raise ImproperlyConfigured(
+                    "REPLICAS_TIMEOUT must be less seconds than the timeout of its connections, "
+                    f"which is {timeout}."
+                )
+        except ImproperlyConfigured as error:
+            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: {error}") from None
+        self._replicas = replicas
+        self._within = replicas_timeout
         self._template = lru_cache(maxsize=4096)(self._make_template)
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
         """Take the lock, or a place in its queue; a woken caller has the lock already."""
         asked = monotonic()
-        listener = self._listener
         if wait == 0:
-            listener.forget(claim.owner)
+            self._forget(claim.owner)
             return self._try(claim, asked)[0]
         if claim.wake is None:
             return self._try(claim, asked, channel="-")[0]
+        listener = self._listener(claim.key)
         if not listener.running:
             # Most locks are free: a process that never waits needs no thread.
             grant = self._try(claim, asked)[0]
@@ -86,7 +110,7 @@ class RedisBackend(BaseLockBackend):
             listener.failed(waiter)
             raise
         if result:
-            listener.forget(claim.owner)
+            self._forget(claim.owner)
             return result
         again = listener.waits(waiter, asked, server, arrived)
         if isinstance(again, Grant):
@@ -135,7 +159,7 @@ class RedisBackend(BaseLockBackend):
     def release(self, grant: Grant) -> bool:
         """Give the lock to the next in the queue, or leave the queue."""
         claim = grant.claim
-        self._listener.forget(claim.owner)
+        self._forget(claim.owner)
         if claim.latch:
             waiters = self._keys(claim.key)[2]
             self._pool.ask(pack(b"HDEL", waiters, claim.owner.encode()))
@@ -167,9 +191,15 @@ class RedisBackend(BaseLockBackend):
         """Write `value` to the Redis key `key` only if the lock is still ours; return whether.
 
         In the lock's database, under that very key, without a cache's prefix or serializer;
-        it expires after `ttl` seconds. `release` gives the lock up in the same step.
+        it expires after `ttl` seconds. `release` gives the lock up in the same step. In a
+        Cluster a key in another hash slot than the lock is a ValueError, which says what to do.
         """
         claim = grant.claim
+        if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):
+            raise ValueError(
+                "In a Redis Cluster the key must be in the hash slot of its lock: with "
+                f"'{{{_part(claim.key)}}}' in it, without other braces before."
+            )
         data = value if isinstance(value, bytes) else str(value).encode()
         request = fill(
             GUARDED_SET.template(*self._keys(claim.key), key.encode(), claim.key.encode()),
@@ -202,13 +232,17 @@ class RedisBackend(BaseLockBackend):
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         messages = check_sharing(self.alias, self.location)
-        return messages + check_server(self.alias, self._pool) if ask else messages
+        if ask:
+            messages += check_server(self.alias, self._pool, self._replicas)
+        return messages
 
     def ping(self) -> None:
-        self._pool.ask(pack(b"PING"))
+        for node in self._pool.nodes():
+            node.ask(pack(b"PING"))
 
     def close(self) -> None:
-        self._listener.close()
+        for listener in list(self._listeners.values()):
+            listener.close()
         self._pool.close()
         self._start()
 
@@ -219,18 +253,48 @@ class RedisBackend(BaseLockBackend):
         self._start()
 
     def _start(self) -> None:
-        pool = self._pool = Pool(self.alias, self._recipe)
-        channel = self._channels + secrets.token_hex(8)
-        self._listener = Listener(channel, pool.connect, self.release)
+        make = partial(Pool, replicas=self._replicas, within=self._within)
+        self._pool: Servers = (
+            Cluster(self.alias, self._recipe, self._nodes, make)
+            if self._nodes
+            else make(self.alias, self._recipe)
+        )
+        self._listeners: dict[Pool, Listener] = {}
 
-    def _keys(self, key: str) -> list[bytes]:
-        lock = f"{self._prefix}{key}".encode()
-        index = self._index(int(key[:4], 16) % PARTS)
-        counter = f"{self._prefix}fence".encode()
-        return [lock, lock + b":q", lock + b":w", index, counter, lock + b":m"]
+    def _listener(self, key: str) -> Listener:
+        """Return the listener at the server of this lock.
+
+        PUBLISH counts who listens at the very server where it runs, so each has a listener of
+        its own, and what holds for one server holds in a Cluster.
+        """
+        node = self._pool.node(self._template(ACQUIRE, key))
+        listener = self._listeners.get(node)
+        if listener is None:
+            channel = self._channels + secrets.token_hex(8)
+            # A lock that a release gave us may not be on the replicas: another try asks them.
+            made = Listener(channel, node.connect, self.release, grants=not self._replicas)
+            listener = self._listeners.setdefault(node, made)
+        return listener
+
+    def _forget(self, owner: str) -> None:
+        # Of all: keys may have moved to another server while their claim waited.
+        for listener in list(self._listeners.values()):
+            listener.forget(owner)
+
+    def _base(self, part: int) -> str:
+        """Return how the keys of this part begin: with their hash tag."""
+        return f"{self._prefix}:{{{part if self._nodes else 0}}}:"
+
+    def _lock(self, key: str) -> bytes:
+        return f"{self._base(_part(key))}{key}".encode()
 
     def _index(self, part: int) -> bytes:
-        return f"{self._prefix}held:{part}".encode()
+        return f"{self._base(part)}held:{part}".encode()
+
+    def _keys(self, key: str) -> list[bytes]:
+        lock, part = self._lock(key), _part(key)
+        counter = f"{self._base(part)}fence".encode()
+        return [lock, lock + b":q", lock + b":w", self._index(part), counter, lock + b":m"]
 
     def _make_template(self, script: Script, key: str) -> bytes:
         return script.template(*self._keys(key), key.encode())
@@ -253,7 +317,7 @@ class RedisBackend(BaseLockBackend):
             ) from error
 
     def _holdings(self, keys: Iterable[str]) -> Iterator[Holding]:
-        locks = {key: f"{self._prefix}{key}".encode() for key in keys}
+        locks = {key: self._lock(key) for key in keys}
         requests = []
         for lock in locks.values():
             requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
@@ -295,6 +359,22 @@ class RedisBackend(BaseLockBackend):
             waiters=waiters,
             holder=holder,
         )
+
+
+def _where(location: Any, urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
+    """Return how to connect, and to which nodes at first if it is a Cluster."""
+    if urls and location is None and not isinstance(urls, str):
+        return cluster(urls)
+    if urls or not isinstance(location, str):
+        raise ImproperlyConfigured(
+            "LOCATION must be the name of an alias in CACHES, or OPTIONS name a CLUSTER as a "
+            "list of URLs instead."
+        )
+    return recipe(location), first_nodes(location)
+
+
+def _part(key: str) -> int:
+    return int(key[:4], 16) % PARTS
 
 
 def _milliseconds(seconds: float) -> bytes:

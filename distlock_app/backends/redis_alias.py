@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
 from redis.connection import ConnectionPool
 from redis.retry import Retry
 
@@ -44,21 +46,32 @@ def recipe(alias: str) -> Any:
             f"LOCATION {alias!r} is not in CACHES: name a Redis cache there, "
             f"one of {sorted(settings.CACHES)}."
         )
-    try:
-        pool = _maker(alias, params)(params)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        # Not chained: a message of urllib or redis-py may quote the URL with its password.
-        raise ImproperlyConfigured(
-            f"CACHES[{alias!r}] does not describe a Redis server: check LOCATION and OPTIONS "
-            f"({type(error).__name__})."
-        ) from None
-    kwargs = pool.connection_kwargs
-    for name in _NOT_OURS:
-        kwargs.pop(name, None)
-    kwargs.update(_OURS)
-    if kwargs.get("socket_timeout") is None:
-        kwargs["socket_timeout"] = SOCKET_TIMEOUT
-    return pool
+    with _explained(f"CACHES[{alias!r}]", "LOCATION and OPTIONS"):
+        return _ours(_maker(alias, params)(params))
+
+
+def first_nodes(alias: str) -> list[tuple[str, int]]:
+    """Return the nodes that an alias for a Cluster names; none: it is for one server.
+
+    Its REDIS_CLIENT_CLASS says so. It is no use as a cache: django-redis cannot serve it.
+    """
+    params = settings.CACHES[alias]
+    client = (params.get("OPTIONS") or {}).get("REDIS_CLIENT_CLASS")
+    if client is None or not issubclass(import_string(client), RedisCluster):
+        return []
+    return cluster(_urls(params["LOCATION"]))[1]
+
+
+def cluster(urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
+    """Return a recipe from the first URL, which says how to log in, and the nodes of all."""
+    with _explained("A Redis Cluster: its list of URLs", "each of them"):
+        parts: list[dict[str, Any]] = [
+            ConnectionPool.from_url(url).connection_kwargs for url in urls
+        ]
+        if any(part.get("db") for part in parts):
+            raise ImproperlyConfigured("A Redis Cluster has no database but 0.")
+        nodes = [(part["host"], int(part.get("port", 6379))) for part in parts]
+        return _ours(ConnectionPool.from_url(urls[0], **_OURS)), nodes
 
 
 def place(alias: str) -> tuple[Any, ...] | None:
@@ -94,10 +107,30 @@ def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any
     )
 
 
-def _first(location: Any) -> str:
-    """Return the primary's URL: the first of several."""
-    urls = re.split("[;,]", location) if isinstance(location, str) else list(location)
-    return str(urls[0])
+@contextmanager
+def _explained(what: str, check: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        # Not chained: a message of urllib or redis-py may quote the URL with its password.
+        raise ImproperlyConfigured(
+            f"{what} does not describe a Redis server: check {check} ({type(error).__name__})."
+        ) from None
+
+
+def _ours(pool: Any) -> Any:
+    kwargs = pool.connection_kwargs
+    for name in _NOT_OURS:
+        kwargs.pop(name, None)
+    kwargs.update(_OURS)
+    if kwargs.get("socket_timeout") is None:
+        kwargs["socket_timeout"] = SOCKET_TIMEOUT
+    return pool
+
+
+def _urls(location: Any) -> list[str]:
+    """Return the URLs of a LOCATION; the primary's is the first."""
+    return re.split("[;,]", location) if isinstance(location, str) else list(location)
 
 
 def _django_redis(params: dict[str, Any]) -> Any:
@@ -115,7 +148,7 @@ def _django_redis(params: dict[str, Any]) -> Any:
             **(options.get("SENTINEL_KWARGS") or {}),
         }
     factory: Any = get_connection_factory(options=options)
-    return factory.get_connection_pool(factory.make_connection_params(_first(params["LOCATION"])))
+    return factory.get_connection_pool(factory.make_connection_params(_urls(params["LOCATION"])[0]))
 
 
 def _django(params: dict[str, Any]) -> Any:
@@ -126,4 +159,4 @@ def _django(params: dict[str, Any]) -> Any:
         kind = import_string(kind)
     if isinstance(options.get("parser_class"), str):
         options["parser_class"] = import_string(options["parser_class"])
-    return kind.from_url(_first(params["LOCATION"]), **{**options, **_OURS})
+    return kind.from_url(_urls(params["LOCATION"])[0], **{**options, **_OURS})

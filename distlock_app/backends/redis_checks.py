@@ -7,12 +7,14 @@ from django.core.checks import CheckMessage, Error, Warning
 
 from ..errors import BackendError
 from .redis_alias import place
-from .redis_pool import Pool
+from .redis_pool import Pool, Servers
 from .redis_scripts import pack
 
 
-def check_sharing(alias: str, location: str) -> list[CheckMessage]:
+def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
     """Warn if a cache lives in the database of the locks: its clear() is a FLUSHDB."""
+    if location is None:
+        return []
     here = place(location)
     others = [other for other in settings.CACHES if other != location and place(other) == here]
     if here is None or (location != "default" and not others):
@@ -28,21 +30,37 @@ def check_sharing(alias: str, location: str) -> list[CheckMessage]:
     ]
 
 
-def check_server(alias: str, pool: Pool) -> list[CheckMessage]:
-    """Ask the server whether it is there, and whether it may throw locks away."""
+def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckMessage]:
+    """Ask whether the servers are there, and whether they may throw locks away."""
     try:
-        [memory] = pool.ask(pack(b"INFO", b"memory"))
+        facts = {node.name: _facts(node) for node in servers.nodes()}
     except BackendError as error:
         return [Error(f"DISTLOCK[{alias!r}]: {error}", id="distlock_app.E013")]
-    facts = dict(line.split(b":", 1) for line in memory.splitlines() if b":" in line)
-    policy = facts.get(b"maxmemory_policy", b"noeviction").decode()
-    if policy == "noeviction":
-        return []
-    return [
-        Warning(
-            f"The Redis of DISTLOCK[{alias!r}] throws locks away when its memory is full "
-            f"(maxmemory-policy {policy}).",
-            hint="Set maxmemory-policy to noeviction, or give the locks a server of their own.",
-            id="distlock_app.W014",
+    messages: list[CheckMessage] = []
+    policies = {fact.get("maxmemory_policy", "noeviction") for fact in facts.values()}
+    for policy in sorted(policies - {"noeviction"}):
+        messages.append(
+            Warning(
+                f"The Redis of DISTLOCK[{alias!r}] throws locks away when its memory is full "
+                f"(maxmemory-policy {policy}).",
+                hint="Set maxmemory-policy to noeviction, or give the locks a server of their own.",
+                id="distlock_app.W014",
+            )
         )
-    ]
+    for name, fact in facts.items():
+        if int(fact.get("connected_slaves", 0)) < replicas:
+            messages.append(
+                Warning(
+                    f"Redis {name!r} has {fact['connected_slaves']} replicas, but REPLICAS of "
+                    f"DISTLOCK[{alias!r}] asks for {replicas}: it grants no lock.",
+                    hint="Add replicas, or lower REPLICAS.",
+                    id="distlock_app.W016",
+                )
+            )
+    return messages
+
+
+def _facts(node: Pool) -> dict[str, str]:
+    texts = node.ask(pack(b"INFO", b"memory"), pack(b"INFO", b"replication"))
+    lines = [line for text in texts for line in text.decode().splitlines() if ":" in line]
+    return dict(line.split(":", 1) for line in lines)

@@ -55,10 +55,19 @@ class Listener:
     """The channel of this process, and the claims that wait for a message on it."""
 
     def __init__(
-        self, channel: str, connect: Callable[[], Any], refused: Callable[[Grant], Any]
+        self,
+        channel: str,
+        connect: Callable[[], Any],
+        refused: Callable[[Grant], Any],
+        *,
+        grants: bool = True,
     ) -> None:
-        """`connect` makes a connection; `refused` gets a grant that its caller failed to take."""
+        """`connect` makes a connection; `refused` gets a grant that its caller failed to take.
+
+        With `grants=False` a message is no grant yet: the claim that it is for tries again.
+        """
         self.channel = channel
+        self._grants = grants
         self._connect = connect
         self._refused = refused
         self._lock = threading.Lock()  # guards the three below and every Waiter
@@ -108,7 +117,7 @@ class Listener:
         """
         with self._lock:
             waiter.asked, waiter.server, waiter.arrived = asked, server, arrived
-            if waiter.given is not None:
+            if waiter.given is not None and self._grants:
                 self._drop(waiter)
                 return waiter.grant(*waiter.given)
             waiter.armed = not waiter.again
@@ -213,9 +222,13 @@ class Listener:
                 return
             if not waiter.armed:
                 waiter.given = message
+                waiter.again = not self._grants
                 return
-            self._drop(waiter)
-            grant = waiter.grant(*message)
+            grant = None
+            if self._grants:
+                self._drop(waiter)
+                grant = waiter.grant(*message)
+            waiter.armed = False
         self._wake(waiter, grant)
 
     def _wake_all(self) -> None:

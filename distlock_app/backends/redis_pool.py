@@ -18,7 +18,7 @@ from redis.exceptions import (
 )
 
 from ..errors import BackendError
-from .redis_scripts import Script
+from .redis_scripts import Script, pack
 
 # Connections kept after a burst of threads; each is out only for one round trip.
 KEEP_IDLE = 64
@@ -28,6 +28,10 @@ TRUST_SECONDS = 0.5
 
 class Lost(BackendError):
     """The connection broke under a request: nobody knows whether it was carried out."""
+
+
+class Unreached(BackendError):
+    """There is no connection: nothing was asked."""
 
 
 class Link:
@@ -51,50 +55,90 @@ class Link:
         return self._poll is None or not self._poll.poll(0)
 
 
-class Pool:
-    """The connections of one backend in one process: last in, first out."""
+class Servers:
+    """Who is asked: one server (Pool), or the masters of a Cluster."""
 
-    def __init__(self, alias: str, recipe: Any) -> None:
-        self._alias = alias
-        self._recipe = recipe
-        self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+    def __init__(self, name: str) -> None:
+        self.name = name  # for messages
+
+    def exchange(
+        self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
+    ) -> list[Any]:
+        """Return the answers; a ResponseError of the server or a BackendError is one, too.
+
+        When a kept connection breaks under requests, they are repeated once on a new one.
+        """
+        raise NotImplementedError
+
+    def node(self, request: bytes) -> Pool:
+        """Return the server that has the keys of this request, or of this "{tag}"."""
+        raise NotImplementedError
+
+    def nodes(self) -> list[Pool]:
+        """Return every server that has keys."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Disconnect what is idle; what is in use is kept when it comes back."""
+        raise NotImplementedError
 
     def run(self, script: Script, request: bytes, *, repeat: bool = True) -> Any:
         """Send one packed EVALSHA and return its answer; raise BackendError.
 
-        When a kept connection breaks under the request, it is repeated once on a new one:
-        every script may be. With `repeat=False`, or when a new one breaks, `Lost`.
+        Every script may be repeated. With `repeat=False`, or when that fails, too, `Lost`.
         """
-        [answer] = self._ask(script, (request,), repeat)
-        if isinstance(answer, ResponseError):
-            raise self._refusal(answer) from answer
-        return answer
+        [answer] = self.exchange(script, (request,), repeat)
+        return self._value(answer)
 
     def run_all(self, script: Script, requests: Sequence[bytes]) -> list[Any]:
         """Send many in one round trip; an answer is a value or a BackendError."""
-        answers = self._ask(script, requests)
+        answers = self.exchange(script, requests)
         return [self._refusal(a) if isinstance(a, ResponseError) else a for a in answers]
 
     def ask(self, *requests: bytes) -> list[Any]:
         """Send packed commands that only read, in one round trip; raise BackendError."""
-        answers = self._ask(None, requests)
-        for answer in answers:
-            if isinstance(answer, ResponseError):
-                raise self._refusal(answer) from answer
-        return answers
+        return [self._value(answer) for answer in self.exchange(None, requests)]
+
+    def _value(self, answer: Any) -> Any:
+        if isinstance(answer, BackendError):
+            raise answer
+        if isinstance(answer, ResponseError):
+            raise self._refusal(answer) from answer
+        return answer
+
+    def _refusal(self, error: ResponseError) -> BackendError:
+        return BackendError(f"Redis {self.name!r} refused the request: {code_of(error)}.")
+
+
+class Pool(Servers):
+    """The connections of this process to one server: last in, first out."""
+
+    def __init__(self, name: str, recipe: Any, *, replicas: int = 0, within: float = 1.0) -> None:
+        """With `replicas`, a lock counts only when so many have it, at most `within` s later."""
+        super().__init__(name)
+        self._recipe = recipe
+        self._replicas = replicas
+        self._wait = pack(b"WAIT", b"%d" % replicas, b"%d" % max(1, int(within * 1000)))
+        self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+
+    def node(self, request: bytes) -> Pool:
+        return self
+
+    def nodes(self) -> list[Pool]:
+        return [self]
 
     def connect(self) -> Any:
         """Return a new connection that is nobody else's."""
         return Link(self._recipe).connection
 
     def close(self) -> None:
-        """Disconnect what is idle; what is in use is kept when it comes back."""
         while self._idle:
             self._idle.pop().connection.disconnect()
 
-    def _ask(
+    def exchange(
         self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
     ) -> list[Any]:
+        """Ask over one connection; see Servers. Raise BackendError when it fails."""
         link = None
         try:
             link = self._take()
@@ -109,9 +153,11 @@ class Pool:
             link = Link(self._recipe)
             return self._exchange(link, script, requests)
         except RedisError as error:
+            # A server that does not answer may have been replaced: a new connection asks.
+            self.close()
             raise self._failure(error, sent=link is not None) from error
         except OSError as error:  # such as a name that does not resolve, at a sentinel
-            raise BackendError(f"Redis {self._alias!r} could not be reached.") from error
+            raise Unreached(f"Redis {self.name!r} could not be reached.") from error
 
     def _take(self) -> Link:
         while True:
@@ -135,6 +181,8 @@ class Pool:
                     rest, refused = _talk(connection, [requests[at] for at in again])
                     for at, answer in zip(again, rest, strict=True):
                         answers[at] = answer
+            if self._replicas and script is not None and script.promises:
+                self._confirm(connection, answers)
         except BaseException:  # half an exchange: what comes next would be read as our answer
             connection.disconnect()
             raise
@@ -150,20 +198,38 @@ class Pool:
             connection.disconnect()
         return answers
 
+    def _confirm(self, connection: Any, answers: list[Any]) -> None:
+        """Make errors of the promises that the replicas have not heard of in time.
+
+        On the same connection: WAIT asks for what this one wrote.
+        """
+        promises = [at for at, a in enumerate(answers) if (a[0] if type(a) is list else a) == 1]
+        if not promises:
+            return
+        heard = self._value(_talk(connection, [self._wait])[0][0])
+        if heard < self._replicas:
+            error = BackendError(
+                f"Redis {self.name!r}: {heard} of {self._replicas} replicas have the lock in time, "
+                "so it does not count."
+            )
+            for at in promises:
+                answers[at] = error
+
     def _failure(self, error: RedisError, *, sent: bool) -> BackendError:
         """Say what happened; no URL, and none of the texts that may quote our request."""
-        who = f"Redis {self._alias!r}"
+        who = f"Redis {self.name!r}"
         if isinstance(error, AuthenticationError):
             return BackendError(f"{who} did not let us in: check user and password in CACHES.")
         if not sent:
-            return BackendError(f"{who} could not be reached: {type(error).__name__}.")
+            return Unreached(f"{who} could not be reached: {type(error).__name__}.")
         kind = Lost if isinstance(error, ConnectionError) else BackendError
         return kind(f"{who} did not answer: {type(error).__name__}.")
 
-    def _refusal(self, error: ResponseError) -> BackendError:
-        code = re.match(r"[A-Z]+(?= )", str(error))
-        what = code[0] if code else type(error).__name__
-        return BackendError(f"Redis {self._alias!r} refused the request: {what}.")
+
+def code_of(error: ResponseError) -> str:
+    """Return what kind of refusal it is: "OOM", or "MovedError" where redis-py has a class."""
+    code = re.match(r"[A-Z]+(?= )", str(error))
+    return code[0] if code else type(error).__name__
 
 
 def _talk(connection: Any, requests: Sequence[bytes]) -> tuple[list[Any], bool]:

@@ -171,15 +171,17 @@ local function give_up(owner)
 end
 """
 
-# Never let a claim end earlier than was promised before.
+# Never let a claim end earlier than was promised before. It writes in any case: after that, and
+# on the same connection, WAIT asks the replicas for all that went before.
 _LENGTHEN = """
 local function lengthen(ttl)
-  if not mine then
-    local ends = tonumber(redis.call('ZSCORE', members, token))
-    if ends < now_ms + ttl then enlist(token, ttl) end
-  elseif redis.call('PTTL', lock) < tonumber(ttl) then
+  if mine then
+    ttl = math.max(redis.call('PTTL', lock), tonumber(ttl))
     redis.call('PEXPIRE', lock, ttl)
     note(ttl)
+  else
+    enlist(token, math.max(ttl, redis.call('ZSCORE', members, token) - now_ms))
+    redis.call('PEXPIRE', members, redis.call('PTTL', members))
   end
 end
 """
@@ -333,9 +335,11 @@ def bulks(*words: bytes) -> bytes:
 class Script:
     """A script, and the requests that run it."""
 
-    __slots__ = ("_opening", "_words", "load")
+    __slots__ = ("_opening", "_words", "load", "promises")
 
-    def __init__(self, source: str, *, keys: int = 6, args: int) -> None:
+    def __init__(self, source: str, *, keys: int = 6, args: int, promises: bool = False) -> None:
+        """`promises`: its 1, alone or first in a list, tells somebody that a lock is his."""
+        self.promises = promises
         code = source.encode()
         sha = hashlib.sha1(code, usedforsecurity=False).hexdigest().encode()
         self.load = pack(b"SCRIPT", b"LOAD", code)
@@ -354,8 +358,8 @@ def fill(template: bytes, *words: bytes) -> bytes:
     return template % tuple([part for word in words for part in (len(word), word)])
 
 
-ACQUIRE = Script(_ACQUIRE, args=7)
-EXTEND = Script(_EXTEND, args=3)
+ACQUIRE = Script(_ACQUIRE, args=7, promises=True)
+EXTEND = Script(_EXTEND, args=3, promises=True)
 RELEASE = Script(_RELEASE, args=2)
 CLEAR = Script(_CLEAR, args=2)
 GUARDED_SET = Script(_GUARDED_SET, keys=7, args=5)
