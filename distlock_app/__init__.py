@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from .latches import Latch
     from .locks import Lock
     from .names import bucket
+    from .optimistic import (
+        TimestampVersionField,
+        VersionedManager,
+        VersionedModel,
+        VersionedQuerySet,
+        VersionField,
+    )
     from .pessimistic import for_update, next_unlocked, retry_on_deadlock
     from .placeholders import named
+    from .retrying import retry_on_conflict
     from .views import locked_view
 
 __version__ = "0.1.0"
@@ -42,6 +50,11 @@ _HOMES = {
     "NotHeld": "errors",
     "RetriesExhausted": "errors",
     "StaleObjectError": "errors",
+    "TimestampVersionField": "optimistic",
+    "VersionField": "optimistic",
+    "VersionedManager": "optimistic",
+    "VersionedModel": "optimistic",
+    "VersionedQuerySet": "optimistic",
     "all_of": "groups",
     "assert_locked": "decorators",
     "bucket": "names",
@@ -52,6 +65,7 @@ _HOMES = {
     "named": "placeholders",
     "next_unlocked": "pessimistic",
     "retry_on_deadlock": "pessimistic",
+    "retry_on_conflict": "retrying",
 }
 
 __all__ = [
@@ -66,6 +80,11 @@ __all__ = [
     "NotHeld",
     "RetriesExhausted",
     "StaleObjectError",
+    "TimestampVersionField",
+    "VersionField",
+    "VersionedManager",
+    "VersionedModel",
+    "VersionedQuerySet",
     "all_of",
     "assert_locked",
     "bucket",
@@ -76,6 +95,7 @@ __all__ = [
     "named",
     "next_unlocked",
     "retry_on_deadlock",
+    "retry_on_conflict",
 ]
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import django
 from django.core import checks
 from django.db import connections, models, router, transaction
-from django.db.models.sql.where import AND, ExtraWhere
+from django.db.models.signals import class_prepared
+from django.db.models.sql.where import AND
+from django.dispatch import receiver
 
 from .errors import RetriesExhausted, StaleObjectError
 from .retrying import Retrying, retry_on_conflict
 from .signals import version_conflict
-from .versions import FIRST, VersionedManager, VersionedQuerySet, VersionField, watch
+from .version_fields import AnyVersionField, TimestampVersionField, VersionField
+from .versions import VersionedManager, VersionedQuerySet, watch
 
 __all__ = [
     "RetriesExhausted",
     "StaleObjectError",
+    "TimestampVersionField",
     "VersionField",
     "VersionedManager",
     "VersionedModel",
@@ -30,23 +33,20 @@ __all__ = [
 class VersionedModel(models.Model):
     """A model whose `save()` raises StaleObjectError instead of overwriting somebody else's."""
 
-    _version_field: VersionField
+    _version_field: AnyVersionField
 
     version = VersionField()
 
     objects = VersionedManager()
-    # What Django itself writes with: ON DELETE SET NULL, `related_set.add()`. Its own, because
-    # an `objects` of the model may hide rows.
-    _every_row = VersionedManager()
 
     class Meta:
         abstract = True
-        base_manager_name = "_every_row"
 
     @classmethod
     def check(cls, **kwargs: Any) -> list[Any]:
         found = super().check(**kwargs)
-        if not isinstance(cls._default_manager.get_queryset(), VersionedQuerySet):
+        managers = (cls._default_manager, cls._base_manager)
+        if not all(isinstance(m.get_queryset(), VersionedQuerySet) for m in managers):
             text = f"update() and bulk_update() of {cls.__name__}'s manager leave the version."
             hint = "Derive it from VersionedManager, or its queryset from VersionedQuerySet."
             found.append(checks.Warning(text, hint=hint, obj=cls, id="distlock_app.W023"))
@@ -112,7 +112,7 @@ class VersionedModel(models.Model):
         with transaction.atomic(using=using):
             # A write, not a read: the row is locked until it is deleted, on SQLite as well.
             guarded = rows.filter(**{field.name: expected})
-            if not guarded.update(**{field.name: expected + 1}):
+            if not guarded.update(**{field.name: field.after(expected)}):
                 found = self._find_version(using, expected)
                 if found is not None:
                     raise self._conflict(expected, found)
@@ -178,14 +178,18 @@ class VersionedModel(models.Model):
             update_fields = frozenset((*update_fields, name))
         before = self.__dict__.get(name, MISSING)
         state: Any = self._state
-        state.expected, state.written = None, FIRST
+        state.expected = state.written = None
         try:
             if not force_insert and _has_key(self, cls):
                 state.expected = self._version_to_rely_on(using)
+                if state.expected is not None:
+                    state.written = self._version_field.after(state.expected)
             saved = super()._save_table(  # type: ignore[misc]
                 False, cls, force_insert, force_update, using, update_fields
             )
-            written, expected = (state.written, state.expected) if saved else (FIRST, None)
+            written, expected = state.written, state.expected
+            if not saved:  # inserted
+                written, expected = self.__dict__[name], None
         except BaseException as error:
             # Django gives an object its version before it inserts the row.
             _put(self, name, before)
@@ -202,27 +206,35 @@ class VersionedModel(models.Model):
         state: Any = self._state
         if not hasattr(state, "expected"):  # another table, or raw
             return super()._do_update(base_qs, using, pk_val, values, *args)
-        field = self._version_field
         expected = state.expected
-        unread = expected is None
-        if unread:
-            expected = self._find_version(using, None)
-        while expected is not None:
-            state.written = expected + 1
-            values = [(f, m, expected + 1 if f is field else value) for f, m, value in values]
-            guarded = base_qs.all() if unread else base_qs
-            guarded.query.where.add(ExtraWhere([_condition(field, using)], [expected]), AND)
+        if expected is None:
+            return self._update_unread(base_qs, using, pk_val, values, *args)
+        base_qs.query.where.add(self._version_field.guard(expected, using), AND)
+        updated = super()._do_update(base_qs, using, pk_val, values, *args)
+        if not updated:
+            found = self._find_version(using, expected)
+            # One that was never read or saved is inserted if there is no row, as in Django.
+            if found is not None or not state.adding:
+                raise self._conflict(expected, found)
+        return updated
+
+    def _update_unread(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
+        """Overwrite the row, whatever its version is; others will notice."""
+        field = self._version_field
+        state: Any = self._state
+        found = self._find_version(using, None)
+        while found is not None:
+            state.written = field.after(found)
+            values = [(f, m, state.written if f is field else value) for f, m, value in values]
+            guarded = base_qs.all()
+            guarded.query.where.add(field.guard(found, using), AND)
             updated = super()._do_update(guarded, using, pk_val, values, *args)
             if updated:
                 return updated
-            found = self._find_version(using, expected)
-            if not unread and (found is not None or not self._state.adding):
-                raise self._conflict(expected, found)
-            expected = found
-        # An object that was never read or saved is inserted if there is no row, as in Django.
+            found = self._find_version(using, found)
         return False
 
-    def _version_to_rely_on(self, using: str) -> int | None:
+    def _version_to_rely_on(self, using: str) -> Any:
         """Return the version that was read with this object, None if no row was read."""
         if self._state.db not in (None, using):
             # Read from a replica, it is guarded; copied to another database, it is new there.
@@ -232,15 +244,14 @@ class VersionedModel(models.Model):
         if name not in self.__dict__:
             what = "was read without its version: nobody can say whether it changed"
             raise self._conflict(None, None, what)
-        version: int | None = self.__dict__[name]
-        return version
+        return self.__dict__[name]
 
     def _version_row(self, using: str) -> Any:
         """Return the queryset of this object's row in the table that has the version."""
         owner = self._version_field.model
         return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
 
-    def _find_version(self, using: str, expected: int | None) -> int | None:
+    def _find_version(self, using: str, expected: Any) -> Any:
         """Return the version in the database, None if there is no row."""
         versions = self._version_row(using).values_list(self._version_field.attname, flat=True)
         found = next(iter(versions), None)
@@ -251,7 +262,7 @@ class VersionedModel(models.Model):
                 found = next(iter(versions.select_for_update()), None)
         return found
 
-    def _version_written(self, version: int, before: int | None, using: str) -> None:
+    def _version_written(self, version: Any, before: Any, using: str) -> None:
         """Move the version in memory."""
         setattr(self, self._version_field.attname, version)
         watch(self, before, using)
@@ -261,7 +272,7 @@ class VersionedModel(models.Model):
         field = self._version_field
         if self.__dict__.get(field.attname) is None:
             found = self._find_version(using, None)
-            setattr(self, field.attname, FIRST if found is None else found + 1)
+            setattr(self, field.attname, field.first() if found is None else field.after(found))
 
     def _forget_saved(self, cls: Any, update_fields: Any) -> None:
         if DJANGO_FORGETS:
@@ -278,9 +289,7 @@ class VersionedModel(models.Model):
             if hasattr(values.get(field.attname), "resolve_expression") and not field.primary_key:
                 del values[field.attname]
 
-    def _conflict(
-        self, expected: int | None, found: int | None, what: str | None = None
-    ) -> StaleObjectError:
+    def _conflict(self, expected: Any, found: Any, what: str | None = None) -> StaleObjectError:
         """Announce a conflict, and return the error to raise."""
         version_conflict.send_robust(
             sender=type(self),
@@ -293,6 +302,22 @@ class VersionedModel(models.Model):
             what = "was deleted" if found is None else f"has version {found}, not {expected}"
         text = f"{self._meta.label} {self.pk!r} {what}"
         return StaleObjectError(text, obj=self, expected=expected, found=found)
+
+
+@receiver(class_prepared)
+def _write_with_versions(sender: Any, **kwargs: Any) -> None:
+    """Give the model what Django itself writes with: ON DELETE SET NULL, `related_set.add()`.
+
+    Not by `Meta.base_manager_name`: that wants a manager among those of the model, which every
+    migration of a user would repeat. An `objects` will not do, it may hide rows.
+    """
+    meta = sender._meta
+    if issubclass(sender, VersionedModel) and meta.base_manager.auto_created:
+        manager = VersionedManager()
+        manager.name, manager.model, manager.auto_created = "_base_manager", sender, True
+        meta.base_manager = manager
+        # A cached property: Django drops it whenever a model is added.
+        meta.FORWARD_PROPERTIES = meta.FORWARD_PROPERTIES - {"base_manager"}
 
 
 MISSING = object()
@@ -308,18 +333,11 @@ def _put(obj: Any, name: str, value: Any) -> None:
         obj.__dict__[name] = value
 
 
-@functools.cache
-def _condition(field: VersionField, using: str) -> str:
-    """Return the guard as SQL: built by filter() for each save, it costs a quarter of a save."""
-    quote = connections[using].ops.quote_name
-    return f"{quote(field.model._meta.db_table)}.{quote(str(field.column))} = %s"
-
-
 def _has_key(obj: Any, model: Any) -> bool:
     return bool(obj._is_pk_set(model._meta))
 
 
-def _is_first_table(field: VersionField, model: Any) -> bool:
+def _is_first_table(field: AnyVersionField, model: Any) -> bool:
     """Whether a save of the model writes the table of the version before any other."""
     model = model._meta.concrete_model
     while model._meta.parents:

@@ -1,4 +1,4 @@
-"""The version of a row: its field, its manager, and what a rollback undoes in memory."""
+"""The version of many rows at once, and what a rollback undoes in memory."""
 
 from __future__ import annotations
 
@@ -6,82 +6,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from django.core import checks
 from django.db import NotSupportedError, connections, models, transaction
-from django.db.models.query_utils import DeferredAttribute
 
 from .retrying import Retrying
-
-FIRST = 1
-
-
-class VersionAttribute(DeferredAttribute):
-    """Shows a deferred version without keeping it.
-
-    A version that is read later than the fields says nothing of them: kept, it would let a
-    save through that overwrites somebody else's.
-    """
-
-    def __get__(self, instance: Any, cls: Any = None) -> Any:
-        if instance is None or self.field.attname in instance.__dict__:
-            return super().__get__(instance, cls)
-        state = instance._state.__dict__
-        peers = state.pop("peers", None)  # FETCH_PEERS of Django 6.1 would give it to all of them
-        try:
-            return super().__get__(instance, cls)
-        finally:
-            instance.__dict__.pop(self.field.attname, None)
-            if peers is not None:
-                state["peers"] = peers
-
-
-class VersionField(models.BigIntegerField):  # type: ignore[type-arg]
-    """How often the row was saved: 1 when inserted, one more with every change.
-
-    None on an object that was not saved yet.
-    """
-
-    descriptor_class = VersionAttribute
-    # Every insert writes it; nothing has to be read back.
-    db_returning = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The default in the database serves inserts of code that does not know the column, so
-        # that it can be added while the old release is still running.
-        kwargs |= {"default": None, "db_default": FIRST, "editable": False, "blank": True}
-        super().__init__(*args, **kwargs)
-
-    def deconstruct(self) -> Any:
-        name, _, args, kwargs = super().deconstruct()
-        for key in ("default", "db_default", "editable", "blank"):
-            kwargs.pop(key, None)
-        return name, "distlock_app.optimistic.VersionField", args, kwargs
-
-    def contribute_to_class(self, cls: Any, name: str, private_only: bool = False) -> None:
-        super().contribute_to_class(cls, name, private_only=private_only)
-        cls._version_field = self
-
-    def pre_save(self, model_instance: Any, add: bool) -> Any:
-        if add:
-            setattr(model_instance, self.attname, FIRST)
-        elif not hasattr(model_instance, "_save_guarded"):
-            # A historical model in a migration: nothing is refused, but others will notice.
-            return models.F(self.attname) + 1
-        return model_instance.__dict__.get(self.attname)
-
-    def check(self, **kwargs: Any) -> list[Any]:
-        found = super().check(**kwargs)
-        if not hasattr(self.model, "_save_guarded"):
-            hint = "Derive the model from distlock_app.optimistic.VersionedModel."
-            text = "A VersionField refuses no stale save without VersionedModel."
-            found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E021"))
-        fields = [f for f in self.model._meta.concrete_fields if isinstance(f, VersionField)]
-        if len(fields) > 1:
-            names = ", ".join(field.name for field in fields)
-            text = f"The model has more than one VersionField: {names}."
-            hint = "A second one would not be checked; `version = None` removes an inherited one."
-            found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E022"))
-        return found
 
 
 class VersionedQuerySet(models.QuerySet[Any]):
@@ -94,9 +21,9 @@ class VersionedQuerySet(models.QuerySet[Any]):
         return super().defer(*(f for f in fields if f != self.model._version_field.name))
 
     def update(self, **kwargs: Any) -> int:
-        name = self.model._version_field.name
-        if kwargs:
-            kwargs.setdefault(name, models.F(name) + 1)
+        field = self.model._version_field
+        if kwargs and field.name not in kwargs:
+            kwargs[field.name] = field.next()
         return super().update(**kwargs)
 
     update.alters_data = True  # type: ignore[attr-defined]
@@ -111,24 +38,36 @@ class VersionedQuerySet(models.QuerySet[Any]):
         if not objs:
             return super().bulk_update(objs, fields, batch_size)
         relied_on = [(obj, obj._version_to_rely_on(using)) for obj in objs]
+        counts = self.model._version_field.counts
         with transaction.atomic(using=using):
+            before = {} if counts else self._versions(objs, lock=True)
             rows = super().bulk_update(objs, fields, batch_size)
-            # Afterwards, in the same transaction: these rows are locked now and as they are.
-            name = self.model._version_field.attname
-            written = (
-                self.model._base_manager.using(using).only(name).in_bulk([obj.pk for obj in objs])
-            )
+            # In the same transaction: these rows are locked now and as they are.
+            written = self._versions(objs)
+            if counts:
+                before = {pk: version - 1 for pk, version in written.items()}
             for obj, expected in relied_on:
-                found = getattr(written.get(obj.pk), name, None)
-                if expected is not None and found != expected + 1:
-                    raise obj._conflict(expected, None if found is None else found - 1)
+                found = before.get(obj.pk)
+                if expected is not None and found != expected:
+                    raise obj._conflict(expected, found)
             for obj, expected in relied_on:
                 if obj.pk in written:
-                    obj._version_written(getattr(written[obj.pk], name), expected, using)
+                    obj._version_written(written[obj.pk], expected, using)
                     obj._forget_expressions(self.model._meta.get_field(f) for f in fields)
         return rows
 
     bulk_update.alters_data = True  # type: ignore[attr-defined]
+
+    def _versions(self, objs: Iterable[Any], *, lock: bool = False) -> dict[Any, Any]:
+        """Return the versions of these rows by key; lock the rows if asked."""
+        name = self.model._version_field.attname
+        rows = self.model._base_manager.using(self.db)
+        if lock and connections[self.db].features.has_select_for_update:
+            rows = rows.select_for_update()
+        elif lock:  # SQLite: whoever writes first is the only writer
+            rows.filter(pk__in=[obj.pk for obj in objs][:1]).update(**{name: models.F(name)})
+        found = rows.only(name).in_bulk([obj.pk for obj in objs])
+        return {pk: getattr(row, name) for pk, row in found.items()}
 
     def bulk_create(
         self,
@@ -149,7 +88,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
             if ignore_conflicts:  # it may stand for a row of somebody else
                 obj.__dict__.pop(self.model._version_field.attname, None)
             else:
-                obj._version_written(FIRST, None, obj._state.db)
+                version = obj.__dict__[self.model._version_field.attname]
+                obj._version_written(version, None, obj._state.db)
         return objs
 
     bulk_create.alters_data = True  # type: ignore[attr-defined]
@@ -207,7 +147,7 @@ class Undo:
 
     def __init__(self, using: str) -> None:
         self.using = using
-        self.written: list[tuple[weakref.ref[Any], int | None]] = []
+        self.written: list[tuple[weakref.ref[Any], Any]] = []
 
     def __call__(self) -> None:
         self.written.clear()
@@ -223,7 +163,7 @@ class Undo:
                     obj.__dict__[name] = before
 
 
-def watch(obj: Any, before: int | None, using: str) -> None:
+def watch(obj: Any, before: Any, using: str) -> None:
     """Put the version of `obj` back to `before` if the open transaction is rolled back.
 
     Otherwise an object could be ahead of its row, and overwrite the change by which somebody

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from django.forms import modelform_factory
 from django.test.utils import isolate_apps
 
 from distlock_app.optimistic import VersionedManager, VersionedModel, VersionField
-from tests.app.versioned_models import Account, Article, SavingsAccount, Seat
+from tests.app.versioned_models import Account, Article, ProxyAccount, SavingsAccount, Seat
 
 
 def ids(model: Any) -> set[str]:
@@ -112,3 +114,57 @@ def test_the_column_can_be_added_while_code_that_does_not_know_it_inserts() -> N
     finally:
         with connection.schema_editor() as editor:
             editor.delete_model(new)
+
+
+@pytest.mark.parametrize("model", [Account, ProxyAccount, SavingsAccount, Article])
+def test_migrations_say_nothing_of_managers(model: Any) -> None:
+    state = ModelState.from_model(model)
+
+    assert state.managers == []
+    assert "base_manager_name" not in state.options
+
+
+@isolate_apps("tests.app")
+def test_a_base_manager_that_leaves_the_version_is_a_warning() -> None:
+    class Plain(VersionedModel):
+        every = models.Manager()
+
+        class Meta:
+            app_label = "testapp"
+            base_manager_name = "every"
+
+    assert ids(Plain) == {"distlock_app.W023"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from distlock_app import StaleObjectError, RetriesExhausted, retry_on_conflict",
+        "import distlock_app; distlock_app.__all__; dir(distlock_app)",
+    ],
+)
+def test_what_needs_no_models_can_be_imported_before_the_apps_are_ready(line: str) -> None:
+    run = subprocess.run([sys.executable, "-W", "error", "-c", line], timeout=60)
+
+    assert run.returncode == 0
+
+
+def test_a_model_asked_for_too_early_is_there_later() -> None:
+    code = """
+import os
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+from django.core.exceptions import AppRegistryNotReady
+try:
+    from distlock_app import VersionedModel
+except AppRegistryNotReady:
+    import django
+    django.setup()
+    from distlock_app import VersionedModel
+    from tests.app.models import Account
+    assert issubclass(Account, VersionedModel)
+    raise SystemExit(0)
+raise SystemExit("it was no error")
+"""
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=60)
+
+    assert run.returncode == 0

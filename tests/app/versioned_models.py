@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from datetime import timedelta
 
 from django.db import models
 
-from distlock_app.optimistic import VersionedManager, VersionedModel, VersionField
+from distlock_app.optimistic import (
+    TimestampVersionField,
+    VersionedManager,
+    VersionedModel,
+    VersionField,
+)
 
 
 class Account(VersionedModel):
@@ -80,3 +86,19 @@ class Article(VersionedModel):
 
     class Meta:
         select_on_save = True
+
+
+class Page(VersionedModel):
+    """Its table has no number, only the time of the last change."""
+
+    version = None
+    updated_at = TimestampVersionField()
+    text = models.CharField(max_length=50, default="")
+
+
+class Sheet(VersionedModel):
+    """As where the column keeps whole seconds: DATETIME(0) of MySQL."""
+
+    version = None
+    updated_at = TimestampVersionField(resolution=timedelta(seconds=1))
+    text = models.CharField(max_length=50, default="")

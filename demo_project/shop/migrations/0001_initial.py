@@ -2,7 +2,6 @@
 
 import django.core.validators
 import django.db.models.deletion
-import django.db.models.manager
 from django.db import migrations, models
 
 import distlock_app.optimistic
@@ -77,10 +76,6 @@ class Migration(migrations.Migration):
             options={
                 "ordering": ["category", "name"],
             },
-            managers=[
-                ("objects", django.db.models.manager.Manager()),
-                ("_every_row", django.db.models.manager.Manager()),
-            ],
         ),
         migrations.CreateModel(
             name="Payment",

@@ -1,0 +1,175 @@
+"""The column that tells one state of a row from the next: a number, or the time of the change."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.core import checks
+from django.db import connections, models
+from django.db.models.functions import Greatest
+from django.db.models.query_utils import DeferredAttribute
+from django.db.models.sql.where import ExtraWhere
+from django.utils import timezone
+
+
+class VersionAttribute(DeferredAttribute):
+    """Shows a deferred version without keeping it.
+
+    A version that is read later than the fields says nothing of them: kept, it would let a
+    save through that overwrites somebody else's.
+    """
+
+    def __get__(self, instance: Any, cls: Any = None) -> Any:
+        if instance is None or self.field.attname in instance.__dict__:
+            return super().__get__(instance, cls)
+        state = instance._state.__dict__
+        peers = state.pop("peers", None)  # FETCH_PEERS of Django 6.1 would give it to all of them
+        try:
+            return super().__get__(instance, cls)
+        finally:
+            instance.__dict__.pop(self.field.attname, None)
+            if peers is not None:
+                state["peers"] = peers
+
+
+class AnyVersionField(models.Field):  # type: ignore[type-arg]
+    """What the guard asks of its column.
+
+    A version never comes back: `after(version)` is later than `version`, whoever computes it.
+    """
+
+    descriptor_class = VersionAttribute
+    # Every insert writes it; nothing has to be read back.
+    db_returning = False
+    # Whether the version before can be told from the one after it.
+    counts = False
+    # What is the same for every field of the kind: given to __init__, and not in migrations.
+    fixed: dict[str, Any] = {"default": None, "editable": False, "blank": True}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | self.fixed)
+
+    def deconstruct(self) -> Any:
+        name, _, args, kwargs = super().deconstruct()
+        for key in self.fixed:
+            kwargs.pop(key, None)
+        return name, f"distlock_app.optimistic.{type(self).__name__}", args, kwargs
+
+    def contribute_to_class(self, cls: Any, name: str, private_only: bool = False) -> None:
+        super().contribute_to_class(cls, name, private_only=private_only)
+        cls._version_field = self
+        self.guards: dict[str, str] = {}
+
+    def guard(self, version: Any, using: str) -> ExtraWhere:
+        """Return `version = ...` for a WHERE: built by filter() it costs a quarter of a save."""
+        try:
+            condition = self.guards[using]
+        except KeyError:
+            quote = connections[using].ops.quote_name
+            condition = f"{quote(self.model._meta.db_table)}.{quote(str(self.column))} = %s"
+            self.guards[using] = condition
+        return ExtraWhere([condition], [self.parameter(version, using)])
+
+    def parameter(self, version: Any, using: str) -> Any:
+        """Return the version as the driver takes it."""
+        return self.get_db_prep_value(version, connections[using])
+
+    def first(self) -> Any:
+        """Return the version of a new row."""
+        raise NotImplementedError
+
+    def after(self, version: Any) -> Any:
+        """Return the version that replaces this one."""
+        raise NotImplementedError
+
+    def next(self) -> Any:
+        """Return the expression by which an UPDATE of any row moves its version on."""
+        raise NotImplementedError
+
+    def pre_save(self, model_instance: Any, add: bool) -> Any:
+        if add:
+            setattr(model_instance, self.attname, self.first())
+            return model_instance.__dict__[self.attname]
+        if not hasattr(model_instance, "_save_guarded"):
+            # A historical model in a migration: nothing is refused, but others will notice.
+            return self.next()
+        return model_instance._state.written
+
+    def check(self, **kwargs: Any) -> list[Any]:
+        found = super().check(**kwargs)
+        kind = type(self).__name__
+        if not hasattr(self.model, "_save_guarded"):
+            hint = "Derive the model from distlock_app.optimistic.VersionedModel."
+            text = f"A {kind} refuses no stale save without VersionedModel."
+            found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E021"))
+        fields = [f for f in self.model._meta.concrete_fields if isinstance(f, AnyVersionField)]
+        if len(fields) > 1:
+            names = ", ".join(field.name for field in fields)
+            text = f"The model has more than one version: {names}."
+            hint = "A second one would not be checked; `version = None` removes an inherited one."
+            found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E022"))
+        return found
+
+
+class VersionField(AnyVersionField, models.BigIntegerField):  # type: ignore[type-arg]
+    """How often the row was saved: 1 when inserted, one more with every change.
+
+    None on an object that was not saved yet.
+    """
+
+    # The default in the database serves inserts of code that does not know the column, so that
+    # it can be added while the old release is still running.
+    fixed = AnyVersionField.fixed | {"db_default": 1}
+    counts = True
+
+    def parameter(self, version: int, using: str) -> int:
+        return version
+
+    def first(self) -> int:
+        return 1
+
+    def after(self, version: int) -> int:
+        return version + 1
+
+    def next(self) -> Any:
+        return models.F(self.attname) + 1
+
+
+class TimestampVersionField(AnyVersionField, models.DateTimeField):  # type: ignore[type-arg]
+    """When the row was last saved, for a table that has such a column and no number.
+
+    Each save writes the time of this host, but at least one `resolution` more than it read: two
+    saves in one microsecond, or with a clock that was set back, still get two versions. So
+    `resolution` is what the column keeps: a second for DATETIME(0) of MySQL.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        resolution: timedelta = timedelta(microseconds=1),
+        **kwargs: Any,
+    ) -> None:
+        self.resolution = resolution
+        super().__init__(*args, **kwargs)
+
+    def deconstruct(self) -> Any:
+        name, path, args, kwargs = super().deconstruct()
+        if self.resolution != timedelta(microseconds=1):
+            kwargs["resolution"] = self.resolution
+        return name, path, args, kwargs
+
+    def first(self) -> datetime:
+        now = timezone.now()
+        return (
+            now - (now - now.replace(hour=0, minute=0, second=0, microsecond=0)) % self.resolution
+        )
+
+    def after(self, version: datetime) -> datetime:
+        return max(self.first(), version + self.resolution)
+
+    def next(self) -> Any:
+        step = models.ExpressionWrapper(
+            models.F(self.attname) + self.resolution, output_field=models.DateTimeField()
+        )
+        return Greatest(models.Value(self.first(), models.DateTimeField()), step)
