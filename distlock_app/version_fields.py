@@ -136,7 +136,7 @@ class VersionField(AnyVersionField, models.BigIntegerField):  # type: ignore[typ
         return models.F(self.attname) + 1
 
 
-class TimestampVersionField(AnyVersionField, models.DateTimeField):  # type: ignore[type-arg]
+class TimestampVersionField(AnyVersionField, models.DateTimeField):  # type: ignore[type-arg, misc]
     """When the row was last saved, for a table that has such a column and no number.
 
     Each save writes the time of this host, but at least one `resolution` more than it read: two

@@ -128,7 +128,7 @@ def test_a_migration_says_the_resolution_only_if_it_is_not_the_usual_one() -> No
 
 def test_an_existing_column_is_guarded_without_any_sql() -> None:
     before = ProjectState()
-    fields = [
+    fields: Any = [
         ("id", models.BigAutoField(primary_key=True)),
         ("updated_at", models.DateTimeField(auto_now=True)),
     ]

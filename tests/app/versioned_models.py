@@ -102,3 +102,51 @@ class Sheet(VersionedModel):
     version = None
     updated_at = TimestampVersionField(resolution=timedelta(seconds=1))
     text = models.CharField(max_length=50, default="")
+
+
+class Tag(models.Model):
+    name = models.CharField(max_length=20)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Offer(VersionedModel):
+    """With a field of each kind, for the forms."""
+
+    class Kind(models.TextChoices):
+        TEA = "tea", "Tea"
+        CUP = "cup", "Cup"
+
+    name = models.CharField(max_length=50)
+    text = models.TextField(default="", blank=True)
+    price = models.DecimalField(max_digits=8, decimal_places=2, default=0)
+    kind = models.CharField(max_length=5, choices=Kind, default=Kind.TEA)
+    active = models.BooleanField(default=True)
+    starts = models.DateTimeField(null=True, blank=True)
+    ends = models.DateField(null=True, blank=True)
+    account = models.ForeignKey(Account, models.CASCADE, null=True, blank=True)
+    tags = models.ManyToManyField(Tag, blank=True)
+    stock = models.IntegerField(default=0)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Extra(VersionedModel):
+    offer = models.ForeignKey(Offer, models.CASCADE)
+    name = models.CharField(max_length=50)
+    price = models.IntegerField(default=0)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Note(models.Model):
+    """Has no version of its own."""
+
+    offer = models.ForeignKey(Offer, models.CASCADE)
+    text = models.CharField(max_length=50)
+
+    def __str__(self) -> str:
+        return self.text

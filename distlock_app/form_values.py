@@ -1,0 +1,64 @@
+"""Values of form fields as people read them, on the page of a conflict."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from decimal import Decimal
+from typing import Any
+
+from django import forms
+from django.core.exceptions import ValidationError
+from django.utils import formats, timezone
+from django.utils.translation import gettext
+
+
+def shown(form: Any, name: str, key: Any) -> str:
+    """Return the text of a value that is given as JSON has it."""
+    field = form.fields[name]
+    if isinstance(key, dict) and set(key) == {"sha256"}:
+        return gettext("(a long text)")
+    if isinstance(field, forms.ModelChoiceField):
+        return _rows(field, key if isinstance(key, list) else [key])
+    if isinstance(field, forms.ChoiceField):
+        labels = {str(value): str(label) for value, label in _flat(field.choices)}
+        keys = key if isinstance(key, list) else [key]
+        return ", ".join(labels.get(str(one), str(one)) for one in keys)
+    if isinstance(key, bool):
+        return gettext("yes") if key else gettext("no")
+    return _plain(form, name, key)
+
+
+def _plain(form: Any, name: str, key: Any) -> str:
+    if key in ("", None):
+        return ""
+    field = form.instance._meta.get_field(name)
+    try:
+        value = field.to_python(key)
+    except (ValidationError, TypeError, ValueError):
+        return str(key)
+    if isinstance(value, Decimal):
+        value = round(value, field.decimal_places)
+    if isinstance(value, datetime) and timezone.is_aware(value):
+        value = timezone.localtime(value)
+    return str(formats.localize(value))
+
+
+def _rows(field: Any, keys: list[Any]) -> str:
+    """Return the labels of these rows; the key where there is no such row any more."""
+    name = field.to_field_name or "pk"
+    keys = [key for key in keys if key not in ("", None)]
+    try:
+        rows = {
+            str(getattr(row, name)): field.label_from_instance(row)
+            for row in field.queryset.filter(**{f"{name}__in": keys})
+        }
+    except (TypeError, ValueError, ValidationError):
+        rows = {}
+    return ", ".join(str(rows.get(str(key), key)) for key in keys)
+
+
+def _flat(choices: Any) -> list[tuple[Any, Any]]:
+    flat: list[tuple[Any, Any]] = []
+    for value, label in choices:
+        flat += label if isinstance(label, list | tuple) else [(value, label)]
+    return flat

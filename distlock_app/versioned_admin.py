@@ -1,0 +1,135 @@
+"""The admin of versioned models: of two people who edit one object, the second is told."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.options import get_content_type_for_model
+from django.contrib.admin.utils import flatten_fieldsets
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.utils.translation import gettext
+
+from .errors import StaleObjectError
+from .forms import VERSION, VersionedModelForm
+
+if TYPE_CHECKING:
+    _Admin = admin.ModelAdmin[Any]
+    _Base = admin.options.BaseModelAdmin[Any]
+    _Inline = admin.options.InlineModelAdmin[Any, Any]
+    _Concrete = admin.ModelAdmin[Any]
+else:
+    _Admin = _Base = _Inline = object
+    _Concrete = admin.ModelAdmin
+
+# Somebody may save between the read and the write of one request; then the form is compared anew.
+TRIES = 5
+
+
+class VersionedFieldsets(_Base):
+    """Puts the hidden version into the page; without it every save would be refused."""
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        fieldsets = super().get_fieldsets(request, obj)
+        shown = flatten_fieldsets(fieldsets)
+        if not self.has_change_permission(request, obj) or VERSION in shown:
+            return [*fieldsets]
+        (name, options), *others = fieldsets[::-1]
+        last = (name, {**options, "fields": [*options["fields"], VERSION]})
+        return [*others[::-1], last]
+
+
+class VersionedInlineMixin(VersionedFieldsets, _Inline):
+    """An inline whose rows are guarded one by one; put it before TabularInline or StackedInline."""
+
+    form = VersionedModelForm
+
+    def get_formset(self, request: Any, obj: Any = None, **kwargs: Any) -> Any:
+        formset: Any = super().get_formset(request, obj, **kwargs)
+        formset.form.user = request.user
+        return formset
+
+
+class VersionedAdminMixin(VersionedFieldsets, _Admin):
+    """Everything of VersionedAdmin; put it before the ModelAdmin of the theme that is in use."""
+
+    form = VersionedModelForm
+    change_form_template = "admin/distlock_app/versioned/change_form.html"
+
+    class Media:
+        css = {"all": ["distlock_app/conflict.css"]}
+
+    def get_form(self, request: Any, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, obj, change=change, **kwargs)
+        form.user = request.user
+        # Rows of other tables have no version of their own, or are saved with this one: whoever
+        # saved any of them moved the version of this object.
+        form.strict = bool(self.get_inlines(request, obj))
+        return form
+
+    def changeform_view(
+        self, request: HttpRequest, object_id: Any = None, form_url: str = "", *args: Any, **kw: Any
+    ) -> HttpResponse:
+        for _try in range(TRIES - 1):
+            try:
+                return super().changeform_view(request, object_id, form_url, *args, **kw)
+            except StaleObjectError:
+                continue
+        return super().changeform_view(request, object_id, form_url, *args, **kw)
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Add who is in the way; the page of a conflict is no success."""
+        conflict = getattr(context["adminform"].form, "conflict", None)
+        if conflict is None:
+            return super().render_change_form(request, context, *args, **kwargs)
+        errors = context["errors"]
+        context |= {
+            "conflict": conflict,
+            "conflict_alone": sum(len(found) for found in errors) == 1,
+            "last": self._last_change(context["original"]),
+        }
+        response = super().render_change_form(request, context, *args, **kwargs)
+        response.status_code = 409
+        return response
+
+    def _last_change(self, obj: Any) -> LogEntry | None:
+        entries = LogEntry.objects.filter(
+            content_type=get_content_type_for_model(obj), object_id=obj.pk, action_flag=CHANGE
+        )
+        return entries.select_related("user").order_by("-action_time").first()
+
+    def _get_obj_does_not_exist_redirect(
+        self, request: Any, opts: Any, object_id: str
+    ) -> HttpResponse:
+        """Show what was typed if the object was deleted meanwhile: it is all that there is."""
+        if request.method != "POST":
+            gone: HttpResponse = super()._get_obj_does_not_exist_redirect(  # type: ignore[misc]
+                request, opts, object_id
+            )
+            return gone
+        form = self.get_form(request)(request.POST, request.FILES)
+        typed = [(form[name].label, form[name].value()) for name in form.fields if name != VERSION]
+        inlines = [
+            (name, value)
+            for name, value in request.POST.items()
+            if value and re.search(r"-\d+-(?!id$|distlock_)", name)
+        ]
+        context = {
+            **self.admin_site.each_context(request),
+            "title": gettext("Deleted meanwhile"),
+            "opts": opts,
+            "media": self.media,
+            "typed": typed + inlines,
+        }
+        request.current_app = self.admin_site.name
+        template = "admin/distlock_app/versioned/deleted.html"
+        return TemplateResponse(request, template, context, status=410)
+
+
+class VersionedAdmin(VersionedAdminMixin, _Concrete):
+    """A ModelAdmin in which nobody overwrites what somebody else saved meanwhile."""

@@ -1,0 +1,266 @@
+"""The admin of versioned models, by requests; tests/test_browser.py looks at its pages."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timezone
+from decimal import Decimal
+from html.parser import HTMLParser
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.contrib.contenttypes.models import ContentType
+from django.test import Client
+
+from distlock_app import StaleObjectError
+from distlock_app.forms import VERSION
+from tests.app.admin import OfferAdmin
+from tests.app.versioned_models import Article, Extra, Note, Offer
+
+pytestmark = pytest.mark.django_db
+
+
+class Fields(HTMLParser):
+    """What a browser sends of the first form that is posted, of each input as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: dict[str, Any] = {}
+        self.select: str = ""
+        self.text: str = ""
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        at = {name: value or "" for name, value in attributes}
+        name = at.get("name", "")
+        if tag == "input" and name and at.get("type") not in ("submit", "file"):
+            box = at.get("type") in ("checkbox", "radio")
+            if not box or "checked" in at:
+                self.data[name] = at.get("value", "on" if box else "")
+        elif tag == "select":
+            self.select = name
+        elif tag == "option" and self.select and "selected" in at:
+            self.data[self.select] = at["value"]
+        elif tag == "textarea":
+            self.text = name
+            self.data[name] = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "textarea":
+            self.text = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.text:
+            self.data[self.text] += data.removeprefix("\n")
+
+
+def fields(response: Any) -> dict[str, Any]:
+    parser = Fields()
+    text = response.content.decode()
+    parser.feed(text[text.index('id="content-main"') :])
+    return {name: value for name, value in parser.data.items() if "__prefix__" not in name}
+
+
+def url(obj: Any, model: str = "offer") -> str:
+    return f"/admin/testapp/{model}/{obj.pk}/change/"
+
+
+def person(name: str) -> Client:
+    client = Client()
+    client.force_login(User.objects.create_superuser(name))
+    return client
+
+
+@pytest.fixture
+def ann() -> Client:
+    return person("ann")
+
+
+@pytest.fixture
+def bob() -> Client:
+    return person("bob")
+
+
+@pytest.fixture
+def offer() -> Offer:
+    return Offer.objects.create(
+        name="Green tea",
+        price=Decimal("10.50"),
+        starts=datetime(2026, 5, 4, 3, 2, 1, 654321, tzinfo=timezone.utc),
+    )
+
+
+def test_one_person_saves_as_ever(ann: Client, offer: Offer) -> None:
+    for name in ("Black tea", "White tea"):
+        data = fields(ann.get(url(offer)))
+        assert ann.post(url(offer), {**data, "name": name}).status_code == 302
+
+    offer.refresh_from_db()
+    assert (offer.name, offer.version) == ("White tea", 3)
+
+
+def test_the_second_gets_a_page_that_says_what_the_first_did(
+    ann: Client, bob: Client, offer: Offer
+) -> None:
+    of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
+    ann.post(url(offer), {**of_ann, "name": "White tea", "price": "12"})
+
+    response = bob.post(url(offer), {**of_bob, "name": "Black <b>tea</b>", "text": "My words"})
+
+    page = response.content.decode()
+    assert response.status_code == 409
+    assert "Last saved here by <strong>ann</strong>" in page
+    for text in ("Green tea", "White tea", "Black &lt;b&gt;tea&lt;/b&gt;", "10.50", "My words"):
+        assert text in page
+    assert "Please correct" in page and "dl-conflicting" in page
+    offer.refresh_from_db()
+    assert offer.name == "White tea"
+
+
+def test_the_page_of_a_conflict_saves_the_merge(ann: Client, bob: Client, offer: Offer) -> None:
+    of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
+    ann.post(url(offer), {**of_ann, "name": "White tea", "price": "12"})
+    conflict = bob.post(url(offer), {**of_bob, "name": "Black tea", "text": "My words"})
+
+    merged = {**fields(conflict), "distlock_take_name": "theirs"}
+    assert bob.post(url(offer), merged).status_code == 302
+
+    offer.refresh_from_db()
+    assert (offer.name, offer.price, offer.text) == ("White tea", Decimal("12"), "My words")
+
+
+def test_a_save_in_the_middle_of_the_request_is_a_conflict_too(
+    ann: Client, offer: Offer, monkeypatch: Any
+) -> None:
+    data = fields(ann.get(url(offer)))
+
+    def save_model(*args: Any) -> None:
+        monkeypatch.undo()
+        changed.append(True)
+        raise StaleObjectError  # what the guard finds; the transaction is rolled back then
+
+    def get_object(self: Any, *args: Any) -> Any:
+        if changed:
+            Offer.objects.update(name="White tea")
+        return read(self, *args)
+
+    changed: list[bool] = []
+    read = OfferAdmin.get_object
+    monkeypatch.setattr(OfferAdmin, "save_model", save_model)
+    with patch.object(OfferAdmin, "get_object", get_object):
+        response = ann.post(url(offer), {**data, "name": "Black tea"})
+
+    assert response.status_code == 409
+    assert "White tea" in response.content.decode()
+
+
+def test_a_post_without_the_version_saves_nothing(ann: Client, offer: Offer) -> None:
+    data = fields(ann.get(url(offer)))
+    del data[VERSION]
+
+    response = ann.post(url(offer), {**data, "name": "Black tea"})
+
+    assert response.status_code == 409
+    assert "Compare with what is saved now" in response.content.decode()
+    assert Offer.objects.get().name == "Green tea"
+
+
+def test_the_version_of_somebody_else_is_refused(ann: Client, bob: Client, offer: Offer) -> None:
+    data = fields(ann.get(url(offer)))
+
+    assert bob.post(url(offer), {**data, "name": "Black tea"}).status_code == 409
+
+
+def test_what_was_typed_for_a_deleted_object_is_shown(ann: Client, offer: Offer) -> None:
+    address = url(offer, "offerwithinlines")
+    data = fields(ann.get(address))
+    offer.delete()
+
+    typed = {"name": "A new <name>", "note_set-0-text": "A note"}
+    response = ann.post(address, {**data, **typed})
+
+    assert response.status_code == 410
+    assert "A new &lt;name&gt;" in response.content.decode()
+    assert "A note" in response.content.decode()
+    assert ann.get(address).status_code == 302
+
+
+def test_the_version_of_any_name_and_kind_is_in_the_page(ann: Client) -> None:
+    article = Article.objects.create(text="a")
+    address = url(article, "article")
+    data = fields(ann.get(address))
+    Article.objects.update(text="b")
+
+    assert ann.post(address, {**data, "text": "c"}).status_code == 409
+    assert ann.post("/admin/testapp/article/add/", {"text": "new"}).status_code == 302
+
+
+def test_who_may_only_look_gets_no_version(offer: Offer) -> None:
+    user = User.objects.create_user("eve", is_staff=True)
+    kind = ContentType.objects.get_for_model(Offer)
+    user.user_permissions.add(Permission.objects.get(codename="view_offer", content_type=kind))
+    client = Client()
+    client.force_login(user)
+
+    response = client.get(url(offer))
+
+    assert response.status_code == 200
+    assert VERSION not in response.content.decode()
+
+
+def test_inlines_are_guarded_row_by_row(ann: Client, bob: Client, offer: Offer) -> None:
+    extra = Extra.objects.create(offer=offer, name="bag")
+    address = url(offer, "offerwithinlines")
+    of_bob = fields(bob.get(address))
+    Extra.objects.update(name="box")
+
+    response = bob.post(address, {**of_bob, "extra_set-0-name": "sack"})
+
+    assert response.status_code == 200
+    assert "“bag” became “box”" in response.content.decode()
+    extra.refresh_from_db()
+    assert extra.name == "box"
+    again = fields(response)
+    assert again["extra_set-0-name"] == "sack"
+    assert bob.post(address, again).status_code == 302
+    extra.refresh_from_db()
+    assert extra.name == "sack"
+
+
+def test_inlines_without_a_version_are_guarded_by_their_objects(
+    ann: Client, bob: Client, offer: Offer
+) -> None:
+    note = Note.objects.create(offer=offer, text="old")
+    address = url(offer, "offerwithinlines")
+    of_ann, of_bob = fields(ann.get(address)), fields(bob.get(address))
+    assert ann.post(address, {**of_ann, "note_set-0-text": "ann's"}).status_code == 302
+
+    response = bob.post(address, {**of_bob, "note_set-0-text": "bob's"})
+
+    assert response.status_code == 409
+    assert "something that belongs to it" in response.content.decode()
+    note.refresh_from_db()
+    assert note.text == "ann's"
+
+
+def test_the_pages_have_no_script_and_no_style_of_their_own(
+    ann: Client, bob: Client, offer: Offer
+) -> None:
+    of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
+    ann.post(url(offer), {**of_ann, "name": "White tea"})
+    page = bob.post(url(offer), {**of_bob, "name": "Black tea"}).content.decode()
+    panel = page[page.index('<section class="dl-conflict"') : page.index("</section>")]
+
+    assert not re.search(r"<script|<style|style=|\son\w+=", panel)
+    assert "conflict.css" in page
+
+
+def test_without_a_csrf_token_nothing_is_saved(offer: Offer) -> None:
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(User.objects.create_superuser("ann"))
+    data = fields(client.get(url(offer)))
+
+    assert client.post(url(offer), data).status_code == 302
+    del data["csrfmiddlewaretoken"]
+    assert client.post(url(offer), data).status_code == 403

@@ -1,0 +1,342 @@
+"""Forms of versioned models: two people open one, the second to send it is told."""
+
+from __future__ import annotations
+
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from django import forms
+from django.core.exceptions import NON_FIELD_ERRORS, ImproperlyConfigured
+from django.forms import inlineformset_factory
+from django.http import QueryDict
+
+from distlock_app import StaleObjectError
+from distlock_app.forms import VERSION, VersionedModelForm
+from tests.app.versioned_models import Account, Extra, Note, Offer, Page, Tag
+
+pytestmark = pytest.mark.django_db
+
+
+class OfferForm(VersionedModelForm):
+    class Meta:
+        model = Offer
+        exclude = ["stock"]
+
+
+@pytest.fixture
+def offer() -> Offer:
+    offer = Offer.objects.create(
+        name="Green tea",
+        price=Decimal("10.50"),
+        starts=datetime(2026, 5, 4, 3, 2, 1, 654321, tzinfo=timezone.utc),
+        ends=date(2026, 6, 1),
+    )
+    offer.tags.add(Tag.objects.create(name="new"))
+    return offer
+
+
+def sent(form: forms.BaseForm | Any, **changes: Any) -> QueryDict:
+    """Return what a browser sends of this form after these changes."""
+    data = QueryDict(mutable=True)
+    for bound in form:
+        name, value = bound.html_name, bound.value()
+        if isinstance(bound.field.widget, forms.CheckboxInput):
+            if value:
+                data[name] = "on"
+        elif isinstance(bound.field.widget, forms.SelectMultiple):
+            data.setlist(name, [str(getattr(one, "pk", one)) for one in value or ()])
+        else:
+            shown = bound.field.widget.format_value(value)
+            data[name] = str("".join(shown) if isinstance(shown, list) else shown or "")
+    for name, value in changes.items():
+        data.setlist(name, value) if isinstance(value, list) else data.update({name: value})
+    return data
+
+
+def opened(offer: Offer, **options: Any) -> OfferForm:
+    return OfferForm(instance=Offer.objects.get(pk=offer.pk), **options)
+
+
+def answered(offer: Offer, data: QueryDict, **options: Any) -> OfferForm:
+    return opened(offer, data=data, **options)
+
+
+def changed(offer: Offer, **values: Any) -> None:
+    """Let somebody else save."""
+    Offer.objects.filter(pk=offer.pk).update(**values)
+
+
+def test_a_form_is_saved_if_nobody_else_saved(offer: Offer) -> None:
+    form = answered(offer, sent(opened(offer), name="Black tea"))
+
+    assert form.is_valid(), form.errors
+    form.save()
+
+    offer.refresh_from_db()
+    assert (offer.name, offer.version) == ("Black tea", 2)
+
+
+def test_an_untouched_form_has_not_changed(offer: Offer) -> None:
+    assert not answered(offer, sent(opened(offer))).has_changed()
+
+
+def test_a_new_object_needs_no_version() -> None:
+    form = OfferForm(data=sent(OfferForm(), name="Mug", price="1", kind="cup"))
+
+    assert form.is_valid(), form.errors
+    assert form.save().version == 1
+
+
+def test_the_second_is_told_what_the_first_changed(offer: Offer) -> None:
+    data = sent(opened(offer), name="Black tea")
+    changed(offer, name="White tea", price=Decimal("12"))
+
+    form = answered(offer, data)
+
+    assert not form.is_valid()
+    assert form.conflict is not None
+    assert [(c.name, c.old, c.theirs, c.yours) for c in form.conflict.changes] == [
+        ("name", "Green tea", "White tea", "Black tea"),
+        ("price", "10.50", "12.00", None),
+    ]
+    assert form.has_error(NON_FIELD_ERRORS, "conflict")
+    assert "White tea" in form.non_field_errors()[0]
+    offer.refresh_from_db()
+    assert offer.name == "White tea"
+
+
+def test_shown_again_it_keeps_what_was_typed_and_takes_what_was_not(offer: Offer) -> None:
+    data = sent(opened(offer), name="Black tea")
+    changed(offer, name="White tea", price=Decimal("12"))
+    form = answered(offer, data)
+    form.is_valid()
+
+    again = sent(form)
+
+    assert (again["name"], again["price"]) == ("Black tea", "12.00")
+    final = answered(offer, again)
+    assert final.is_valid(), final.errors
+    final.save()
+    offer.refresh_from_db()
+    assert (offer.name, offer.price) == ("Black tea", Decimal("12"))
+
+
+def test_theirs_may_be_chosen_field_by_field(offer: Offer) -> None:
+    data = sent(opened(offer), name="Black tea", text="Fine.", ends="2026-07-01")
+    changed(offer, name="White tea", text="Finest.", ends=date(2026, 8, 1))
+    form = answered(offer, data)
+    form.is_valid()
+    assert form.conflict is not None
+    choices = {change.name: str(change.choice) for change in form.conflict.changes}
+
+    final = answered(offer, sent(form, **{choices["name"]: "theirs", choices["ends"]: "theirs"}))
+
+    assert final.is_valid(), final.errors
+    final.save()
+    offer.refresh_from_db()
+    assert (offer.name, offer.text, offer.ends) == ("White tea", "Fine.", date(2026, 8, 1))
+
+
+def test_theirs_may_be_chosen_where_ones_own_makes_no_sense(offer: Offer) -> None:
+    data = sent(opened(offer), price="many")
+    changed(offer, price=Decimal("12"))
+    form = answered(offer, data)
+    form.is_valid()
+    assert form.conflict is not None
+    assert [(c.theirs, c.yours) for c in form.conflict.changes] == [("12.00", "many")]
+
+    final = answered(offer, sent(form, **{str(form.conflict.changes[0].choice): "theirs"}))
+
+    assert final.is_valid(), final.errors
+    assert final.save().price == Decimal("12")
+
+
+def test_a_third_who_saves_meanwhile_is_noticed_too(offer: Offer) -> None:
+    data = sent(opened(offer), name="Black tea")
+    changed(offer, name="White tea")
+    form = answered(offer, data)
+    form.is_valid()
+    again = sent(form)
+    changed(offer, name="Red tea")
+
+    final = answered(offer, again)
+
+    assert not final.is_valid()
+    assert final.conflict is not None
+    [change] = final.conflict.changes
+    assert (change.old, change.theirs, change.yours) == ("White tea", "Red tea", "Black tea")
+
+
+def test_a_change_of_what_the_form_does_not_show_is_no_conflict(offer: Offer) -> None:
+    data = sent(opened(offer), name="Black tea")
+    changed(offer, stock=7)
+
+    form = answered(offer, data)
+
+    assert form.is_valid(), form.errors
+    form.save()
+    offer.refresh_from_db()
+    assert (offer.name, offer.stock) == ("Black tea", 7)
+
+
+def test_who_changed_nothing_overwrites_nothing(offer: Offer) -> None:
+    data = sent(opened(offer))
+    changed(offer, name="White tea")
+
+    form = answered(offer, data)
+
+    assert form.is_valid(), form.errors
+    assert form.save().name == "White tea"
+
+
+def test_the_same_change_by_both_is_no_conflict(offer: Offer) -> None:
+    data = sent(opened(offer), name="White tea")
+    changed(offer, name="White tea")
+
+    assert answered(offer, data).is_valid()
+
+
+def test_every_kind_of_field_is_compared_and_shown_as_people_read_it(offer: Offer) -> None:
+    ann, bob = Account.objects.create(owner="Ann"), Account.objects.create(owner="Bob")
+    old, more = Tag.objects.get(), Tag.objects.create(name="sale")
+    offer.account = ann
+    offer.save()
+    data = sent(
+        opened(offer),
+        kind="cup",
+        active="",
+        starts="2026-05-04 09:00:00",
+        account=str(bob.pk),
+        tags=[str(old.pk), str(more.pk)],
+    )
+    data.pop("active")
+    changed(
+        offer,
+        name="White tea",
+        starts=datetime(2026, 5, 4, 10, tzinfo=timezone.utc),
+        account=None,
+    )
+    offer.tags.clear()
+
+    form = answered(offer, data)
+    form.is_valid()
+
+    assert form.conflict is not None
+    changes = {c.name: (c.old, c.theirs, c.yours) for c in form.conflict.changes}
+    assert changes == {
+        "name": ("Green tea", "White tea", None),
+        "starts": ("May 4, 2026, 3:02 a.m.", "May 4, 2026, 10 a.m.", "May 4, 2026, 9 a.m."),
+        "account": (str(ann), "", str(bob)),
+        "tags": ("new", "", "new, sale"),
+    }
+
+
+@pytest.mark.parametrize("token", ["", "made up", None])
+def test_a_form_without_its_version_is_refused(offer: Offer, token: str | None) -> None:
+    data = sent(opened(offer), name="Black tea")
+    if token is None:
+        del data[VERSION]
+    else:
+        data[VERSION] = token
+
+    form = answered(offer, data)
+
+    assert not form.is_valid()
+    assert form.conflict is not None and not form.conflict.known
+    [change] = form.conflict.changes
+    assert (change.old, change.theirs, change.yours) == (None, "Green tea", "Black tea")
+    assert answered(offer, sent(form)).is_valid()
+
+
+def test_the_version_of_another_object_or_user_is_refused(offer: Offer) -> None:
+    other = Offer.objects.create(name="Mug")
+    mine = sent(opened(offer, user=1), name="Black tea")
+
+    assert not answered(other, mine, user=1).is_valid()
+    assert not answered(offer, mine, user=2).is_valid()
+    assert answered(offer, mine, user=1).is_valid()
+
+
+def test_a_strict_form_refuses_whatever_moved_the_version(offer: Offer) -> None:
+    data = sent(opened(offer), name="Black tea")
+    changed(offer, stock=7)
+    form = answered(offer, data)
+    form.strict = True
+
+    assert not form.is_valid()
+    assert form.conflict is not None and form.conflict.changes == []
+
+
+def test_a_save_between_the_check_and_the_save_is_refused(offer: Offer) -> None:
+    form = answered(offer, sent(opened(offer), name="Black tea"))
+    assert form.is_valid()
+    changed(offer, name="White tea")
+
+    with pytest.raises(StaleObjectError):
+        form.save()
+
+
+def test_a_long_text_is_compared_but_not_carried(offer: Offer) -> None:
+    changed(offer, text="x" * 100_000)
+    first = sent(opened(offer), name="Black tea")
+    assert len(first[VERSION]) < 2000
+    assert answered(offer, first).is_valid()
+    changed(offer, text="short")
+
+    form = answered(offer, first)
+
+    assert not form.is_valid()
+    assert form.conflict is not None
+    assert [(c.old, c.theirs) for c in form.conflict.changes] == [("(a long text)", "short")]
+
+
+def test_a_time_as_the_version_is_carried_to_its_microsecond() -> None:
+    class PageForm(VersionedModelForm):
+        class Meta:
+            model = Page
+            fields = ["text"]
+
+    page = Page.objects.create(text="a")
+    data = sent(PageForm(instance=Page.objects.get()), text="b")
+    assert PageForm(data, instance=Page.objects.get()).is_valid()
+    page.text = "c"
+    page.save()
+
+    assert not PageForm(data, instance=Page.objects.get()).is_valid()
+
+
+def test_rows_of_a_formset_are_guarded_one_by_one(offer: Offer) -> None:
+    Formset = inlineformset_factory(
+        Offer, Extra, form=VersionedModelForm, fields=["name", "price"], extra=0
+    )
+    one, two = (Extra.objects.create(offer=offer, name=name) for name in ("bag", "box"))
+    shown = Formset(instance=offer, queryset=Extra.objects.order_by("pk"))
+    data = sent(shown.management_form)
+    for form in shown.forms:
+        for name, value in sent(form).items():
+            data[name] = str(value)
+    data["extra_set-0-name"] = "sack"
+    Extra.objects.filter(pk=two.pk).update(price=5)
+
+    formset = Formset(data, instance=offer, queryset=Extra.objects.order_by("pk"))
+    assert formset.is_valid(), formset.errors  # the second row was not touched here
+    formset.save()
+
+    two.refresh_from_db()
+    assert (Extra.objects.get(pk=one.pk).name, two.price) == ("sack", 5)
+    stale = Formset(data, instance=offer, queryset=Extra.objects.order_by("pk"))
+    data["extra_set-0-name"] = "tin"
+    assert not stale.is_valid()
+    assert stale.forms[0].conflict is not None
+
+
+def test_a_model_without_a_version_is_refused() -> None:
+    class NoteForm(VersionedModelForm):
+        class Meta:
+            model = Note
+            fields = ["text"]
+
+    with pytest.raises(ImproperlyConfigured, match="VersionedModel"):
+        NoteForm()
