@@ -60,12 +60,17 @@ def locked_command(
     exit code `busy_exit`; 0 skips the run in silence. `call_command` gets a CommandError.
     `at_least` seconds after its start nobody runs it again, however soon it ends, by the
     engine's clock: for jobs that are quicker than the clocks of hosts are alike.
-    SIGTERM and Ctrl-C release the lock. Further options are those of Lock.
+    SIGTERM and Ctrl-C release the lock. Further options are those of Lock; `using=` may be a
+    function of the command's options, too.
     """
     template, name, command = sorted_out(template, name, bool(lock_options))
-    probe({**lock_options, "wait": wait})
-    if at_least:
-        _check_at_least(at_least, lock_options.get("using", "default"))
+    using = lock_options.get("using", "default")
+    if callable(using):
+        probe({**lock_options, "wait": wait, "using": "default"})
+    else:
+        probe({**lock_options, "wait": wait})
+        if at_least:
+            _check_at_least(at_least, using)
     atomic = lock_options.pop("atomic", False)
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
@@ -116,6 +121,8 @@ def _wrap(guard: _Guard, command: Any) -> None:
             lock_options["ttl"] = ttl
         if options.pop("no_lock", False):
             return handle(self, *args, **options)
+        if callable(using := lock_options.get("using")):
+            lock_options["using"] = using(**options)
         lock = Lock(guard.name_of(type(self), options), **lock_options)
         with identity.activity(f"manage.py {_command_name(type(self))}"):
             try:

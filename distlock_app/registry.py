@@ -106,12 +106,19 @@ class Registry:
         for entry in self._entries.values():
             _robustly(entry.backend.after_fork, entry.alias)
 
+    def add(self, alias: str, params: dict[str, Any]) -> None:
+        """Make an alias that settings do not name, for this process."""
+        if alias not in self._entries:
+            self._entries[alias] = self._entry(alias, params)
+
     def _make(self, alias: str) -> Entry:
         setting = self.setting()
         if alias not in setting:
             known = ", ".join(sorted(setting)) or "none"
             raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r} (it has: {known}).")
-        params = setting[alias]
+        return self._entry(alias, setting[alias])
+
+    def _entry(self, alias: str, params: dict[str, Any]) -> Entry:
         where = f"DISTLOCK[{alias!r}]"
         if unknown := set(params) - KEYS:
             raise ImproperlyConfigured(

@@ -1,0 +1,75 @@
+"""`manage.py migrate_locked`: one at a time, without the lock table."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection, connections
+
+from distlock_app.management.commands.migrate_locked import lock_alias
+from distlock_app.registry import registry
+from distlock_app.testing import held_elsewhere
+from tests.engines import running, until
+
+LOCMEM = {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}
+on_a_server = pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite is no server")
+
+
+@on_a_server
+@pytest.mark.django_db(transaction=True)
+def test_somebody_else_migrates(capsys):
+    alias = lock_alias(database="default", lock_using=None)
+    with held_elsewhere("migrate:default", using=alias):
+        with pytest.raises(CommandError, match="runs already: its lock 'migrate:default'") as busy:
+            call_command("migrate_locked", "--lock-wait", "0", verbosity=0)
+
+    assert busy.value.returncode == 75
+    call_command("migrate_locked", "--lock-wait", "0", "--plan")
+    assert "No planned migration operations" in capsys.readouterr().out
+
+
+@on_a_server
+@pytest.mark.django_db(transaction=True)
+def test_whoever_waited_finds_nothing_to_do(capsys):
+    alias = lock_alias(database="default", lock_using=None)
+    done = threading.Event()
+
+    def migrate():
+        call_command("migrate_locked", "--plan")
+        done.set()
+        connections.close_all()
+
+    with ExitStack() as stack:
+        with held_elsewhere("migrate:default", using=alias):
+            stack.enter_context(running(migrate))
+            until(lambda: [h for h in registry[alias].backend.holders() if h.waiters])
+            assert not done.is_set()
+        until(done.is_set)
+
+    assert "No planned migration operations" in capsys.readouterr().out
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_alias_may_decide(settings, capsys):
+    settings.DISTLOCK = {"default": LOCMEM}
+    with held_elsewhere("migrate:default"):
+        with pytest.raises(CommandError, match="runs already"):
+            call_command("migrate_locked", "--lock-using=default", "--lock-wait=0")
+
+    call_command("migrate_locked", "--lock-using=default", "--plan")
+
+    assert "No planned migration operations" in capsys.readouterr().out
+
+
+def test_never_on_the_lock_table():
+    with pytest.raises(CommandError, match="keeps its locks in a table"):
+        call_command("migrate_locked", "--lock-using=default")
+
+
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="it has locks of its own")
+def test_sqlite_needs_another_engine():
+    with pytest.raises(CommandError, match="--lock-using"):
+        call_command("migrate_locked")
