@@ -35,7 +35,7 @@ ONCE = (
     *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
     *("test_core_async", "test_core_fork", "test_core_sessions", "test_core_waiting"),
     *("test_demo", "test_docs", "test_metrics", "test_packaging", "test_redis_", "test_servers"),
-    "test_translations",
+    *("test_etcd_", "test_translations"),
 )
 
 
@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         redis = (case is not None and case.params.get("using") == "redis") or {
             "redis_server",
             "cluster_urls",
+            "etcd_url",
+            "zookeeper_url",
         } & set(getattr(item, "fixturenames", ()))
         if redis or item.path.stem.startswith(ONCE):
             item.add_marker("once")
@@ -96,6 +98,28 @@ def cluster_urls() -> list[str]:
     if not settings.REDIS_CLUSTER_URL:
         missing("redis_cluster", "DISTLOCK_TEST_REDIS_CLUSTER_URL is not set")
     return str(settings.REDIS_CLUSTER_URL).split(",")
+
+
+@pytest.fixture(scope="session")
+def etcd_url() -> str:
+    """Where the suite's etcd is."""
+    from django.conf import settings
+
+    url: str = settings.ETCD_URL
+    if not url:
+        missing("etcd", "DISTLOCK_TEST_ETCD_URL is not set")
+    return url
+
+
+@pytest.fixture(scope="session")
+def zookeeper_url() -> str:
+    """Where the suite's ZooKeeper is."""
+    from django.conf import settings
+
+    url: str = settings.ZOOKEEPER_URL
+    if not url:
+        missing("zookeeper", "DISTLOCK_TEST_ZOOKEEPER_URL is not set")
+    return url
 
 
 @pytest.fixture

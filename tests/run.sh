@@ -4,9 +4,9 @@
 #   sh tests/run.sh [--quick] [--only=sqlite|mysql|postgresql|redis] [--keep] [-- PYTEST ARGUMENTS]
 #
 # Installs what is missing (Debian's apt, with sudo when not root), makes its own virtual
-# environments in .venv-tests/, starts MariaDB, PostgreSQL and Redis privately on free ports
-# and stops them at the end. The oldest and the newest Django are tested at the same time, each
-# on servers of its own.
+# environments in .venv-tests/, starts MariaDB, PostgreSQL, Redis, etcd and ZooKeeper privately on
+# free ports and stops them at the end. The oldest and the newest Django are tested at the same
+# time, each on servers of its own.
 #
 #   --quick   one Python, SQLite and Redis, without the tests marked slow
 #   --only=X  only on this database; redis: only what is about Redis
@@ -17,6 +17,8 @@
 #   DISTLOCK_TEST_POSTGRESQL_URL=postgresql://user:password@host:5432/name
 #   DISTLOCK_TEST_REDIS_URL=redis://:password@host:6379/0
 #   DISTLOCK_TEST_REDIS_CLUSTER_URL=redis://host:6379,redis://other:6379
+#   DISTLOCK_TEST_ETCD_URL=http://host:2379
+#   DISTLOCK_TEST_ZOOKEEPER_URL=host:2181
 
 set -u
 given=$(env | grep '^DISTLOCK_TEST_[A-Z_]*URLS\{0,1\}=')
@@ -45,7 +47,9 @@ case $quick$only in
     '') databases='sqlite mysql postgresql' ;;
     *) databases=$only ;;
 esac
-wants() { case " $databases redis redis_cluster " in *" $1 "*) true ;; *) false ;; esac; }
+# Beside SQLite only: they need no database.
+case $quick$only in '' | sqlite) stores='etcd zookeeper' ;; *) stores= ;; esac
+wants() { case " $databases redis redis_cluster $stores " in *" $1 "*) true ;; *) false ;; esac; }
 
 # --- The end, whatever it is: what was started is stopped, by its process id. ---------------
 
@@ -113,6 +117,11 @@ need() { missing="$missing $*"; }
 has python3 && python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
 # Tests that kill a server start one of their own, even if the suite's is given by a URL.
 has redis-server || has valkey-server || need redis-server
+if [ -n "$stores" ]; then
+    has etcd || need etcd-server
+    has java || need default-jre-headless
+    [ -e /usr/share/java/zookeeper.jar ] || need zookeeper
+fi
 if wants mysql; then
     has gcc || need gcc libc6-dev
     header || need python3-dev
@@ -192,7 +201,7 @@ if [ -n "$quick$only" ]; then
 fi
 if [ -n "$quick" ]; then
     set -- "$@" -m 'not slow'
-    skip 'tests marked slow; MariaDB, PostgreSQL and the browser (--quick)'
+    skip 'tests marked slow; MariaDB, PostgreSQL, etcd, ZooKeeper and the browser (--quick)'
     for pair in $main_pairs; do last=$pair; done
     [ "$main_pairs" = "$last" ] || skip "every pair but $last (--quick)"
     main_pairs=$last
@@ -249,7 +258,7 @@ check() {
 
 start_servers() {
     export DISTLOCK_TEST_REQUIRE=
-    for server in redis redis_cluster mysql postgresql; do
+    for server in redis redis_cluster mysql postgresql etcd zookeeper; do
         wants "$server" || continue
         DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE $server"
         variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL

@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from tests.launching import (
     START_TIMEOUT,
@@ -288,8 +289,90 @@ class PostgreSQLServer(DatabaseServer):
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
 
 
+class EtcdServer(Server):
+    """A cluster of one etcd, whose shortest lease is one second."""
+
+    name = "etcd"
+    settings = {"heartbeat-interval": "10", "election-timeout": "100", "logger": "zap"}
+
+    def command(self) -> list[str]:
+        here = f"http://127.0.0.1:{self.port}"
+        # Nobody else joins: the port for other members may be any.
+        peers = "http://127.0.0.1:0"
+        options = {
+            **self.settings,
+            **self.config,
+            "data-dir": str(self.home / "data"),
+            "listen-client-urls": here,
+            "advertise-client-urls": here,
+            "listen-peer-urls": peers,
+            "initial-advertise-peer-urls": peers,
+            "initial-cluster": f"default={peers}",
+        }
+        return [find_program("etcd"), *(f"--{key}={value}" for key, value in options.items())]
+
+    def answers(self) -> bool:
+        with urlopen(f"{self.url}/health", timeout=1) as response:
+            return b'"true"' in response.read()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class ZooKeeperServer(Server):
+    """One ZooKeeper, with sessions from 0.4 seconds on."""
+
+    name = "zookeeper"
+    jars = Path("/usr/share/java")  # where Debian has them
+    # What its main class needs, in the order in which it is looked for.
+    classes = ("zookeeper", "zookeeper-jute", "slf4j-api", "slf4j-simple", "netty-all")
+    settings = {"tickTime": "200", "maxClientCnxns": "0", "admin.enableServer": "false"}
+
+    def prepare(self) -> None:
+        if not (self.jars / "zookeeper.jar").exists():
+            raise NotInstalled("zookeeper.jar is not installed")
+
+    def command(self) -> list[str]:
+        lines = {
+            **self.settings,
+            "maxSessionTimeout": "60000",
+            "4lw.commands.whitelist": "*",
+            **self.config,
+            "clientPort": str(self.port),
+            "clientPortAddress": "127.0.0.1",
+            "dataDir": str(self.home / "data"),
+        }
+        config = self.home / "zoo.cfg"
+        config.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
+        jars = [f"{self.jars}/{name}.jar" for name in self.classes]
+        jars += [str(jar) for jar in sorted(self.jars.glob("commons-*.jar"))]
+        return [
+            find_program("java"),
+            *("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"),
+            # Nothing is flushed to the disk: safe when the process is killed.
+            *("-Dzookeeper.forceSync=no", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"),
+            *("-cp", ":".join(jars)),
+            "org.apache.zookeeper.server.quorum.QuorumPeerMain",
+            str(config),
+        ]
+
+    def answers(self) -> bool:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            connection.sendall(b"srvr")
+            return b"Mode:" in connection.recv(4096)
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
 KINDS: dict[str, type[Server] | type[RedisCluster]] = {
-    kind.name: kind for kind in (RedisServer, RedisCluster, MariaDBServer, PostgreSQLServer)
+    kind.name: kind
+    for kind in (
+        *(RedisServer, RedisCluster, MariaDBServer, PostgreSQLServer),
+        *(EtcdServer, ZooKeeperServer),
+    )
 }
 
 

@@ -5,6 +5,8 @@ DISTLOCK_TEST_MYSQL_URL       mysql://user:password@host:port/name, also of Mari
 DISTLOCK_TEST_POSTGRESQL_URL  postgresql://user:password@host:port/name
 DISTLOCK_TEST_REDIS_URL       redis://:password@host:port/0; without it, no lock is on Redis
 DISTLOCK_TEST_REDIS_CLUSTER_URL  redis://host:port of some nodes of a Cluster, comma separated
+DISTLOCK_TEST_ETCD_URL        http://host:port of etcd; without it, no lock is on etcd
+DISTLOCK_TEST_ZOOKEEPER_URL   host:port of ZooKeeper; without it, no lock is there
 DISTLOCK_TEST_REDIS_DB        the number of the Redis database, instead of the URL's
 DISTLOCK_TEST_ISOLATION       "repeatable read" ...: the transactions of MySQL and PostgreSQL
 DISTLOCK_TEST_SUFFIX          keeps the test databases of runs apart that share a server
@@ -125,6 +127,22 @@ if REDIS_CLUSTER_URL:
     DISTLOCK["cluster"] = {
         "BACKEND": "distlock_app.backends.redis.RedisBackend",
         "OPTIONS": {"CLUSTER": REDIS_CLUSTER_URL.split(","), "PREFIX": f"distlock{SUFFIX}"},
+    }
+
+ETCD_URL = os.environ.get("DISTLOCK_TEST_ETCD_URL", "")
+if ETCD_URL:
+    DISTLOCK["etcd"] = {
+        "BACKEND": "distlock_app.backends.etcd.EtcdBackend",
+        "LOCATION": ETCD_URL,
+        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}"},
+    }
+
+ZOOKEEPER_URL = os.environ.get("DISTLOCK_TEST_ZOOKEEPER_URL", "")
+if ZOOKEEPER_URL:
+    DISTLOCK["zookeeper"] = {
+        "BACKEND": "distlock_app.backends.zookeeper.ZooKeeperBackend",
+        "LOCATION": ZOOKEEPER_URL,
+        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}", "SESSION": 45},
     }
 
 SECRET_KEY = "only for tests"

@@ -60,8 +60,24 @@ class TestRedisCluster(LockBackendContract):
         """Let a missing Cluster be named."""
 
 
+class TestEtcd(LockBackendContract):
+    alias = "etcd"
+
+    @pytest.fixture(autouse=True)
+    def server(self, etcd_url):
+        """Let a missing server be named."""
+
+
+class TestZooKeeper(LockBackendContract):
+    alias = "zookeeper"
+
+    @pytest.fixture(autouse=True)
+    def server(self, zookeeper_url):
+        """Let a missing server be named."""
+
+
 def test_every_engine_is_under_test():
-    for server in ("redis", "redis_cluster"):
+    for server in ("redis", "redis_cluster", "etcd", "zookeeper"):
         if not getattr(settings, f"{server.upper()}_URL"):
             missing(server, f"DISTLOCK_TEST_{server.upper()}_URL is not set")
     engines = {

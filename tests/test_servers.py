@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.processes import WorkerFailed, hear, say
-from tests.servers import MariaDBServer, PostgreSQLServer, RedisServer, SentinelServer
+from tests.servers import (
+    EtcdServer,
+    MariaDBServer,
+    PostgreSQLServer,
+    RedisServer,
+    SentinelServer,
+    ZooKeeperServer,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,7 +60,9 @@ def exists(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [RedisServer, MariaDBServer, PostgreSQLServer])
+@pytest.mark.parametrize(
+    "kind", [RedisServer, MariaDBServer, PostgreSQLServer, EtcdServer, ZooKeeperServer]
+)
 def test_a_killed_server_starts_again_where_it_was(private_server, kind):
     server = private_server(kind)
     url, pid = server.url, server.pid

@@ -1,0 +1,370 @@
+"""Locks in etcd (3.4 or newer): a queue of leased keys for each lock, first come first served."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.checks import CheckMessage, Error
+from django.core.exceptions import ImproperlyConfigured
+
+from ..claims import Busy, Claim, Grant, Holding
+from ..errors import BackendError
+from ..identity import holder_fields
+from ..names import shown
+from ..timing import Deadline
+from .base import BaseLockBackend
+from .etcd_gateway import NOT_FOUND, Gateway, Lost, Refused, Watch, decoded, encoded
+from .etcd_leases import Lease, Leases
+
+PAGE = 1000  # keys in one answer of a listing
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a queue: the first one holds the lock, the others wait."""
+
+    key: str
+    created: int  # the revision that made it: the order of the queue
+    lease: int
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The queue of one lock as it was at one revision."""
+
+    asked_at: float
+    revision: int
+    queue: list[Entry]
+    epoch: int
+
+    def place_of(self, key: str) -> int | None:
+        """Return how many are before `key`; None: it is not in the queue."""
+        return next((at for at, entry in enumerate(self.queue) if entry.key == key), None)
+
+
+class Place:
+    """A claim that waits: its lease, and what its thread waits for."""
+
+    __slots__ = ("lease", "watch")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.watch: Watch | None = None
+
+
+class EtcdBackend(BaseLockBackend):
+    """Leases in etcd. LOCATION is a URL, several with commas between, or a list of them.
+
+    A claim is a key with a lease. The oldest of a lock has it, and each of the others watches
+    the one before it, so that a release wakes one waiter. Only revisions decide.
+    """
+
+    blocks = True
+    fences = True
+    queues = True
+    poll_max = 1.0  # between tries while etcd is down
+
+    def __init__(
+        self,
+        *,
+        alias: str,
+        location: Any = None,
+        prefix: str = "distlock",
+        user: str = "",
+        password: str = "",
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        timeout: float = 3.0,
+    ) -> None:
+        """`prefix` begins every key; `ca`, `cert`, `key` are files; `timeout` of an answer."""
+        super().__init__(alias=alias, location=location)
+        if not isinstance(prefix, str) or not prefix:
+            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text.")
+        self._prefix = prefix
+        self._epoch_key = f"{prefix}.epoch"
+        self._endpoints = _endpoints(alias, location)
+        self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}
+        self._files = (ca, cert, key)
+        self._start()
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
+        """Take the lock in one request if it is free, or wait in its queue."""
+        deadline = Deadline(wait)
+        place = self._places.get(claim.owner)
+        lease = place.lease if place else self._leases.take(claim.ttl)
+        try:
+            view = self._enter(claim, lease, stay=wait != 0)
+        except Refused as error:
+            if error.code != NOT_FOUND:
+                raise
+            # The lease has gone, and its key with it: the server lost it, or was told to.
+            lease = self._leases.new(claim.ttl)
+            view = self._enter(claim, lease, stay=wait != 0)
+        if view.place_of(self._key(claim)) == 0:
+            return self._granted(claim, view, lease)
+        if wait == 0:
+            if place:
+                self.release(Grant(claim))
+            else:
+                self._leases.give_back(claim.ttl, lease.id)
+            return Busy()
+        place = self._places[claim.owner] = Place(lease)
+        try:
+            return self._await(claim, view, place, deadline)
+        except BackendError:
+            return Busy()  # The place is kept as long as its lease; the core asks again.
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        claim, lease = grant.claim, self._leases.of(grant.session)
+        while True:
+            alive = self._leases.renew(lease)
+            entry = self._entry(self._key(claim))
+            if entry is None:
+                return False
+            if entry.lease == lease.id:
+                break
+            lease = self._leases.of(entry.lease)  # it was given a longer one, or granted again
+        if not alive:
+            return False
+        if lease.seconds >= ttl:
+            return True
+        put = _put(entry.key, decoded(entry.value), self._leases.new(ttl))
+        return bool(self._txn([_created(entry)], [put], []).get("succeeded"))
+
+    def release(self, grant: Grant) -> bool:
+        claim = grant.claim
+        place = self._places.pop(claim.owner, None)
+        if place and place.watch:
+            place.watch.end()
+        lease = place.lease.id if place else grant.session
+        request = {"key": encoded(self._key(claim))}
+        try:
+            deleted = self._gateway.ask("/v3/kv/deleterange", request, repeat=False)
+        except Lost as error:
+            deleted = self._gateway.ask("/v3/kv/deleterange", request)
+            if "deleted" not in deleted:
+                raise BackendError(
+                    f"etcd {self.alias!r} lost the answer: the lock is not ours any more, "
+                    "whether it was until then is not known."
+                ) from error
+        if "deleted" not in deleted:
+            return False
+        self._leases.give_back(claim.ttl, lease)
+        return True
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        start = f"{self._prefix}/" if key is None else self._queue_of(key)
+        epoch = self._epoch()
+        for _, keys in groupby(self._pages(start), lambda entry: entry.key.rpartition("/")[0]):
+            queue = sorted(keys, key=lambda entry: entry.created)
+            first = queue[0]
+            left = self._leases.remaining(first.lease)
+            if left is None:
+                continue
+            about = json.loads(decoded(first.value))
+            yield Holding(
+                name=about["name"],
+                key=first.key.split("/")[-2],
+                alias=self.alias,
+                seen=str(first.created),
+                fence=epoch + first.created,
+                expires_in=left,
+                waiters=len(queue) - 1,
+                holder=holder_fields(about["holder"]),
+            )
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        view = self._look(key)
+        if not view.queue or seen not in (None, str(view.queue[0].created)):
+            return 0
+        first = view.queue[0]
+        delete = {"request_delete_range": {"key": encoded(first.key)}}
+        return int(bool(self._txn([_created(first)], [delete], []).get("succeeded")))
+
+    def check(self, *, ask: bool = False) -> list[CheckMessage]:
+        if ask:
+            try:
+                self.ping()
+            except BackendError as error:
+                text = f"DISTLOCK[{self.alias!r}]: {error}"
+                return [Error(text, id="distlock_app.E015")]
+        return []
+
+    def ping(self) -> None:
+        self._epoch()
+
+    def close(self) -> None:
+        self._gateway.close()
+        self._start()
+
+    def after_fork(self) -> None:
+        self._gateway.close()  # copies: the parent's connections live on
+        self._start()
+
+    def _start(self) -> None:
+        tls = None
+        if any(endpoint.startswith("https:") for endpoint in self._endpoints):
+            ca, cert, key = self._files
+            tls = ssl.create_default_context(cafile=ca)
+            if cert is not None:
+                tls.load_cert_chain(cert, key)
+        self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
+        self._leases = Leases(self._gateway)
+        self._places: dict[str, Place] = {}  # of the claims that wait, by owner
+
+    def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
+        """Take the lock if its queue is empty; else take the last place, if we `stay`.
+
+        Both may be repeated: a key that is there keeps its place.
+        """
+        about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
+        put = _put(self._key(claim), about, lease)
+        read = [self._read_queue(claim.key), self._read_epoch()]
+        # etcd compares with each key of the range: there must be none.
+        nobody = {**_range(self._queue_of(claim.key)), "target": "CREATE", "create_revision": 0}
+        return self._view([nobody], [put, *read], [put, *read] if stay else read)
+
+    def _await(self, claim: Claim, view: View, place: Place, deadline: Deadline) -> Grant | Busy:
+        lease = place.lease
+        while at := view.place_of(self._key(claim)):
+            with self._gateway.watch(view.queue[at - 1].key, view.revision + 1) as place.watch:
+                left = max(0.001, lease.renew_at - monotonic())
+                woken = place.watch.wait(deadline.cap(left))
+            place.watch = None
+            if deadline.remaining() == 0:
+                return Busy()
+            # Not woken: still a look at the queue, for a connection may die without a sign.
+            if not woken and not self._leases.renew(lease):
+                return Busy()
+            view = self._look(claim.key)
+        if at == 0:
+            return self._granted(claim, view, lease)
+        self._places.pop(claim.owner, None)  # the place was taken away, or given up
+        return Busy()
+
+    def _granted(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
+        first, asked_at = view.queue[0], view.asked_at
+        if first.lease != lease.id:  # granted before: the answer may have been lost
+            self._leases.give_back(claim.ttl, lease.id)
+            lease = self._leases.of(first.lease)
+        grant = Grant(claim, view.epoch + first.created, asked_at, lease.id)
+        if not lease.covers(claim.ttl, asked_at):
+            grant = replace(grant, asked_at=monotonic())
+            if not self.extend(grant, claim.ttl):
+                return Busy()
+        self._places.pop(claim.owner, None)
+        return grant
+
+    def _key(self, claim: Claim) -> str:
+        return self._queue_of(claim.key) + claim.owner
+
+    def _queue_of(self, key: str) -> str:
+        return f"{self._prefix}/{key}/"
+
+    def _read_queue(self, key: str) -> dict[str, Any]:
+        order = {"sort_order": "ASCEND", "sort_target": "CREATE", "keys_only": True}
+        return {"request_range": {**_range(self._queue_of(key)), **order}}
+
+    def _read_epoch(self) -> dict[str, Any]:
+        return {"request_range": {"key": encoded(self._epoch_key)}}
+
+    def _look(self, key: str) -> View:
+        return self._view([], [self._read_queue(key), self._read_epoch()], [])
+
+    def _view(self, *txn: list[dict[str, Any]]) -> View:
+        """Run a transaction that reads the queue and the epoch last."""
+        asked_at = monotonic()
+        answer = self._txn(*txn)
+        queue, epoch = (
+            response["response_range"].get("kvs", []) for response in answer["responses"][-2:]
+        )
+        return View(
+            asked_at,
+            int(answer["header"]["revision"]),
+            [_entry(kv) for kv in queue],
+            int(decoded(epoch[0]["value"])) if epoch else self._new_epoch(),
+        )
+
+    def _txn(self, *txn: list[dict[str, Any]]) -> dict[str, Any]:
+        body = dict(zip(("compare", "success", "failure"), txn, strict=True))
+        return self._gateway.ask("/v3/kv/txn", body)
+
+    def _epoch(self) -> int:
+        found = self._gateway.ask("/v3/kv/range", self._read_epoch()["request_range"])
+        return int(decoded(found["kvs"][0]["value"])) if "kvs" in found else self._new_epoch()
+
+    def _new_epoch(self) -> int:
+        """Note, once for each data directory, where its fences begin.
+
+        Revisions start at 1 when the data is lost. So fences are counted from the time, in
+        microseconds, at which the first lock was taken: etcd makes no million revisions a
+        second, and so later data has greater fences. Nothing else relies on that clock.
+        """
+        key = encoded(self._epoch_key)
+        put = {"request_put": {"key": key, "value": encoded(str(time.time_ns() // 1000))}}
+        missing = {"key": key, "target": "VERSION", "version": 0}
+        read = self._read_epoch()
+        answer = self._txn([missing], [put, read], [read])
+        return int(decoded(answer["responses"][-1]["response_range"]["kvs"][0]["value"]))
+
+    def _entry(self, key: str) -> Entry | None:
+        found = self._gateway.ask("/v3/kv/range", {"key": encoded(key)})
+        return _entry(found["kvs"][0]) if "kvs" in found else None
+
+    def _pages(self, start: str) -> Iterator[Entry]:
+        """Yield the keys that begin with `start`, in their own order."""
+        request = {**_range(start), "limit": PAGE}
+        while True:
+            page = self._gateway.ask("/v3/kv/range", request)
+            entries = [_entry(kv) for kv in page.get("kvs", [])]
+            yield from entries
+            if not page.get("more"):
+                return
+            request["key"] = encoded(entries[-1].key + "\0")
+
+
+def _endpoints(alias: str, location: Any) -> list[str]:
+    urls = location.split(",") if isinstance(location, str) else list(location or ())
+    urls = [str(url).strip().rstrip("/") for url in urls]
+    parts = [urlsplit(url) for url in urls]
+    if not urls or any(x.scheme not in ("http", "https") or not x.hostname for x in parts):
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: LOCATION must be a URL such as http://etcd.example:2379, "
+            "or several."
+        )
+    if any(x.username for x in parts):
+        raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: USER and PASSWORD belong in OPTIONS.")
+    return urls
+
+
+def _range(prefix: str) -> dict[str, Any]:
+    """Return the keys that begin with `prefix`, which ends with "/"."""
+    return {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + "0")}
+
+
+def _put(key: str, value: str, lease: Lease) -> dict[str, Any]:
+    put = {"key": encoded(key), "value": encoded(value), "lease": lease.id}
+    return {"request_put": put}
+
+
+def _created(entry: Entry) -> dict[str, Any]:
+    return {"key": encoded(entry.key), "target": "CREATE", "create_revision": entry.created}
+
+
+def _entry(kv: dict[str, Any]) -> Entry:
+    return Entry(
+        decoded(kv["key"]),
+        int(kv["create_revision"]),
+        int(kv.get("lease", 0)),
+        kv.get("value", ""),
+    )

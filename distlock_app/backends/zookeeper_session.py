@@ -1,0 +1,170 @@
+"""The one ZooKeeper session of a process: kazoo's client, asked with a time limit."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+
+from ..errors import BackendError
+
+try:
+    from kazoo import exceptions, security
+    from kazoo.client import KazooClient
+    from kazoo.handlers.threading import KazooTimeoutError
+    from kazoo.protocol.serialization import Connect
+    from kazoo.retry import KazooRetry
+except ImportError:  # the extra is not installed: said when an engine is made
+    KazooClient = None
+
+# The server may end a session a little before its time: a follower tells its leader every half
+# tick who was heard of, and may die before it does. A session lasts two ticks at least, so half
+# a tick is at most a quarter of it.
+TRUSTED = 3 / 4
+
+# The clients that a child of fork() inherited: nothing of them may run or be closed.
+_graveyard: list[Any] = []
+
+
+class Gone(Exception):
+    """There is no such node."""
+
+
+class Session:
+    """Connects at the first request, and again, in kazoo's threads, for as long as it is open."""
+
+    def __init__(
+        self,
+        alias: str,
+        hosts: str,
+        *,
+        login: tuple[str, str] | None,
+        tls: dict[str, Any] | None,
+        timeout: float,
+        seconds: float,
+    ) -> None:
+        """`timeout` is for an answer; the session is to last `seconds` without a sign of life."""
+        if KazooClient is None:
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}] needs kazoo: pip install distlock_app[zookeeper]"
+            )
+        self._alias = alias
+        self._timeout = timeout
+        self._options: dict[str, Any] = {"hosts": hosts, "timeout": seconds}
+        if login is not None:
+            self._options["auth_data"] = [("digest", ":".join(login))]
+            self._options["default_acl"] = security.CREATOR_ALL_ACL
+        if tls is not None:
+            self._options |= {"use_ssl": True, "check_hostname": True, **tls}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._opening = threading.Lock()
+        self._client: Any = None
+        self._live: Any = None  # set while there is a connection
+        self._granted = 0.0  # seconds that the server lets the session live
+        self._epoch: tuple[int, int] | None = None  # of which session, and its value
+
+    @property
+    def trusted(self) -> float:
+        """The seconds for which the session surely lives after a request that was answered."""
+        if not self._granted:
+            raise BackendError("this release of kazoo does not tell how long its sessions live")
+        return self._granted * TRUSTED
+
+    def id(self) -> int:
+        """Return the number of the session, waiting for the connection; raise BackendError."""
+        found = self._connected().client_id
+        if found is None:
+            raise BackendError(f"ZooKeeper {self._alias!r} is not connected.")
+        return int(found[0]) & (1 << 64) - 1
+
+    def epoch(self, root: str) -> int:
+        """Return what makes numbers of changes (zxid) fences: they start again with new data.
+
+        So they are counted from the time, in microseconds by the server's clock, at which the
+        directory `root` was made. Data that was lost takes its sessions along.
+        """
+        session = self.id()
+        if self._epoch is None or self._epoch[0] != session:
+            stat = self.ask("exists", root)
+            if stat is None:
+                self.ask("ensure_path", root)
+                stat = self.ask("exists", root)
+            self._epoch = (session, stat.ctime * 1000 - stat.czxid)
+        return self._epoch[1]
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Send one request and return its answer; raise Gone or BackendError."""
+        return self.answer(self.send(method, *args, **kwargs))
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Send a request, in order after all before it; `answer` waits for what it returns.
+
+        Never while there is no connection: kazoo would keep the request, and send it when
+        its caller has given up.
+        """
+        return getattr(self._connected(), f"{method}_async")(*args, **kwargs)
+
+    def answer(self, result: Any) -> Any:
+        """Return the answer to a request; raise Gone or BackendError."""
+        try:
+            return result.get(timeout=self._timeout)
+        except exceptions.NoNodeError as error:
+            raise Gone from error
+        except KazooTimeoutError as error:
+            raise BackendError(f"ZooKeeper {self._alias!r} did not answer in time.") from error
+        except exceptions.KazooException as error:
+            raise BackendError(f"ZooKeeper {self._alias!r}: {type(error).__name__}.") from error
+
+    def close(self) -> None:
+        """End the session, and with it all of its nodes."""
+        client = self._client
+        self._reset()
+        if client is not None and client.connected:
+            _end(client)
+        elif client is not None:  # kazoo waits until its attempt to connect has ended
+            threading.Thread(target=_end, args=(client,), daemon=True).start()
+
+    def forget(self) -> None:
+        """Leave, in a child of fork(), the parent's session alone."""
+        if self._client is not None:
+            _graveyard.append(self._client)
+            atexit.unregister(self._client.handler.stop)
+        self._reset()
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            with self._opening:
+                if self._client is None:
+                    self._open()
+        client = self._client
+        if not self._live.wait(self._timeout):
+            if client.client_state == "AUTH_FAILED":  # kazoo has given up
+                self.close()
+                raise BackendError(f"ZooKeeper {self._alias!r} did not let us in.")
+            raise BackendError(f"ZooKeeper {self._alias!r} could not be reached.")
+        return client
+
+    def _open(self) -> None:
+        retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
+        client = KazooClient(connection_retry=retry, **self._options)
+        invoke = client._connection._invoke
+
+        def listen(timeout: float, request: Any, xid: Any = None) -> Any:
+            """Note what kazoo keeps to itself: how long the server lets the session live."""
+            answer = invoke(timeout, request, xid)
+            if isinstance(request, Connect) and answer[0].time_out > 0:
+                self._granted = answer[0].time_out / 1000
+            return answer
+
+        client._connection._invoke = listen
+        self._live = client.start_async()
+        self._client = client
+
+
+def _end(client: Any) -> None:
+    client.stop()
+    client.close()

@@ -1,0 +1,303 @@
+"""What etcd and ZooKeeper do to locks when they die, are cut off, or lose an answer."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import monotonic, sleep
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
+
+from distlock_app import BackendError, Lock, LockLost
+from distlock_app.claims import Grant
+from distlock_app.registry import registry
+from distlock_app.sharing_contract import a_claim
+from tests.engines import until
+from tests.proxy import proxy_to
+from tests.servers import EtcdServer, ZooKeeperServer
+
+BACKENDS = {
+    "etcd": "distlock_app.backends.etcd.EtcdBackend",
+    "zookeeper": "distlock_app.backends.zookeeper.ZooKeeperBackend",
+}
+SESSION = 4.0
+TTL = SESSION * 3 / 4  # what ZooKeeper's sessions are trusted for; etcd's leases get it as ttl
+
+
+class Engine:
+    """A server of the test's own, and two ways to it: `own` through a proxy, and `other`."""
+
+    def __init__(self, name, server, proxy):
+        self.name, self.server, self.proxy = name, server, proxy
+
+    def setting(self, port):
+        options = {"TIMEOUT": 1}
+        if self.name == "zookeeper":
+            options["SESSION"] = SESSION
+        scheme = "http://" if self.name == "etcd" else ""
+        location = f"{scheme}127.0.0.1:{port}"
+        return {"BACKEND": BACKENDS[self.name], "LOCATION": location, "OPTIONS": options}
+
+    def settings(self):
+        return {
+            "own": self.setting(self.proxy.port),
+            "other": self.setting(self.server.port),
+        }
+
+
+@pytest.fixture(scope="module", params=["etcd", "zookeeper"])
+def running_server(request, private_server):
+    server = private_server({"etcd": EtcdServer, "zookeeper": ZooKeeperServer}[request.param])
+    yield request.param, server
+    server.close()
+
+
+@pytest.fixture
+def engine(running_server):
+    name, server = running_server
+    with proxy_to(server.port) as proxy:
+        made = Engine(name, server, proxy)
+        with override_settings(DISTLOCK=made.settings()):
+            yield made
+            proxy.silent = False
+            for entry in registry.made():
+                entry.backend.close()
+
+
+def own():
+    return registry["own"].backend
+
+
+def other():
+    return registry["other"].backend
+
+
+@contextmanager
+def waiting(name, using="other", within=60.0):
+    """A thread that waits for the lock; yields a list that gets the time at which it had it."""
+    had_it, errors = [], []
+
+    def wait():
+        try:
+            with Lock(name, using=using, ttl=TTL, wait=within):
+                had_it.append(monotonic())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield had_it
+    thread.join(within + 10)
+    assert errors == []
+    assert len(had_it) == 1
+
+
+def queue_of(key, size):
+    """Wait until so many wait for the lock."""
+    until(lambda: [h.waiters for h in other().holders(key)] == [size])
+
+
+@pytest.mark.slow
+def test_who_is_cut_off_is_told_before_another_gets_the_lock(engine):
+    told = []
+    held = Lock("a", using="own", ttl=TTL).acquire()
+    held.on_lost(lambda _: told.append(monotonic()))
+    with waiting("a") as had_it:
+        queue_of(held._lease.grant.claim.key, 1)
+        sleep(1.5)  # a renewal or two
+        engine.proxy.silent = True
+        until(lambda: told)
+        assert held.lost and not had_it
+        until(lambda: had_it)
+    sleep(max(0.0, 2 * SESSION - (monotonic() - told[0])))
+    engine.proxy.silent = False
+    engine.proxy.cut()
+
+    assert told[0] < had_it[0]
+    with pytest.raises((LockLost, BackendError)):
+        held.release()
+    with Lock("a", using="own", ttl=TTL, wait=20) as again:
+        assert again.fence > held.fence
+
+
+@pytest.mark.slow
+def test_waiters_are_served_after_a_restart(engine):
+    held = Lock("a", using="other", ttl=TTL).acquire()
+    key = held._lease.grant.claim.key
+    with waiting("a") as first:
+        queue_of(key, 1)
+        with waiting("a", using="own") as second:
+            queue_of(key, 2)
+            engine.server.restart()
+            until(lambda: held.lost or _extended(held))
+            if not held.lost:
+                assert not first and not second
+            try:
+                held.release()
+            except (LockLost, BackendError):
+                pass
+            until(lambda: first and second)
+
+
+def _extended(hold):
+    try:
+        hold.extend()
+    except LockLost:
+        return True
+    except BackendError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_waiters_whose_connection_goes_silent_are_served(engine):
+    held = Lock("a", using="other", ttl=TTL).acquire()
+    with waiting("a", using="own") as had_it:
+        queue_of(held._lease.grant.claim.key, 1)
+        engine.proxy.silent = True
+        held.release()
+        sleep(0.5)
+        assert not had_it
+        engine.proxy.silent = False
+        engine.proxy.cut()
+        until(lambda: had_it)
+
+
+def test_a_lost_answer_leaves_no_orphan(engine):
+    lock = Lock("a", using="own", ttl=TTL)
+    lock.acquire().release()  # everything is connected, and the session has a length
+    engine.proxy.lose = 1.0
+    with pytest.raises(BackendError):
+        lock.acquire(wait=0)
+    assert engine.proxy.lost >= 1
+    engine.proxy.lose = 0.0
+
+    began = monotonic()
+    with Lock("a", using="other", ttl=TTL, wait=20):
+        pass
+    # By the release that the core tries again, not by the end of the lease or session.
+    assert monotonic() - began < TTL
+
+
+def test_the_same_owner_finds_its_claim_after_a_lost_answer(engine):
+    claim = a_claim("a", ttl=TTL)
+    own().release(own().acquire(a_claim("a", ttl=TTL), 0))
+    engine.proxy.lose = 1.0
+    with pytest.raises(BackendError):
+        own().acquire(claim, 0)
+    engine.proxy.lose = 0.0
+
+    grant = until_granted(lambda: own().acquire(claim, 0))
+
+    assert grant and not other().acquire(a_claim("a", ttl=TTL), 0)
+    (holding,) = other().holders(claim.key)
+    assert holding.fence == grant.fence and holding.waiters == 0
+    assert own().release(grant) is True
+    assert list(other().holders(claim.key)) == []
+
+
+def until_granted(attempt):
+    end = monotonic() + 30
+    while monotonic() < end:
+        try:
+            if answer := attempt():
+                return answer
+        except BackendError:
+            pass
+        sleep(0.05)
+    raise AssertionError("not granted in time")
+
+
+def test_waiters_are_served_in_order_of_arrival(engine):
+    held = Lock("a", using="other", ttl=TTL).acquire()
+    key, order = held._lease.grant.claim.key, []
+
+    def wait(number):
+        with Lock("a", using="own" if number % 2 else "other", ttl=TTL, wait=60) as hold:
+            order.append((number, hold.fence))
+
+    with ThreadPoolExecutor(5) as pool:
+        done = []
+        for number in range(5):
+            done.append(pool.submit(wait, number))
+            queue_of(key, number + 1)
+        held.release()
+        for one in done:
+            one.result(60)
+
+    assert [number for number, _ in order] == [0, 1, 2, 3, 4]
+    assert order == sorted(order, key=lambda item: item[1])
+
+
+def test_a_waiter_who_gives_up_leaves_no_place(engine):
+    held = Lock("a", using="other", ttl=TTL).acquire()
+    with pytest.raises(Exception, match="was held by others"):
+        Lock("a", using="own", ttl=TTL).acquire(wait=0.3)
+    queue_of(held._lease.grant.claim.key, 0)
+
+    held.release()
+
+
+def test_a_cleared_waiter_does_not_believe_that_it_has_the_lock(engine):
+    held = own().acquire(a_claim("a", ttl=TTL), 0)
+    claim = a_claim("a", ttl=TTL)
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(own().acquire, claim, 3)
+        queue_of(claim.key, 1)
+        assert own().release(Grant(claim)) is True  # by another thread, as a cancelled task's
+        assert not waiter.result(30)
+        queue_of(claim.key, 0)
+    assert own().release(held) is True
+
+
+def test_fences_grow_when_the_data_is_lost(private_server, running_server):
+    name, _ = running_server
+    kind = {"etcd": EtcdServer, "zookeeper": ZooKeeperServer}[name]
+    with kind() as server, proxy_to(server.port) as proxy:
+        made = Engine(name, server, proxy)
+        fences = []
+        for _ in range(2):
+            with override_settings(DISTLOCK=made.settings()):
+                for _ in range(3):
+                    with Lock("a", using="other", ttl=TTL, wait=20) as hold:
+                        fences.append(hold.fence)
+                other().close()
+            server.stop()
+            wipe(server.home / "data")
+            server.start()
+
+    assert fences == sorted(set(fences))
+
+
+def wipe(directory):
+    for path in sorted(directory.rglob("*"), reverse=True):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+def test_a_wrong_setting_is_refused(engine):
+    for location in (None, "", "http://user:secret@127.0.0.1", ["ftp://x"]):
+        if engine.name == "zookeeper" and location and isinstance(location, str):
+            continue
+        setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": location}
+        with override_settings(DISTLOCK={"default": setting}):
+            with pytest.raises(ImproperlyConfigured, match="default") as raised:
+                registry["default"]
+            assert "secret" not in str(raised.value)
+    setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": "x", "OPTIONS": {"COLOUR": 1}}
+    with override_settings(DISTLOCK={"default": setting}):
+        with pytest.raises(ImproperlyConfigured, match="COLOUR"):
+            registry["default"]
+
+
+def test_a_missing_kazoo_is_named(monkeypatch):
+    monkeypatch.setattr("distlock_app.backends.zookeeper_session.KazooClient", None)
+    setting = {"BACKEND": BACKENDS["zookeeper"], "LOCATION": "127.0.0.1:1"}
+    with override_settings(DISTLOCK={"default": setting}):
+        with pytest.raises(ImproperlyConfigured, match=r"distlock_app\[zookeeper\]"):
+            registry["default"]
