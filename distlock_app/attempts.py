@@ -57,8 +57,7 @@ class Attempt:
     def reenter(self) -> Hold | None:
         """Return another hold of what this runner has already, without asking the engine."""
         release_now = self.lock.release == "now"
-        lease = _leases.get(self.place)
-        if lease is not None and lease.runner() is self.runner and not lease.lost:
+        if (lease := self.lease()) is not None:
             # Without a hold it only waits for a commit, or for its release after a rollback.
             if lease.handles > 0 and not self.lock.reentrant:
                 raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
@@ -67,6 +66,13 @@ class Attempt:
                 return hold
             renewer.settle(lease)
         transactions.check_before_lock(self.lock.name, release_now=release_now)
+        return None
+
+    def lease(self) -> Lease | None:
+        """Return what this runner has already, unless it was lost."""
+        lease = _leases.get(self.place)
+        if lease is not None and lease.runner() is self.runner and not lease.lost:
+            return lease
         return None
 
     def claim(self, bell: Bell | AsyncBell) -> Claim:

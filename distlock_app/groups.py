@@ -13,7 +13,10 @@ from .errors import LockBusy, LockTimeout
 from .holds import Hold
 from .locks import Lock
 from .registry import checked_wait, registry
+from .signals import atell, lock_acquired, tell
 from .timing import Deadline
+from .together import Together
+from .waiting import in_thread
 
 
 class Holds(tuple[Hold, ...]):
@@ -93,6 +96,8 @@ class AllOf:
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
         try:
+            if (holds := self._at_once()) is not None:
+                return holds
             for place, lock in self._order():
                 taken[place] = lock.acquire(wait=deadline.remaining())
             return _in_order(taken)
@@ -105,6 +110,8 @@ class AllOf:
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
         try:
+            if (holds := await self._aat_once()) is not None:
+                return holds
             for place, lock in self._order():
                 taken[place] = await lock.aacquire(wait=deadline.remaining())
             return _in_order(taken)
@@ -167,6 +174,48 @@ class AllOf:
         holds = entered(self, frame).hold
         forget(self, frame)
         await holds.aleave(exc)
+
+    def _at_once(self) -> Holds | None:
+        """Take all by one request if the engine can and all are free, else none."""
+        together = Together.of(self.locks)
+        if together is None:
+            return None
+        try:
+            holds = together.hold(together.backend.acquire_all(together.claims))
+            if holds is None:
+                return None
+            if lock_acquired.receivers:
+                for hold, attempt in zip(holds, together.attempts, strict=True):
+                    tell(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+            return Holds(holds)
+        except BaseException as error:
+            together.give_back(at_once=not isinstance(error, Exception))
+            raise
+
+    async def _aat_once(self) -> Holds | None:
+        """Do as `_at_once`, without blocking the event loop."""
+        together = Together.of(self.locks)
+        if together is None:
+            return None
+        try:
+            grants = await in_thread(
+                together.backend,
+                together.backend.acquire_all,
+                together.claims,
+                cancelled=together.give_back,
+            )
+            holds = together.hold(grants)
+            if holds is None:
+                return None
+            if lock_acquired.receivers:
+                for hold, attempt in zip(holds, together.attempts, strict=True):
+                    await atell(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+            return Holds(holds)
+        except BaseException as error:
+            # Cancelled while the request is under way: in_thread() gives back when it has ended.
+            if together.holds or isinstance(error, Exception):
+                together.give_back()
+            raise
 
     def _wait(self, wait: float | None) -> float | None:
         if wait is not UNSET:

@@ -10,7 +10,8 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from distlock_app import Latch, Lock, LockBusy, LockLost
-from distlock_app.registry import registry
+from distlock_app.backends import redis_listener
+from distlock_app.backends.redis_listener import Listener
 from tests.lock_workers import bump
 from tests.processes import hear, say
 
@@ -65,15 +66,13 @@ def visit_twice(first: dict[str, Any], second: dict[str, Any]) -> None:
 def note_arrivals() -> dict[str, int]:
     """Return what this process's waiters are told of the time of their arrival, by owner."""
     arrivals: dict[str, int] = {}
-    backend: Any = registry["redis"].backend
-    listener = backend._listener
-    waits = listener.waits
+    real = Listener.waits
 
-    def noting(waiter: Any, *args: Any) -> Any:
+    def waits(self: Listener, waiter: Any, *args: Any) -> Any:
         arrivals[waiter.claim.owner] = args[-1]
-        return waits(waiter, *args)
+        return real(self, waiter, *args)
 
-    listener.waits = noting
+    vars(redis_listener)["Listener"].waits = waits
     return arrivals
 
 

@@ -11,6 +11,7 @@ from time import monotonic, sleep
 import pytest
 
 from distlock_app import BackendError, Latch
+from distlock_app.backends.redis_listener import Listener
 from distlock_app.claims import Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
@@ -135,7 +136,7 @@ def test_a_cancelled_task_leaves_nothing(name, server):
 
 def test_waiting_goes_on_without_any_message(name, monkeypatch):
     backend = registry["redis"].backend
-    monkeypatch.setattr(type(backend._listener), "works", lambda self, timeout: False)
+    monkeypatch.setattr(Listener, "works", lambda self, timeout: False)
     monkeypatch.setattr(backend, "poll_max", 0.05)
     latch = Latch(name, 1, using="redis", ttl=60)
     told = []

@@ -10,6 +10,7 @@ from time import monotonic, sleep
 import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
+from distlock_app.backends.redis_listener import Listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
@@ -261,7 +262,7 @@ def test_the_keys_of_several_holders_expire(backend, server, prefix, kind):
 
 def test_a_waiter_without_a_channel_gets_a_short_lease_first(backend, monkeypatch):
     writer = backend.acquire(claim("a"), 0)
-    monkeypatch.setattr(type(backend._listener), "works", lambda self, timeout: False)
+    monkeypatch.setattr(Listener, "works", lambda self, timeout: False)
     unheard = claim("a", shared=True, wake=lambda grant: None)
     assert not backend.acquire(unheard, 30)
 
@@ -356,3 +357,29 @@ def test_a_hold_that_was_taken_away_is_lost_alone(name):
         one.extend()
     other.extend()
     other.release()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_last_try_of_a_writer_wakes_those_behind(backend, kind):
+    backend.acquire(claim("a", **kind), 0)
+    writer, behind = Waiter(backend, "a"), Waiter(backend, "a", **kind)
+    writer.ask()
+    assert not behind.ask()
+
+    assert not backend.acquire(writer.claim, 0)
+
+    assert behind.granted().claim is behind.claim
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_one_of_several_with_a_short_lease_shortens_nothing(backend, server, prefix, kind):
+    grant = backend.acquire(claim("a", ttl=60, **kind), 0)
+    backend.acquire(claim("a", ttl=1, **kind), 0)
+
+    assert backend.extend(grant, 2)
+
+    ends = [held.expires_in for held in backend.holders(grant.claim.key)]
+    assert max(ends) > 50 > 2 > min(ends)
+    [index] = server.scan_iter(f"{prefix}:*held:*")
+    [(_, listed_until)] = server.zrange(index, 0, -1, withscores=True)
+    assert listed_until / 1000 - server.time()[0] > 50

@@ -50,6 +50,14 @@ class BaseLockBackend:
         """
         raise NotImplementedError
 
+    def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
+        """Take these claims, of different keys, in one step if every one is free at once.
+
+        None: not so, or this engine cannot; nothing was taken, and the core takes them one
+        after the other.
+        """
+        return None
+
     def look(self, claim: Claim) -> Busy | None:
         """Say cheaply whether another try is worth it (None) or not; asked between tries."""
         return None

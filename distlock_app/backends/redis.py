@@ -25,7 +25,17 @@ from .redis_cluster import Cluster, slot_of
 from .redis_latches import COUNT_DOWN, PASS
 from .redis_listener import Listener
 from .redis_pool import Lost, Pool, Servers
-from .redis_scripts import ACQUIRE, CLEAR, EXTEND, GUARDED_SET, RELEASE, Script, fill, pack
+from .redis_scripts import (
+    ACQUIRE,
+    CLEAR,
+    EXTEND,
+    GUARDED_SET,
+    RELEASE,
+    Script,
+    acquire_all,
+    fill,
+    pack,
+)
 
 # Requests in one round trip: their answers fit any socket buffer, and others get a turn.
 BATCH = 500
@@ -117,13 +127,28 @@ class RedisBackend(BaseLockBackend):
             return again
         return Busy(free_in=0.0) if again else result
 
+    def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
+        mutexes = not any(claim.shared or claim.limit > 1 for claim in claims)
+        # In a Cluster a script sees the keys of one hash slot only.
+        if not mutexes or len({self._base(_part(claim.key)) for claim in claims}) > 1:
+            return None
+        asked = monotonic()
+        script = acquire_all(len(claims))
+        keys = [key for claim in claims for key in self._keys(claim.key)]
+        words: list[bytes] = []
+        for claim in claims:
+            words += [claim.key.encode(), claim.owner.encode()]
+            words += [_milliseconds(claim.ttl), _about(claim)]
+        granted, *fences = self._pool.run(script, fill(script.template(*keys), *words))
+        if not granted:
+            return None
+        pairs = zip(claims, fences, strict=True)
+        return [Grant(claim, fence=fence, asked_at=asked) for claim, fence in pairs]
+
     def _try(
         self, claim: Claim, asked: float, channel: str = "", arrived: int = 0
     ) -> tuple[Grant | Busy, int, int]:
         """Return the result of one try, the server's time, and that of the claim's arrival."""
-        name = claim.name
-        if len(name) > SHOWN_LENGTH or not name.isprintable():
-            name = shown(name)
         script = PASS if claim.latch else ACQUIRE
         answer = self._pool.run(
             script,
@@ -131,7 +156,7 @@ class RedisBackend(BaseLockBackend):
                 self._template(script, claim.key),
                 claim.owner.encode(),
                 _milliseconds(claim.ttl),
-                f"{claim.holder} {name}".encode(),
+                _about(claim),
                 channel.encode(),
                 b"%d" % arrived,
                 b"0" if claim.shared else b"%d" % claim.limit,
@@ -375,6 +400,14 @@ def _where(location: Any, urls: Sequence[str]) -> tuple[Any, list[tuple[str, int
 
 def _part(key: str) -> int:
     return int(key[:4], 16) % PARTS
+
+
+def _about(claim: Claim) -> bytes:
+    """Return what people are told of the claim."""
+    name = claim.name
+    if len(name) > SHOWN_LENGTH or not name.isprintable():
+        name = shown(name)
+    return f"{claim.holder} {name}".encode()
 
 
 def _milliseconds(seconds: float) -> bytes:

@@ -21,6 +21,7 @@ permits, 0 all who are shared too (a reader). Only one of the two, lock or membe
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 # Every script begins with this.
 # KEYS 1 lock, 2 queue, 3 claims, 4 index, 5 counter, 6 members     ARGV 1 key, 2 token
@@ -238,6 +239,39 @@ return {0, first and first - now_ms or redis.call('PTTL', lock), now, arrived}
 """
 )
 
+# KEYS as above, for each lock     ARGV 1 key, 2 token, 3 ttl, 4 "holder name", for each lock
+# -> {1, fence, ...} all are mine, or {0}: none was taken, at least one is held or waited for
+_ACQUIRE_ALL = (
+    _BEGIN
+    + _CLOCK
+    + _TAKE
+    + """
+-- Let the names and functions above mean this lock from now on.
+local function choose(at)
+  lock, queue, claims, index, counter, members = unpack(KEYS, 6 * at - 5, 6 * at)
+  key, token = ARGV[4 * at - 3], ARGV[4 * at - 2]
+  held = redis.call('GET', lock)
+  mine = held and string.sub(held, 1, #token + 1) == token .. ' '
+end
+
+for at = 1, #KEYS / 6 do
+  choose(at)
+  if not mine and (held or redis.call('EXISTS', queue, members) > 0) then return {0} end
+end
+local answer = {1}
+for at = 1, #KEYS / 6 do
+  choose(at)
+  if mine then  -- a repeated request
+    answer[at + 1] = tonumber(string.match(held, '^%S+ (%d+)'))
+    redis.call('PEXPIRE', lock, ARGV[4 * at - 1])
+  else
+    answer[at + 1] = take(token, ARGV[4 * at - 1], '1', ARGV[4 * at])
+  end
+end
+return answer
+"""
+)
+
 # ARGV 3 ttl -> 1 mine, 0 not
 _EXTEND = (
     _BEGIN
@@ -356,6 +390,12 @@ class Script:
 def fill(template: bytes, *words: bytes) -> bytes:
     """Return the request with its last arguments; packing anew takes three times as long."""
     return template % tuple([part for word in words for part in (len(word), word)])
+
+
+@lru_cache(maxsize=64)
+def acquire_all(count: int) -> Script:
+    """Return the script that takes so many mutexes."""
+    return Script(_ACQUIRE_ALL, keys=6 * count, args=4 * count, promises=True)
 
 
 ACQUIRE = Script(_ACQUIRE, args=7, promises=True)

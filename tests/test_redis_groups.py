@@ -1,0 +1,184 @@
+"""all_of() on Redis: one request if all are free, one after the other if not."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from contextlib import suppress
+
+import pytest
+
+from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
+from distlock_app.backends.redis import RedisBackend
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from distlock_app.signals import lock_acquired
+from tests.engines import running, until
+from tests.redis_workers import backend_at, claim
+
+pytest_plugins = ["tests.redis_fixtures"]
+
+
+@pytest.fixture
+def names(redis_url):
+    made = [f"group-{secrets.token_hex(4)}" for _ in range(4)]
+    yield made
+    for name in made:
+        registry["redis"].backend.clear(key_of(name))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the engine is asked, and how often."""
+    calls = []
+    for verb in ("acquire", "acquire_all"):
+        real = getattr(RedisBackend, verb)
+
+        def noted(self, *args, verb=verb, real=real):
+            calls.append(verb)
+            return real(self, *args)
+
+        monkeypatch.setattr(RedisBackend, verb, noted)
+    return calls
+
+
+def locks(names, **options):
+    return [Lock(name, using="redis", **options) for name in names]
+
+
+def free(names):
+    return not any(list(registry["redis"].backend.holders(key_of(name))) for name in names)
+
+
+def test_free_locks_are_taken_by_one_request(names, asked):
+    told = []
+    receiver = lock_acquired.connect(lambda name, **facts: told.append(name), weak=False) or told
+    with all_of(*locks(names)) as holds:
+        assert [hold.name for hold in holds] == names
+        assert len({hold.fence for hold in holds}) == 4
+        for hold, name in zip(holds, names, strict=True):
+            hold.extend()
+            assert Lock(name, using="redis").holders()[0].fence == hold.fence
+
+    assert asked == ["acquire_all"]
+    assert receiver == names
+    assert free(names)
+
+
+def test_tasks_take_them_by_one_request_too(names, asked):
+    async def work():
+        async with all_of(*locks(names)) as holds:
+            return [hold.name for hold in holds]
+
+    assert asyncio.run(work()) == names
+    assert asked == ["acquire_all"]
+    assert free(names)
+
+
+@pytest.mark.parametrize("kind", [{}, {"shared": True}, {"limit": 3}], ids=str)
+def test_one_that_is_held_or_waited_for_leaves_all_untaken(names, kind):
+    backend = registry["redis"].backend
+    held = backend.acquire(claim(names[2], **kind), 0)
+
+    assert backend.acquire_all([claim(name) for name in names]) is None
+    with pytest.raises(LockBusy):
+        all_of(*locks(names)).acquire(wait=0)
+    with pytest.raises(LockTimeout):
+        all_of(*locks(names)).acquire(wait=0.1)
+
+    assert backend.release(held)
+    assert free(names)
+    all_of(*locks(names)).acquire(wait=0).release()
+
+
+def test_who_has_to_wait_is_woken_and_overtakes_nobody(names):
+    backend = registry["redis"].backend
+    held = backend.acquire(claim(names[1]), 0)
+    got = []
+
+    def take():
+        with all_of(*locks(names, wait=60)) as holds:
+            got.extend(holds)
+
+    with running(take):
+        until(lambda: next(iter(backend.holders(held.claim.key))).waiters == 1)
+        assert backend.acquire_all([claim(name) for name in names[1:]]) is None
+        backend.release(held)
+
+    assert [hold.name for hold in got] == names
+    assert free(names)
+
+
+def test_opposite_orders_do_not_deadlock(names):
+    counter, errors = [0], []
+
+    def work(mine):
+        try:
+            for _ in range(25):
+                with all_of(*locks(mine, wait=60)):
+                    seen = counter[0]
+                    threading.Event().wait(0.0005)
+                    counter[0] = seen + 1
+        except BaseException as error:
+            errors.append(error)
+
+    orders = [names, names[::-1], names[1:] + names[:1], names[2:] + names[:2]]
+    threads = [threading.Thread(target=work, args=(order,), daemon=True) for order in orders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+
+    assert errors == []
+    assert counter == [4 * 25]
+    assert free(names)
+
+
+def test_what_the_thread_has_already_is_entered_again(names, asked):
+    with Lock(names[1], using="redis") as outer, all_of(*locks(names)) as holds:
+        assert holds[1].fence == outer.fence
+    with all_of(*locks([names[0], names[0]])) as (one, two):
+        assert one.fence == two.fence
+
+    assert "acquire_all" not in asked
+    assert free(names)
+
+
+def test_readers_and_permits_are_taken_one_after_the_other(names):
+    with all_of(*locks(names, shared=True)), all_of(*locks(names[:1], shared=True)):
+        assert not Lock(names[0], using="redis", limit=2).try_acquire()
+
+    assert free(names)
+
+
+@pytest.mark.parametrize("how", ["silent", "close"])
+def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_redis, how):
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5)
+    wanted = [claim("a"), claim("b")]
+    backend.release(backend.acquire(claim("a"), 0))
+
+    proxy.swallow = how
+    grants = None
+    while not grants:
+        with suppress(BackendError):
+            grants = backend.acquire_all(wanted)
+
+    again = backend.acquire_all(wanted)
+    assert [grant.fence for grant in again] == [grant.fence for grant in grants]
+    assert [backend.release(grant) for grant in grants] == [True, True]
+    backend.close()
+
+
+def test_what_was_granted_to_a_failing_caller_is_given_back(names, monkeypatch):
+    real = RedisBackend.acquire_all
+
+    def fails(self, claims):
+        real(self, claims)
+        raise BackendError("the answer was lost")
+
+    monkeypatch.setattr(RedisBackend, "acquire_all", fails)
+    with pytest.raises(BackendError):
+        all_of(*locks(names)).acquire(wait=5)
+
+    until(lambda: free(names))
