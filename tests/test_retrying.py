@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -219,10 +220,37 @@ def test_a_filtered_manager_and_a_version_in_the_childs_table_work(account: Acco
 # Transactions
 
 
+@pytest.fixture
+def isolation(request: Any) -> Iterator[str]:
+    """Let the transactions of this test have the level of its parameter."""
+    level = request.param
+    if level and connection.vendor == "sqlite":
+        pytest.skip("SQLite has one level")
+    options = connection.settings_dict["OPTIONS"]
+    before = dict(options)
+    if level and connection.vendor == "postgresql":
+        from psycopg import IsolationLevel
+
+        options["isolation_level"] = IsolationLevel[level.upper().replace(" ", "_")]
+    elif level:
+        options["isolation_level"] = level
+    connection.close()
+    yield level
+    options.clear()
+    options.update(before)
+    connection.close()
+
+
+LEVELS = ["", "read uncommitted", "read committed", "repeatable read", "serializable"]
+
+
+@pytest.mark.parametrize("isolation", LEVELS, indirect=True)
 def test_inside_a_transaction_the_first_retry_reads_the_row_as_it_is(
-    account: Account, processes: Processes
+    account: Account, processes: Processes, isolation: str
 ) -> None:
     """Under REPEATABLE READ a plain read would show version 1 for ever."""
+    if (connection.vendor, isolation) == ("mysql", "serializable"):
+        pytest.skip("there a read locks the row: nobody can save in between")
     worker = processes.start("tests.optimistic_workers:save_once_told", pk=account.pk)
     assert worker.read() == "ready to save"
     applied = []
@@ -246,6 +274,20 @@ def test_inside_a_transaction_the_first_retry_reads_the_row_as_it_is(
 
     assert saved.version == version_of(account) == 3
     assert saved.balance == 110
+
+
+@pytest.mark.parametrize("isolation", LEVELS, indirect=True)
+def test_in_a_transaction_of_any_level_nothing_is_in_the_way(
+    account: Account, isolation: str
+) -> None:
+    with transaction.atomic():
+        Account.objects.get()
+        for _ in range(2):
+            Account.objects.retrying(account.pk, Interrupted(0))
+        account.save_retrying(Interrupted(0), lock_from=1)
+
+    account.refresh_from_db()
+    assert (account.version, account.balance) == (4, 130)
 
 
 def _snapshot_isolation() -> bool:

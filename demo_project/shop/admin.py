@@ -7,11 +7,15 @@ from typing import Any
 from django.contrib import admin
 from django.http import HttpRequest
 
+from distlock_app.versioned_admin import VersionedAdmin
+
 from .models import Order, Payment, Product, Settlement
 
 
 @admin.register(Product)
-class ProductAdmin(admin.ModelAdmin):
+class ProductAdmin(VersionedAdmin):
+    """Two people who edit one product are told of each other; a purchase is in nobody's way."""
+
     list_display = ["name", "category", "price_text", "stock", "version"]
     list_filter = ["category"]
     search_fields = ["name"]
