@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LockTimeout,
         NotHeld,
         RetriesExhausted,
+        StaleFenceError,
         StaleObjectError,
     )
     from .groups import all_of
@@ -49,6 +50,7 @@ _HOMES = {
     "LockTimeout": "errors",
     "NotHeld": "errors",
     "RetriesExhausted": "errors",
+    "StaleFenceError": "errors",
     "StaleObjectError": "errors",
     "TimestampVersionField": "optimistic",
     "VersionField": "optimistic",
@@ -79,6 +81,7 @@ __all__ = [
     "LockTimeout",
     "NotHeld",
     "RetriesExhausted",
+    "StaleFenceError",
     "StaleObjectError",
     "TimestampVersionField",
     "VersionField",

@@ -62,6 +62,28 @@ class StaleObjectError(Exception):
         return (_rebuild, (type(self), self.args[0], state))
 
 
+class StaleFenceError(LockLost):
+    """A later holder of the lock has written the row: nothing was written."""
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        obj: Any = None,
+        fence: int | None = None,
+        found: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.obj = obj
+        # The fence of the writer, and the one of the row (None: the row is gone).
+        self.fence = fence
+        self.found = found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"obj": self.obj, "fence": self.fence, "found": self.found}
+        return (_rebuild, (type(self), self.args[0], state))
+
+
 class RetriesExhausted(StaleObjectError):
     """Every attempt of a retrying save met a change by somebody else."""
 

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from time import monotonic
 from types import TracebackType
+from typing import Any
+
+from django.db import connections
 
 from . import transactions
 from .errors import BackendError, LockError, LockLost, NotHeld
@@ -15,7 +18,7 @@ from .handover import packed
 from .leases import Lease
 from .names import shown
 from .registry import MIN_TTL, checked_ttl
-from .renewal import GONE, lease_facts, renewer
+from .renewal import GONE, RENEW_AT, lease_facts, renewer
 from .signals import atell, lock_released, tell
 from .waiting import in_thread
 
@@ -83,14 +86,14 @@ class Hold:
         Never shortens it, and never beyond `max_hold`. Raise LockLost if it is gone,
         BackendError if the engine cannot tell: then it is ours until `expires_in` is 0.
         """
-        self.check()
+        self._check_extend()
         asked_at = monotonic()
         seconds = self._lease.capped(self._lease.ttl if ttl is None else checked_ttl(ttl))
         self._extended(seconds, asked_at, self._lease.backend.extend(self._lease.grant, seconds))
 
     async def aextend(self, ttl: float | None = None) -> None:
         """Do as `extend`, without blocking the event loop."""
-        self.check()
+        self._check_extend()
         lease = self._lease
         asked_at = monotonic()
         seconds = lease.capped(lease.ttl if ttl is None else checked_ttl(ttl))
@@ -166,6 +169,43 @@ class Hold:
         self._check_dump()
         await self.aextend(ttl)
         return self._dumped()
+
+    def pin(self) -> None:
+        """Keep the lock, whatever happens, until the open transaction has ended.
+
+        Locks the row of the lock in that transaction: nobody can take it over before the
+        commit, even if this process is stopped for longer than the ttl. Only for a lock table
+        in the database of the data. A rollback, of a savepoint too, ends it.
+
+        Raise LockLost if the lock is gone already, and LockError if it cannot be pinned here.
+        """
+        self.check()
+        lease = self._lease
+        backend: Any = lease.backend
+        if not hasattr(backend, "pin"):
+            raise LockError(
+                f"only a lock table in the database of the data can be pinned, not the engine of"
+                f" alias {lease.alias!r}: write with a fence instead"
+            )
+        connection: Any = connections[backend.using]
+        blocks = connection.atomic_blocks
+        if all(getattr(block, "_from_testcase", False) for block in blocks):
+            raise LockError(f"pin() needs a transaction: open atomic() on {backend.using!r} first")
+        if not transactions.is_open(connection):  # in a TestCase, whose end would come too late
+            self.extend()
+            return
+        asked_at = monotonic()
+        ttl = lease.capped(lease.ttl) if lease.renews else 0.0
+        if not backend.pin(lease.grant, ttl):
+            renewer.lose(lease, GONE)
+            raise self._lost_error()
+        lease.pin()
+        transactions.call_at_end(
+            [connection],
+            committed=lambda: unpin(lease, ttl, asked_at),
+            dropped=lease.unpin,
+            savepoints=True,
+        )
 
     def on_lost(self, callback: Callable[[Hold], None]) -> None:
         """Call `callback(hold)` when the lock is lost, on a thread of its own.
@@ -281,6 +321,11 @@ class Hold:
             why = "a parent process holds it"
         return LockLost(f"the lock {shown(self.name)!r} may be somebody else's: {why}")
 
+    def _check_extend(self) -> None:
+        self.check()
+        if self._lease.pins:
+            raise LockError(f"{shown(self.name)!r} is pinned: extend it after the transaction")
+
     def _check_dump(self) -> None:
         if not self._lease.backend.expires:
             raise LockError("this engine's locks end with their session: they cannot be dumped")
@@ -307,7 +352,8 @@ class Hold:
         lease = self._lease
         if lease.foreign:
             raise NotHeld(f"another process holds {shown(self.name)!r}: its child cannot release")
-        blocks = [] if self._release_now or lease.lost else transactions.open_blocks()
+        now = self._release_now and not lease.pins
+        blocks = [] if now or lease.lost else transactions.open_blocks()
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
@@ -372,6 +418,29 @@ def release_at_end(lease: Lease) -> None:
             raise
     else:
         renewer.released(lease, was_ours)
+
+
+def unpin(lease: Lease, ttl: float, asked_at: float) -> None:
+    """Go on renewing after the commit of a pinned transaction, which has extended the lease."""
+    try:
+        if lease.ended or lease.foreign:
+            return
+        lease.extended(ttl, asked_at=asked_at)
+        if lease.renews and lease.trusted_until - monotonic() < lease.ttl * RENEW_AT:
+            # It took long: others may have been waiting for the commit.
+            asked_at, ttl = monotonic(), lease.capped(lease.ttl)
+            try:
+                answer = lease.backend.extend(lease.grant, ttl)
+            except BackendError:
+                return  # unknown: trusted as long as it was
+            if answer:
+                lease.extended(ttl, asked_at=asked_at)
+            else:
+                renewer.lose(lease, "somebody took it after the commit of a pinned transaction")
+    finally:
+        lease.unpin()
+        if not (lease.ended or lease.foreign):
+            renewer.watch(lease)
 
 
 def drop_at_end(lease: Lease) -> None:

@@ -49,6 +49,7 @@ class Lease:
         "lock",
         "lost_because",
         "owed",
+        "pins",
         "release_asked",
         "renews",
         "runner",
@@ -79,6 +80,7 @@ class Lease:
         self.ends_by = float("inf") if max_hold is None else self.since + max_hold
         self.due: float | None = None  # when the renewer looks at it next
         self.handles = 1  # holds that need it
+        self.pins = 0  # transactions that keep everybody else from the claim
         self.unended_blocks = 0  # transactions whose end the release waits for
         self.ended = False  # released or given up: nothing more to renew
         self.owed: int | None = None  # the number of its release on a worker thread
@@ -98,7 +100,9 @@ class Lease:
     @property
     def lost(self) -> bool:
         """Whether the claim may belong to somebody else by now."""
-        return self.lost_because is not None or self.foreign or monotonic() >= self.trusted_until
+        if self.lost_because is not None or self.foreign:
+            return True
+        return not self.pins and monotonic() >= self.trusted_until
 
     def extended(self, ttl: float, *, asked_at: float) -> None:
         """Trust it for `ttl` seconds from `asked_at`: engines never shorten a claim.
@@ -108,6 +112,15 @@ class Lease:
         with self.lock:
             if not self.lost:
                 self.trusted_until = max(self.trusted_until, asked_at + ttl - drift(ttl))
+
+    def pin(self) -> None:
+        """Trust it, whatever the time, until `unpin`."""
+        with self.lock:
+            self.pins += 1
+
+    def unpin(self) -> None:
+        with self.lock:
+            self.pins -= 1
 
     def capped(self, ttl: float) -> float:
         """Return `ttl`, or what `max_hold` leaves of it."""

@@ -227,6 +227,9 @@ class Renewer:
         now = monotonic()
         if lease.ended or lease.foreign:
             return
+        if lease.pins:  # nobody can have it, and the row is locked for us as well
+            self._schedule(lease, now + lease.ttl * RENEW_AT / 4)
+            return
         renews = _renews(lease, now)
         if now >= lease.trusted_until:
             self.lose(lease, "it was not renewed in time" if renews else "its time was up")
@@ -248,7 +251,7 @@ class Renewer:
         backend = jobs[0][0]
         leases = [job[2]() for job in jobs if job[1] == "extend"]
         # Before the releases: those may be many, and a lease does not wait.
-        leases = [x for x in leases if x is not None and not x.ended and x.lost_because is None]
+        leases = [x for x in leases if x and not (x.ended or x.pins or x.lost_because)]
         if leases:
             self._extend(backend, leases)
         for job in jobs:
@@ -277,6 +280,8 @@ class Renewer:
                 self._retry(lease, answer)
 
     def _retry(self, lease: Lease, error: Any) -> None:
+        if lease.pins:
+            return  # `_look_at` has it in view
         name = shown(lease.grant.claim.name)
         logger.warning("cannot renew the lock %r (alias %r): %s", name, lease.alias, error)
         left = lease.trusted_until - monotonic()

@@ -23,7 +23,7 @@ def open_blocks() -> list[Any]:
     does not run `on_commit` callbacks there (`durable` ignores these blocks as well). Not
     if the connection was closed inside: that has rolled it back.
     """
-    return [connection for connection in _used() if _is_open(connection)]
+    return [connection for connection in _used() if is_open(connection)]
 
 
 def _used() -> list[Any]:
@@ -32,7 +32,7 @@ def _used() -> list[Any]:
     return [c for alias in connections if (c := getattr(ours, alias, None)) is not None]
 
 
-def _is_open(connection: Any) -> bool:
+def is_open(connection: Any) -> bool:
     if not connection.in_atomic_block or connection.closed_in_transaction:
         return False
     return not any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
@@ -47,7 +47,7 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
                 "(autocommit is off), where the end of the transaction cannot be seen. Use "
                 'atomic(), or Lock(..., release="now") and release it after your commit.'
             )
-        if _is_open(connection) and _keeps_snapshot(connection):
+        if is_open(connection) and _keeps_snapshot(connection):
             warnings.warn(
                 f"The lock {name[:200]!r} is taken inside a transaction on "
                 f"{connection.alias!r} at isolation level REPEATABLE READ or above: what it "
@@ -59,19 +59,25 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
 
 
 def call_at_end(
-    blocks: list[Any], *, committed: Callable[[], None], dropped: Callable[[], None]
+    blocks: list[Any],
+    *,
+    committed: Callable[[], None],
+    dropped: Callable[[], None],
+    savepoints: bool = False,
 ) -> None:
     """Call one of the two when the outermost block of every connection has ended.
 
     `committed` if the last of them to end committed; `dropped`, possibly in a finalizer, if
-    it was rolled back or its connection was closed.
+    it was rolled back (with `savepoints`: also to one that is open now) or its connection was
+    closed.
     """
     ends = _Ends(len(blocks), committed, dropped)
     for connection in blocks:
         # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
         # wait; and first, because a callback that raises drops all that come after it, into a
         # traceback that may be kept for long.
-        connection.run_on_commit.insert(0, (set(), _End(ends), True))
+        undone_with = set(connection.savepoint_ids) if savepoints else set()
+        connection.run_on_commit.insert(0, (undone_with, _End(ends), True))
 
 
 class _Ends:

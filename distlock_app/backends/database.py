@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 from django.core import checks
@@ -15,6 +16,7 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from .base import BaseLockBackend
 from .sessions import Session, Sessions
+from .sql import dialect_for
 from .sql.base import MAX_FENCE
 
 T = TypeVar("T")
@@ -84,6 +86,17 @@ class DatabaseBackend(BaseLockBackend):
             lambda s: s.dialect.release(s.cursor, grant.claim),
             again=lambda s: self._release_again(s, grant),
         )
+
+    def pin(self, grant: Grant, ttl: float) -> bool:
+        """Lock the row in the caller's own transaction, where it is the caller's to end.
+
+        The one verb on the caller's connection. Raises Django's database errors.
+        """
+        connection: Any = connections[self.using]
+        connection.validate_no_broken_transaction()
+        dialect = self._sessions.dialect or dialect_for(connection)
+        with connection.wrap_database_errors, closing(connection.connection.cursor()) as cursor:
+            return dialect.extend(cursor, grant.claim, ttl)
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         for row in self._ask(lambda s: s.dialect.holders(s.cursor, key)):

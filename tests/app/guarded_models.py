@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django.db import models
 
+from distlock_app.fencing import FencedModel, FencedVersionedModel
 from distlock_app.pessimistic import LockingManager
 
 
@@ -18,3 +19,18 @@ class Job(models.Model):
 
     def __str__(self) -> str:
         return f"{self.pk}: {self.state}"
+
+
+class Shelf(FencedModel):
+    name = models.CharField(max_length=50, default="")
+    stock = models.IntegerField(default=0)
+
+
+class ColdShelf(Shelf):
+    """The fence is in the table of the parent."""
+
+    degrees = models.IntegerField(default=0)
+
+
+class Vault(FencedVersionedModel):
+    stock = models.IntegerField(default=0)

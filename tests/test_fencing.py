@@ -1,0 +1,408 @@
+"""Late writers are refused: by the fence of a row, and by a lock that is pinned to the commit."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import NotSupportedError, connection, connections, transaction
+from django.test import TestCase
+
+from distlock_app import (
+    Lock,
+    LockError,
+    LockLost,
+    LockTimeout,
+    NotHeld,
+    StaleFenceError,
+    StaleObjectError,
+)
+from tests.app.guarded_models import ColdShelf, Shelf, Vault
+from tests.processes import Processes
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+OLD, NEW = 100, 200
+
+
+class Undone(Exception):
+    pass
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf.objects.fenced(NEW).create(name="new", stock=5)
+
+
+def row(obj: Any) -> tuple[int, int]:
+    return type(obj).objects.values_list("stock", "fence").get(pk=obj.pk)
+
+
+# Objects
+
+
+def test_a_save_leaves_its_fence_and_costs_one_query(
+    shelf: Shelf, django_assert_num_queries: Any
+) -> None:
+    shelf.stock = 6
+    with Lock("shelf") as hold, django_assert_num_queries(1):
+        shelf.save(fence=hold)
+
+    assert row(shelf) == (6, hold.fence)
+    assert shelf.fence == hold.fence
+    shelf.save(fence=hold.fence)  # the same holder again
+
+
+def test_a_smaller_fence_is_refused(shelf: Shelf) -> None:
+    shelf.stock = 6
+    for options in ({}, {"update_fields": ["stock"]}, {"force_update": True}):
+        with pytest.raises(StaleFenceError) as refusal:
+            shelf.save(fence=OLD, **options)
+
+    assert row(shelf) == (5, NEW)
+    assert shelf.fence == NEW
+    assert (refusal.value.obj, refusal.value.fence, refusal.value.found) == (shelf, OLD, NEW)
+    assert isinstance(refusal.value, LockLost)
+    assert pickle.loads(pickle.dumps(refusal.value)).found == NEW
+
+
+def test_some_fields_are_saved_with_the_fence(shelf: Shelf) -> None:
+    shelf.stock, shelf.name = 6, "unsaved"
+    shelf.save(fence=NEW + 1, update_fields=["stock"])
+    Shelf.objects.only("stock").get(pk=shelf.pk).save(fence=NEW + 2)
+
+    assert row(shelf) == (6, NEW + 2)
+    assert Shelf.objects.get().name == "new"
+
+
+def test_a_save_without_a_fence_leaves_that_of_the_row(shelf: Shelf) -> None:
+    old = Shelf.objects.get()
+    shelf.save(fence=NEW + 1)
+
+    old.stock = 9
+    old.save()
+
+    assert row(shelf) == (9, NEW + 1)
+
+
+def test_a_new_object_is_inserted_with_its_fence() -> None:
+    shelf = Shelf(stock=1)
+    shelf.save(fence=OLD)
+    known = Shelf(pk=shelf.pk, stock=2)
+
+    with pytest.raises(StaleFenceError):
+        known.save(fence=OLD - 1)
+    known.save(fence=OLD)
+    Shelf(pk=shelf.pk + 1, stock=3).save(fence=OLD)
+
+    assert sorted(Shelf.objects.values_list("stock", "fence")) == [(2, OLD), (3, OLD)]
+
+
+def test_a_row_that_is_gone_is_not_made_again(shelf: Shelf) -> None:
+    Shelf.objects.all().delete()
+
+    with pytest.raises(StaleFenceError, match="gone"):
+        shelf.save(fence=NEW + 1)
+
+    assert not Shelf.objects.exists()
+
+
+def test_delete_asks_the_fence_too(shelf: Shelf) -> None:
+    with pytest.raises(StaleFenceError):
+        shelf.delete(fence=OLD)
+    assert Shelf.objects.get().pk
+
+    again = Shelf.objects.get()
+    assert shelf.delete(fence=NEW) == (1, {"testapp.Shelf": 1})
+    assert again.delete(fence=OLD)[0] == 0
+
+
+def test_the_fence_of_a_parents_table_guards_the_child() -> None:
+    shelf = ColdShelf.objects.fenced(NEW).create(stock=5, degrees=4)
+    shelf.stock, shelf.degrees = 6, 5
+
+    for refused in (shelf.save, shelf.delete):
+        with pytest.raises(StaleFenceError):
+            refused(fence=OLD)
+    assert (row(shelf), ColdShelf.objects.get().degrees) == ((5, NEW), 4)
+
+    shelf.save(fence=NEW + 1)
+    assert (row(shelf), ColdShelf.objects.get().degrees) == ((6, NEW + 1), 5)
+
+
+def test_a_hold_without_a_fence_or_of_the_past_is_refused(shelf: Shelf, monkeypatch: Any) -> None:
+    with Lock("a", using="dummy") as hold, monkeypatch.context() as without:
+        without.setattr(type(hold), "fence", None)
+        with pytest.raises(LockError, match="no fence"):
+            shelf.save(fence=hold)
+    with Lock("a") as hold:
+        pass
+    for write in (shelf.save, shelf.delete):
+        with pytest.raises(NotHeld):
+            write(fence=hold)
+    with pytest.raises(NotHeld):
+        Shelf.objects.fenced(hold)
+
+    assert row(shelf) == (5, NEW)
+
+
+def test_the_async_twins_take_a_fence(shelf: Shelf) -> None:
+    async def run() -> None:
+        with pytest.raises(StaleFenceError):
+            await shelf.asave(fence=OLD)
+        with pytest.raises(StaleFenceError):
+            await Shelf.objects.fenced(OLD).aupdate(stock=1)
+        with pytest.raises(StaleFenceError):
+            await shelf.adelete(fence=OLD)
+        await sync_to_async(connections.close_all)()
+
+    asyncio.run(run())
+    assert row(shelf) == (5, NEW)
+
+
+# Querysets
+
+
+def test_an_update_is_all_or_nothing(shelf: Shelf) -> None:
+    other = Shelf.objects.fenced(OLD).create(name="new", stock=5)
+    middle = Shelf.objects.fenced(OLD + 1)
+
+    with pytest.raises(StaleFenceError):
+        middle.filter(name="new").update(name="done", stock=0)
+    assert (row(shelf), row(other)) == ((5, NEW), (5, OLD))
+
+    assert middle.filter(pk=other.pk).update(stock=0) == 1
+    assert middle.filter(pk=0).update(stock=0) == 0
+    assert Shelf.objects.fenced(NEW).filter(name="new").update(name="done") == 2
+    assert set(Shelf.objects.values_list("name", "fence")) == {("done", NEW)}
+
+
+def test_an_update_without_values_shuts_earlier_holders_out(shelf: Shelf) -> None:
+    assert Shelf.objects.fenced(NEW + 1).filter(pk=shelf.pk).update() == 1
+
+    with pytest.raises(StaleFenceError):
+        shelf.save(fence=NEW)
+    assert row(shelf) == (5, NEW + 1)
+
+
+def test_other_ways_to_write_many_rows(shelf: Shelf) -> None:
+    shelf.stock = 6
+    fenced = Shelf.objects.fenced(OLD)
+
+    for write in (
+        lambda: fenced.bulk_update([shelf], ["stock"]),
+        lambda: fenced.all().delete(),
+        lambda: fenced.exclude(pk=0).update(stock=6),
+    ):
+        with pytest.raises(StaleFenceError):
+            write()
+    for write in (
+        lambda: fenced.update_or_create(pk=shelf.pk, defaults={"stock": 6}),
+        lambda: fenced.bulk_create([shelf], update_conflicts=True),
+    ):
+        with pytest.raises(NotSupportedError):
+            write()
+    assert row(shelf) == (5, NEW)
+
+    assert fenced.bulk_create([Shelf()])[0].fence == OLD
+    assert fenced.get_or_create(name="other")[0].fence == OLD
+    assert Shelf.objects.fenced(NEW).bulk_update([shelf], ["stock"]) == 1
+    assert row(shelf) == (6, NEW)
+    assert Shelf.objects.fenced(NEW).all().delete()[0] == 3
+    assert Shelf.objects.update_or_create(name="unfenced")[0].fence == 0
+
+
+# Together with a version
+
+
+def test_both_guards_refuse_for_their_own_reason() -> None:
+    vault = Vault.objects.fenced(NEW).create(stock=5)
+    stale = Vault.objects.get()
+    vault.save()
+
+    with pytest.raises(StaleObjectError):
+        stale.save()
+    with pytest.raises(StaleObjectError):
+        stale.save(fence=NEW)
+    with pytest.raises(StaleFenceError):
+        stale.save(fence=OLD)
+    with pytest.raises(StaleFenceError):
+        vault.save(fence=OLD)
+    with pytest.raises(StaleFenceError):
+        Vault(pk=vault.pk).save(fence=OLD)
+    assert (vault.version, vault.fence) == (2, NEW)
+
+    vault.save(fence=NEW + 1)
+    assert Vault.objects.fenced(NEW + 2).update(stock=7) == 1
+    vault.refresh_from_db()
+    assert (vault.version, row(vault)) == (4, (7, NEW + 2))
+    vault.stock = 8
+    assert Vault.objects.fenced(NEW + 2).bulk_update([vault], ["stock"]) == 1
+    assert (vault.version, row(vault)) == (5, (8, NEW + 2))
+    with pytest.raises(StaleObjectError):
+        stale.delete(fence=NEW + 2)
+    assert vault.delete(fence=NEW + 2)[0] == 1
+
+
+# Pinned locks
+
+
+def test_a_pinned_lock_needs_no_renewal_and_is_kept_after_the_commit(shelf: Shelf) -> None:
+    with Lock("shelf", ttl=0.5) as hold:
+        with transaction.atomic():
+            hold.pin()
+            time.sleep(1)
+            hold.check()
+            with pytest.raises(LockError, match="pinned"):
+                hold.extend()
+            shelf.save()
+        hold.check()
+        time.sleep(0.6)  # it is renewed again
+        hold.check()
+
+
+def test_a_rollback_of_its_savepoint_ends_the_pin(shelf: Shelf) -> None:
+    with Lock("shelf", ttl=30) as hold:
+        with transaction.atomic():
+            with pytest.raises(Undone), transaction.atomic():
+                hold.pin()
+                raise Undone
+            assert hold._lease.pins == 0
+            with transaction.atomic():
+                hold.pin()
+                hold.pin()
+            assert hold._lease.pins == 2
+        assert hold._lease.pins == 0
+        with pytest.raises(Undone), transaction.atomic():
+            hold.pin()
+            raise Undone
+        assert hold._lease.pins == 0
+        hold.extend()
+
+
+def test_a_lock_that_is_gone_cannot_be_pinned() -> None:
+    hold = Lock("shelf").acquire()
+    Lock("shelf").clear()
+
+    with pytest.raises(LockLost), transaction.atomic():
+        hold.pin()
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def test_a_release_at_once_waits_for_the_pinned_transaction() -> None:
+    lock = Lock("shelf", release="now")
+
+    with transaction.atomic():
+        hold = lock.acquire()
+        hold.pin()
+        hold.release()
+        assert hold.released
+        assert connection.vendor == "sqlite" or lock.locked()
+
+    assert not lock.locked()
+
+
+def test_pin_says_where_it_is_not_possible() -> None:
+    with Lock("a", using="locmem") as hold, transaction.atomic():
+        with pytest.raises(LockError, match="lock table"):
+            hold.pin()
+    with Lock("a") as hold:
+        with pytest.raises(LockError, match="atomic"):
+            hold.pin()
+    with pytest.raises(NotHeld), transaction.atomic():
+        hold.pin()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_the_transaction_has_to_be_in_the_database_of_the_lock() -> None:
+    with Lock("a", using="locks") as hold, transaction.atomic(using="default"):
+        with pytest.raises(LockError, match="'locks'"):
+            hold.pin()
+
+
+class InTestCase(TestCase):
+    def test_pin_asks_the_engine_and_needs_a_block_of_its_own(self) -> None:
+        if connection.vendor == "sqlite":
+            self.skipTest("a lock cannot be taken inside a transaction on its own file")
+        with Lock("shelf") as hold:
+            with self.assertRaises(LockError):
+                hold.pin()
+            with transaction.atomic():
+                hold.pin()
+            self.assertEqual(hold._lease.pins, 0)
+
+
+# A store outside of the database
+
+
+def test_the_store_of_the_documentation_refuses_a_late_holder(rf: Any) -> None:
+    page = Path(__file__).parent.parent / "docs/how-to/fencing.md"
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(import threading.*?)```", page.read_text(), re.S)[0], names)
+    store = names["FencedStore"]()
+
+    def put(value: str, fence: int | None) -> int:
+        request = rf.put("/a", value, headers={"Fence": str(fence)})
+        return int(store(request, "a").status_code)
+
+    with Lock("a") as late:
+        pass
+    with Lock("a") as hold:
+        writers = (late, hold, late, hold)
+        answers = [put(f"{number}", writer.fence) for number, writer in enumerate(writers)]
+
+    assert answers == [204, 204, 409, 204]
+    assert store.values == {"a": b"3"}
+
+
+# Holders that were stopped
+
+
+@pytest.mark.slow
+def test_100_of_100_holders_who_were_stopped_are_refused(processes: Processes) -> None:
+    shelves = [Shelf.objects.create(stock=0) for _ in range(100)]
+    worker = processes.start(
+        "tests.fencing_workers:write_late", pks=[shelf.pk for shelf in shelves], ttl=1
+    )
+    assert worker.read(within=60) == "holding"
+    worker.pause()
+
+    for shelf in shelves:
+        with Lock(f"shelf:{shelf.pk}", ttl=30).acquire(wait=30) as hold:
+            shelf.stock = 1
+            shelf.save(fence=hold)
+    worker.resume()
+    worker.tell("write")
+
+    assert worker.result() == {
+        way: 0 if way == "update by clock" else 100
+        for name in ("save", "update", "delete", "pin")
+        for way in (name, f"{name} by clock")
+    }
+    assert set(Shelf.objects.values_list("stock", flat=True)) == {1}
+
+
+@pytest.mark.slow
+def test_nobody_takes_a_pinned_lock_over_before_the_commit(processes: Processes) -> None:
+    shelf = Shelf.objects.create(stock=0)
+    lock = Lock(f"shelf:{shelf.pk}", ttl=30)
+    worker = processes.start("tests.fencing_workers:save_pinned", pk=shelf.pk, ttl=0.5)
+    assert worker.read() == "pinned"
+    worker.pause()
+
+    with pytest.raises(LockTimeout):
+        lock.acquire(wait=2)
+    assert row(shelf)[0] == 0
+    worker.resume()
+    worker.tell("commit")
+
+    with lock.acquire(wait=30):
+        assert row(shelf)[0] == 1
+    worker.wait(30)  # it may have been told that we took the lock right after its commit
