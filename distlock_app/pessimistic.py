@@ -116,7 +116,8 @@ class LockingQuerySet(models.QuerySet[M]):
         return next_unlocked(self, n)
 
 
-LockingManager = models.Manager.from_queryset(LockingQuerySet)
+class LockingManager(models.Manager.from_queryset(LockingQuerySet)):  # type: ignore[misc]
+    """The manager with these methods."""
 
 
 def retry_on_deadlock(
