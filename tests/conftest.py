@@ -35,7 +35,7 @@ ONCE = (
     *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
     *("test_core_async", "test_core_fork", "test_core_sessions", "test_core_waiting"),
     *("test_demo", "test_docs", "test_metrics", "test_packaging", "test_redis_", "test_servers"),
-    *("test_etcd_", "test_translations"),
+    *("test_etcd_", "test_redlock", "test_translations"),
 )
 
 
@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             "cluster_urls",
             "etcd_url",
             "zookeeper_url",
+            "redlock_urls",
         } & set(getattr(item, "fixturenames", ()))
         if redis or item.path.stem.startswith(ONCE):
             item.add_marker("once")
@@ -120,6 +121,16 @@ def zookeeper_url() -> str:
     if not url:
         missing("zookeeper", "DISTLOCK_TEST_ZOOKEEPER_URL is not set")
     return url
+
+
+@pytest.fixture(scope="session")
+def redlock_urls() -> list[str]:
+    """Where the suite's five nodes of Redlock are."""
+    from django.conf import settings
+
+    if not settings.REDLOCK_URL:
+        missing("redlock", "DISTLOCK_TEST_REDLOCK_URL is not set")
+    return str(settings.REDLOCK_URL).split(",")
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@
 #   DISTLOCK_TEST_REDIS_CLUSTER_URL=redis://host:6379,redis://other:6379
 #   DISTLOCK_TEST_ETCD_URL=http://host:2379
 #   DISTLOCK_TEST_ZOOKEEPER_URL=host:2181
+#   DISTLOCK_TEST_REDLOCK_URL=redis://host:6379,redis://other:6379,redis://third:6379
 
 set -u
 given=$(env | grep '^DISTLOCK_TEST_[A-Z_]*URLS\{0,1\}=')
@@ -48,7 +49,11 @@ case $quick$only in
     *) databases=$only ;;
 esac
 # Beside SQLite only: they need no database.
-case $quick$only in '' | sqlite) stores='etcd zookeeper' ;; *) stores= ;; esac
+case $quick$only in
+    '' | sqlite) stores='redlock etcd zookeeper' ;;
+    1 | redis) stores=redlock ;;
+    *) stores= ;;
+esac
 wants() { case " $databases redis redis_cluster $stores " in *" $1 "*) true ;; *) false ;; esac; }
 
 # --- The end, whatever it is: what was started is stopped, by its process id. ---------------
@@ -207,7 +212,7 @@ if [ -n "$quick" ]; then
     main_pairs=$last
 fi
 [ -z "$only" ] || skip "everything but $only (--only=$only)"
-[ "$only" != redis ] || set -- "$@" -k redis
+[ "$only" != redis ] || set -- "$@" -k 'redis or redlock'
 for pair in $main_pairs; do python=$(cat "$work/python${pair%-*}"); done
 
 # Make the virtual environment of a pair, or keep it if what it was made from is the same.
@@ -258,7 +263,7 @@ check() {
 
 start_servers() {
     export DISTLOCK_TEST_REQUIRE=
-    for server in redis redis_cluster mysql postgresql etcd zookeeper; do
+    for server in redis redis_cluster redlock mysql postgresql etcd zookeeper; do
         wants "$server" || continue
         DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE $server"
         variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL

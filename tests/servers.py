@@ -178,6 +178,36 @@ class RedisCluster:
         return ",".join(node.url for node in self.nodes)
 
 
+class RedlockNodes:
+    """Five servers that know nothing of each other."""
+
+    name = "redlock"
+    stop_signal = RedisServer.stop_signal
+
+    def __init__(self, *, directory: Path | None = None, detached: bool = False) -> None:
+        home = directory or scratch_directory()
+        self.nodes = [RedisServer(directory=home / str(at), detached=detached) for at in range(5)]
+
+    def start(self) -> RedlockNodes:
+        for node in self.nodes:
+            node.start()
+        return self
+
+    def close(self) -> None:
+        """End the nodes and remove their directories."""
+        for node in self.nodes:
+            node.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [node.pid for node in self.nodes]
+
+    @property
+    def url(self) -> str:
+        """Where the nodes are, with a comma between two."""
+        return ",".join(node.url for node in self.nodes)
+
+
 class DatabaseServer(Server):
     """A SQL server; its empty data directory is made once per process and then copied."""
 
@@ -367,10 +397,10 @@ class ZooKeeperServer(Server):
         return f"127.0.0.1:{self.port}"
 
 
-KINDS: dict[str, type[Server] | type[RedisCluster]] = {
+KINDS: dict[str, type[Server] | type[RedisCluster] | type[RedlockNodes]] = {
     kind.name: kind
     for kind in (
-        *(RedisServer, RedisCluster, MariaDBServer, PostgreSQLServer),
+        *(RedisServer, RedisCluster, RedlockNodes, MariaDBServer, PostgreSQLServer),
         *(EtcdServer, ZooKeeperServer),
     )
 }

@@ -7,6 +7,7 @@ DISTLOCK_TEST_REDIS_URL       redis://:password@host:port/0; without it, no lock
 DISTLOCK_TEST_REDIS_CLUSTER_URL  redis://host:port of some nodes of a Cluster, comma separated
 DISTLOCK_TEST_ETCD_URL        http://host:port of etcd; without it, no lock is on etcd
 DISTLOCK_TEST_ZOOKEEPER_URL   host:port of ZooKeeper; without it, no lock is there
+DISTLOCK_TEST_REDLOCK_URL     redis://host:port/0 of each node of Redlock, comma separated
 DISTLOCK_TEST_REDIS_DB        the number of the Redis database, instead of the URL's
 DISTLOCK_TEST_ISOLATION       "repeatable read" ...: the transactions of MySQL and PostgreSQL
 DISTLOCK_TEST_SUFFIX          keeps the test databases of runs apart that share a server
@@ -143,6 +144,16 @@ if ZOOKEEPER_URL:
         "BACKEND": "distlock_app.backends.zookeeper.ZooKeeperBackend",
         "LOCATION": ZOOKEEPER_URL,
         "OPTIONS": {"PREFIX": f"distlock{SUFFIX}", "SESSION": 45},
+    }
+
+REDLOCK_URL = os.environ.get("DISTLOCK_TEST_REDLOCK_URL", "")
+if REDLOCK_URL:
+    nodes = {f"node{number}": url for number, url in enumerate(REDLOCK_URL.split(","), start=1)}
+    for alias, url in nodes.items():
+        CACHES[alias] = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+    DISTLOCK["quorum"] = {
+        "BACKEND": "distlock_app.backends.redlock.RedlockBackend",
+        "LOCATION": list(nodes),
     }
 
 SECRET_KEY = "only for tests"

@@ -60,6 +60,14 @@ class TestRedisCluster(LockBackendContract):
         """Let a missing Cluster be named."""
 
 
+class TestRedlock(LockBackendContract):
+    alias = "quorum"
+
+    @pytest.fixture(autouse=True)
+    def servers(self, redlock_urls):
+        """Let missing servers be named."""
+
+
 class TestEtcd(LockBackendContract):
     alias = "etcd"
 
@@ -77,7 +85,7 @@ class TestZooKeeper(LockBackendContract):
 
 
 def test_every_engine_is_under_test():
-    for server in ("redis", "redis_cluster", "etcd", "zookeeper"):
+    for server in ("redis", "redis_cluster", "redlock", "etcd", "zookeeper"):
         if not getattr(settings, f"{server.upper()}_URL"):
             missing(server, f"DISTLOCK_TEST_{server.upper()}_URL is not set")
     engines = {

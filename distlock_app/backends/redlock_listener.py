@@ -1,0 +1,244 @@
+"""One thread per process that hears from the nodes whose turn has come."""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from ..claims import Claim
+from .redis_scripts import pack
+from .redlock_nodes import Link, Quorum
+
+logger = logging.getLogger("distlock_app")
+
+# Without waiters for so long, thread and connections go; the next waiter brings them back.
+IDLE_SECONDS = 60.0
+# How long a waiter waits for a majority of subscriptions.
+SUBSCRIBE_SECONDS = 1.0
+# A call that not even a majority of the nodes sent is taken for one after so long.
+CALL_SECONDS = 0.01
+# How often the thread looks whether it is needed, and whether its connections are alive.
+LOOK_SECONDS = 0.5
+PING = pack(b"PING")
+
+
+class Waiter:
+    """A claim that waits, and the nodes that called it since it asked."""
+
+    __slots__ = ("called", "since", "ticket", "wake")
+
+    def __init__(self, wake: Callable[[Any], None], ticket: int) -> None:
+        self.wake = wake
+        self.ticket = ticket
+        self.called: set[int] = set()
+        self.since = 0.0  # when the first node called
+
+
+class Listener:
+    """The channel of this process, and the claims that wait for a call on it.
+
+    A call says that a lock came free and whose turn it is; the waiter then asks for it. So one
+    that is lost costs the time until the waiter asks by itself, and nothing else.
+    """
+
+    def __init__(self, channel: bytes, quorum: Quorum) -> None:
+        self.channel = channel
+        self._quorum = quorum
+        self._lock = threading.Lock()  # guards the three below
+        self._waiters: dict[bytes, Waiter] = {}
+        self._half_called: set[Waiter] = set()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._settled = threading.Event()  # the first attempt to subscribe has ended
+        self._subscribed = False
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has been started."""
+        return self._thread is not None
+
+    def works(self) -> bool:
+        """Start the thread if need be; tell whether a majority of the nodes can call."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._settled.clear()
+                self._subscribed = False
+                thread = threading.Thread(
+                    target=self._run, name=f"distlock {self.channel.decode()}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads, or the interpreter is ending
+                    return False
+                self._thread = thread
+        return self._settled.wait(SUBSCRIBE_SECONDS) and self._subscribed
+
+    def expect(self, claim: Claim, ticket: int) -> int:
+        """Note that `claim` is about to ask and to wait; return the ticket of its first time."""
+        assert claim.wake is not None
+        owner = claim.owner.encode()
+        with self._lock:
+            waiter = self._waiters.get(owner)
+            if waiter is None or waiter.wake is not claim.wake:
+                waiter = self._waiters[owner] = Waiter(claim.wake, ticket)
+            self._uncall(waiter)
+            return waiter.ticket
+
+    def forget(self, owner: str) -> None:
+        """Expect no call for the claim any more."""
+        if self._waiters:
+            with self._lock:
+                waiter = self._waiters.pop(owner.encode(), None)
+                if waiter is not None:
+                    self._uncall(waiter)
+
+    def close(self) -> None:
+        """End the thread; the callers who wait ask again by themselves."""
+        self._closed = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(2 * LOOK_SECONDS)
+
+    def _run(self) -> None:
+        ears = Ears(self._quorum, self.channel)
+        needed = monotonic()
+        try:
+            while not self._ends(idle=monotonic() - needed):
+                if self._waiters:
+                    needed = monotonic()
+                self._subscribed = ears.mend(needed=bool(self._waiters)) >= self._quorum.majority
+                self._settled.set()
+                for node, owner in ears.hear(CALL_SECONDS if self._half_called else LOOK_SECONDS):
+                    self._called(node, owner)
+                self._wake_half_called()
+        except Exception:  # whatever it is: without this thread waiting is slow
+            logger.exception("cannot listen for locks")
+            with self._lock:
+                self._thread = None
+        finally:
+            self._subscribed = False
+            self._settled.set()
+            ears.close()
+
+    def _ends(self, *, idle: float) -> bool:
+        """Whether the thread is to end; from then on the next waiter starts another one."""
+        with self._lock:
+            if self._closed or (idle > IDLE_SECONDS and not self._waiters):
+                self._thread = None
+                return True
+        return False
+
+    def _called(self, node: int, owner: bytes) -> None:
+        with self._lock:
+            waiter = self._waiters.get(owner)
+            if waiter is None:
+                return
+            if not waiter.called:
+                waiter.since = monotonic()
+            waiter.called.add(node)
+            # Not before: at the other nodes the release may still be under way.
+            if len(waiter.called) < self._quorum.majority:
+                self._half_called.add(waiter)
+                return
+            self._uncall(waiter)
+        self._wake(waiter)
+
+    def _wake_half_called(self) -> None:
+        if not self._half_called:
+            return
+        late = monotonic() - CALL_SECONDS
+        with self._lock:
+            waiters = [waiter for waiter in self._half_called if waiter.since < late]
+            for waiter in waiters:
+                self._uncall(waiter)
+        for waiter in waiters:
+            self._wake(waiter)
+
+    def _uncall(self, waiter: Waiter) -> None:
+        waiter.called.clear()
+        self._half_called.discard(waiter)
+
+    def _wake(self, waiter: Waiter) -> None:
+        try:
+            waiter.wake(None)
+        except Exception:  # such as an event loop that was closed
+            logger.exception("a waiter for a lock could not be woken")
+
+
+class Ears:
+    """The subscriptions to one channel at all nodes."""
+
+    def __init__(self, quorum: Quorum, channel: bytes) -> None:
+        self._quorum = quorum
+        self._subscribe = pack(b"SUBSCRIBE", channel)
+        self._links: list[Link | None] = [None] * len(quorum.nodes)
+        self._heard = [0.0] * len(quorum.nodes)
+        self._pinged = [0.0] * len(quorum.nodes)  # and not heard since; 0: not so
+        self._at: dict[int, int] = {}
+        self._poll = select.poll()
+
+    def mend(self, *, needed: bool) -> int:
+        """Subscribe where a connection is missing or dead; return at how many nodes we listen."""
+        now = monotonic()
+        for at, link in enumerate(self._links):
+            if link is None:
+                self._open(at)
+            elif self._pinged[at]:
+                if now - self._pinged[at] > 2 * LOOK_SECONDS:
+                    self._drop(at)
+            elif needed and now - self._heard[at] > LOOK_SECONDS:
+                self._pinged[at] = now
+                self._send(at, PING)
+        return len(self._at)
+
+    def hear(self, seconds: float) -> list[tuple[int, bytes]]:
+        """Return what owners were called and by which node, after at most `seconds`."""
+        called = []
+        for fd, _ in self._poll.poll(seconds * 1000):
+            at = self._at[fd]
+            link = self._links[at]
+            assert link is not None
+            try:
+                lines = link.lines()
+            except OSError:
+                self._drop(at)
+                continue
+            self._heard[at], self._pinged[at] = monotonic(), 0.0
+            # Of the lines of a message, one is its text: the owner, 32 hex digits.
+            called += [(at, line) for line in lines if len(line) == 32 and line.isalnum()]
+        return called
+
+    def close(self) -> None:
+        """Unsubscribe."""
+        for at, link in enumerate(self._links):
+            if link is not None:
+                self._drop(at)
+
+    def _open(self, at: int) -> None:
+        link = self._quorum.link_to(at)
+        if link is not None:
+            self._links[at] = link
+            self._at[link.fd] = at
+            self._poll.register(link.fd, select.POLLIN)
+            self._heard[at], self._pinged[at] = monotonic(), 0.0
+            self._send(at, self._subscribe)
+
+    def _send(self, at: int, request: bytes) -> None:
+        link = self._links[at]
+        assert link is not None
+        try:
+            link.send(request)
+        except OSError:
+            self._drop(at)
+
+    def _drop(self, at: int) -> None:
+        link = self._links[at]
+        assert link is not None
+        self._links[at] = None
+        self._poll.unregister(link.fd)
+        del self._at[link.fd]
+        link.close()

@@ -1,0 +1,544 @@
+"""Redlock: majorities, fences over several nodes, slow and silent nodes, late releases, waiting."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+
+from distlock_app import Lock
+from distlock_app.backends.redlock import RedlockBackend, ServerClock
+from distlock_app.backends.redlock_scripts import RELEASE
+from distlock_app.claims import Busy, Grant
+from distlock_app.errors import BackendError
+from tests.proxy import proxy_to
+from tests.redis_workers import Waiter, claim, wait_for
+from tests.redlock_workers import Nodes, caches_of, quorum_at
+from tests.servers import RedisServer
+
+
+@pytest.fixture(scope="module")
+def five(private_server):
+    nodes = Nodes([private_server(RedisServer) for _ in range(5)])
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def nodes(five):
+    five.heal()
+    yield five
+    five.heal()
+
+
+@pytest.fixture
+def backend(nodes):
+    made = quorum_at(nodes.urls)
+    yield made
+    made.close()
+
+
+def until(condition, within=10.0):
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def held_everywhere(backend, nodes):
+    """Return a grant that all nodes gave: one that was connected late has it from the extension."""
+    grant = wait_for(backend, 5, "a")
+    until(lambda: backend.extend(grant, 30) and len(nodes.holding(grant.claim.key)) == 5)
+    return grant
+
+
+def timed(call):
+    started = time.monotonic()
+    answer = call()
+    return answer, time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("location", "says"),
+    [
+        ("own0", "must be a list of aliases"),
+        ([], "odd number"),
+        (["own0"], "use RedisBackend"),
+        (["own0", "own1", "own2", "own3"], "names 4 servers"),
+        (["own0", "own1", "nowhere"], "'nowhere' is not in CACHES"),
+        (["own0", "own1", "own0"], "same server twice"),
+        (["own0", "own1", "again"], "same server twice, as 'own0' and 'again'"),
+    ],
+)
+def test_a_wrong_list_of_nodes_is_refused_and_told(settings, location, says):
+    urls = [f"redis://127.0.0.1:{port}/0" for port in (7001, 7002, 7003, 7004)]
+    with caches_of(urls):
+        settings.CACHES["again"] = {**settings.CACHES["own0"], "LOCATION": urls[0][:-1] + "5"}
+        with pytest.raises(ImproperlyConfigured, match=says):
+            RedlockBackend(alias="quorum", location=location)
+        del settings.CACHES["again"]
+
+
+@pytest.mark.parametrize("wanted", [{"limit": 2}, {"shared": True}, {"fair": True}])
+def test_what_a_majority_cannot_promise_is_refused(redlock_urls, wanted):
+    with pytest.raises(ValueError):
+        Lock("a", using="quorum", **wanted)
+
+
+def test_acquire_and_release_cost_one_request_each_at_each_node(backend, nodes):
+    backend.release(wait_for(backend, 5, "warm"))
+    backend.release(wait_for(backend, 5, "a"))
+    before = nodes.sent()
+
+    for _ in range(100):
+        backend.release(wait_for(backend, 5, "a"))
+    backend.release(wait_for(backend, 5, "a"))
+
+    until(lambda: min(b - a for a, b in zip(before, nodes.sent(), strict=True)) >= 202)
+    # The fence is made known with a request more when the clock was misjudged.
+    assert sum(b - a for a, b in zip(before, nodes.sent(), strict=True)) <= 5 * 202 * 1.2
+
+
+def test_a_fence_ahead_on_one_node_is_made_known_to_a_majority(backend, nodes):
+    first = wait_for(backend, 5, "a")
+    backend.release(first)
+    ahead = first.fence + 10**9
+    part = f"distlock:redlock:part:{int(first.claim.key[:4], 16) % 256}"
+
+    fences = []
+    for node in range(5):
+        nodes.clients[node].hset(part, ":", ahead + node * 10**6)
+        # The others are not there to know better.
+        others = [(node + 3) % 5, (node + 4) % 5]
+        for other in others:
+            nodes.servers[other].pause()
+        grant = wait_for(backend, 5, "a")
+        for other in others:
+            nodes.servers[other].resume()
+        fences.append(grant.fence)
+        known = [int(client.hget(part, ":")) for client in nodes.clients]
+        assert sum(number >= grant.fence for number in known) >= 3
+        backend.release(grant)
+
+    assert fences == sorted(set(fences)) and fences[0] > ahead
+
+
+def test_the_guess_of_the_nodes_time_is_not_late_for_long():
+    clock = ServerClock()
+    assert (clock.stamp(1.0), clock.stamp(1.0)) == (1, 2)
+
+    clock.learn(1.0, [5_000_900, 5_000_700])
+    assert clock.stamp(2.0) == 6_000_700
+    clock.learn(2.0, [6_000_200])  # a faster request
+    assert clock.stamp(3.0) == 7_000_200
+    clock.learn(4.0, [8_020_000])  # a slow one tells little
+    assert 8_000_200 <= clock.stamp(4.0) <= 8_002_200
+    clock.learn(5.0, [99_000_000])  # the clock was set
+    assert clock.stamp(5.0) == 99_000_000
+    assert clock.stamp(5.0) == 99_000_001
+
+
+def test_what_undoes_a_try_spares_a_later_try_of_the_same_owner(backend, nodes):
+    grant = wait_for(backend, 5, "a")
+    key, owner = grant.claim.key, grant.claim.owner
+    again = backend.acquire(grant.claim, 0)
+    until(lambda: backend.extend(grant, 30) and len(nodes.holding(key)) == 5)
+
+    late = backend._ballot(RELEASE, key, owner.encode(), b"%d" % grant.session)
+    backend._quorum.ask([late])
+
+    assert again.session > grant.session
+    assert len(late.no) >= 3 and not late.yes
+    assert backend.extend(again, 30) is True and backend.release(again) is True
+
+
+def test_a_lock_on_a_minority_blocks_nobody_and_one_on_a_majority_does(backend, nodes):
+    wanted = claim("a")
+    for count, free in ((2, True), (3, False)):
+        for client in nodes.clients[:count]:
+            client.set(f"distlock:redlock:{wanted.key}", "stranger 5 1 {} a", px=60_000)
+
+        answer = backend.acquire(claim("a"), 0)
+
+        assert bool(answer) is free
+        if free:
+            assert backend.release(answer) is True
+        else:
+            assert isinstance(answer, Busy) and 0 < answer.free_in <= 60
+    # What the minority gave was given back.
+    until(lambda: nodes.holding(wanted.key) == [0, 1, 2])
+
+
+@pytest.mark.parametrize("silent", [[0], [1, 3]])
+def test_frozen_nodes_slow_nobody_down_and_forget_what_they_missed(backend, nodes, silent):
+    backend.release(wait_for(backend, 5, "a"))
+    for at in silent:
+        nodes.servers[at].pause()
+
+    slowest, granted = 0.0, []
+    # Until the nodes count as down, and some time after that.
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        grant, took = timed(lambda: backend.acquire(claim("a"), 0))
+        assert grant and backend.extend(grant, 30) is True
+        granted.append(grant)
+        slowest = max(slowest, took)
+        released, took = timed(lambda: backend.release(granted[-1]))
+        assert released is True
+        slowest = max(slowest, took)
+        time.sleep(0.01)
+    for at in silent:
+        nodes.servers[at].resume()
+
+    assert slowest < 0.75  # a silent node was waited for, a second, if this fails
+    key = granted[0].claim.key
+    # They have the releases of what they were asked for while they were frozen.
+    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(key))
+
+    def whole():
+        grant = backend.acquire(claim("a"), 0)
+        everywhere = len(nodes.holding(key)) == 5
+        return backend.release(grant) and everywhere
+
+    until(whole)
+
+
+def test_a_new_process_does_not_wait_for_a_frozen_node(nodes):
+    nodes.servers[2].pause()
+    backend = quorum_at(nodes.urls)
+
+    grant, took = timed(lambda: backend.acquire(claim("a"), 0))
+
+    assert grant and took < 0.75
+    assert backend.release(grant) is True
+    nodes.servers[2].resume()
+    backend.close()
+
+
+@pytest.mark.parametrize("how", ["pause", "kill"])
+def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, how):
+    grant = backend.acquire(claim("a"), 0)
+    for server in nodes.servers[:3]:
+        getattr(server, how)()
+
+    for verb in (
+        lambda: backend.acquire(claim("b"), 0),
+        lambda: backend.extend(grant, 30),
+        lambda: backend.release(grant),
+        lambda: list(backend.holders()),
+        lambda: backend.clear(grant.claim.key),
+        lambda: backend.ping(),
+    ):
+        started = time.monotonic()
+        with pytest.raises(BackendError, match=r"2 of 5 nodes answered, not own0 \("):
+            verb()
+        assert time.monotonic() - started < 5
+
+    for server in nodes.servers[:3]:
+        server.resume()
+        server.start()
+    until(lambda: backend.acquire(claim("c"), 0))
+    backend.ping()
+
+
+def test_a_grant_without_majority_is_undone_where_it_was_given(backend, nodes):
+    backend.release(wait_for(backend, 5, "warm"))
+    wanted = claim("a")
+    for server in nodes.servers[:3]:
+        server.pause()
+
+    with pytest.raises(BackendError):
+        backend.acquire(wanted, 0)
+    for server in nodes.servers[:3]:
+        server.resume()
+
+    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(wanted.key))
+
+
+def test_connections_that_the_servers_closed_are_replaced(backend, nodes):
+    grant = backend.acquire(claim("a"), 0)
+
+    for idle in (0.0, 0.7):
+        for verb in (lambda: backend.extend(grant, 60), lambda: backend.acquire(grant.claim, 0)):
+            for client in nodes.clients:
+                client.client_kill_filter(_type="normal", skipme=True)
+            time.sleep(idle)
+            assert verb()
+    assert backend.release(grant) is True
+
+
+def test_restarted_nodes_are_used_again(backend, nodes):
+    grant = backend.acquire(claim("a"), 0)
+
+    for server in nodes.servers:
+        server.kill()
+        server.start()
+
+    assert backend.extend(grant, 30) is False
+    again = backend.acquire(claim("a"), 0)
+    assert again.fence > grant.fence
+    assert backend.release(again) is True
+
+
+def test_flushed_scripts_are_sent_again(backend, nodes):
+    grant = backend.acquire(claim("a"), 0)
+
+    for verb in (lambda: backend.extend(grant, 60), lambda: backend.release(grant)):
+        for client in nodes.clients:
+            client.script_flush()
+        assert verb() is True
+    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(grant.claim.key))
+
+
+@pytest.fixture
+def proxied(nodes):
+    with (
+        proxy_to(nodes.servers[0].port) as first,
+        proxy_to(nodes.servers[1].port) as second,
+        proxy_to(nodes.servers[2].port) as third,
+    ):
+        proxies = [first, second, third]
+        urls = [f"redis://127.0.0.1:{proxy.port}/0" for proxy in proxies] + nodes.urls[3:]
+        backend = quorum_at(urls)
+        backend.release(wait_for(backend, 5, "warm"))
+        yield backend, proxies
+        backend.close()
+
+
+@pytest.mark.parametrize("lost", [[0], [0, 1]])
+def test_lost_answers_of_a_minority_change_nothing_and_leave_nothing(proxied, nodes, lost):
+    backend, proxies = proxied
+    fences = []
+    for _ in range(3):
+        for at in lost:
+            proxies[at].lose = 1.0
+        grant = backend.acquire(claim("a"), 0)
+        assert backend.extend(grant, 30) is True
+        assert backend.release(grant) is True
+        fences.append(grant.fence)
+        for at in lost:
+            proxies[at].lose = 0.0
+        backend.release(wait_for(backend, 5, "b"))
+
+    assert fences == sorted(set(fences))
+    until(lambda: backend.acquire(claim("c"), 0) is not None and not nodes.holding(grant.claim.key))
+
+
+def test_lost_answers_of_a_majority_are_unknown_and_leave_nothing(proxied, nodes):
+    backend, proxies = proxied
+    wanted = claim("a")
+    for proxy in proxies:
+        proxy.lose = 1.0
+
+    with pytest.raises(BackendError):
+        backend.acquire(wanted, 0)
+    with pytest.raises(BackendError):
+        backend.release(Grant(wanted))
+    for proxy in proxies:
+        proxy.lose = 0.0
+
+    until(lambda: _answers(backend) and not nodes.holding(wanted.key))
+
+
+def _answers(backend):
+    try:
+        return backend.release(backend.acquire(claim("b"), 5))
+    except (BackendError, AttributeError):
+        return False
+
+
+def test_a_lost_answer_to_release_is_not_taken_for_a_lost_lock(proxied):
+    backend, proxies = proxied
+    grant = backend.acquire(claim("a"), 0)
+    for proxy in proxies:
+        proxy.lose = 1.0
+
+    with pytest.raises(BackendError):
+        backend.release(grant)
+
+
+def test_an_extension_heals_emptied_nodes_and_fails_without_a_majority(backend, nodes):
+    grant = held_everywhere(backend, nodes)
+
+    for pair in ((0, 1), (2, 3), (4, 0)):
+        for at in pair:
+            nodes.clients[at].flushall()
+        assert backend.extend(grant, 30) is True
+        until(lambda: len(nodes.holding(grant.claim.key)) == 5)
+    assert not backend.acquire(claim("a"), 0)
+    for client in nodes.clients[1:4]:
+        client.flushall()
+
+    assert backend.extend(grant, 30) is False
+    assert nodes.holding(grant.claim.key) == [0, 4]  # and nothing was taken again
+
+
+def test_an_extension_that_no_majority_answers_is_unknown(backend, nodes):
+    grant = held_everywhere(backend, nodes)
+    for client in nodes.clients[:2]:
+        client.flushall()
+    nodes.servers[4].pause()
+
+    with pytest.raises(BackendError):
+        backend.extend(grant, 30)
+
+
+def test_many_holds_are_extended_in_few_round_trips(backend):
+    work = [(wait_for(backend, 5, f"n{number}"), 60.0) for number in range(100)]
+    stranger = (Grant(claim("n0")), 60.0)
+
+    assert backend.extend_many([*work, stranger]) == [True] * 100 + [False]
+    assert all(backend.release(grant) for grant, _ in work)
+
+
+def test_holders_are_what_a_majority_says(backend, nodes):
+    grant = held_everywhere(backend, nodes)
+    orphan = claim("orphan")
+    lock = f"distlock:redlock:{orphan.key}"
+    part = f"distlock:redlock:part:{int(orphan.key[:4], 16) % 256}"
+    for client in nodes.clients[:2]:
+        client.set(lock, "stranger 5 1 {} orphan", px=60_000)
+        client.hset(part, lock, "")
+
+    [held] = backend.holders()
+
+    assert (held.name, held.fence, held.holder["host"]) == ("a", grant.fence, "web-1")
+    assert 0 < held.expires_in <= 30 and 0 <= held.held_for < 30
+    for client in nodes.clients[:2]:
+        client.flushall()
+    assert [one.fence for one in backend.holders(grant.claim.key)] == [grant.fence]
+    assert backend.clear(grant.claim.key, "1") == 0
+    assert backend.clear(grant.claim.key, held.seen) == 1
+    assert backend.extend(grant, 30) is False
+
+
+def test_a_release_wakes_the_waiters_in_order_of_arrival(backend):
+    grant = wait_for(backend, 5, "a")
+    waiters = [Waiter(backend, "a") for _ in range(5)]
+    for waiter in waiters:
+        assert isinstance(waiter.ask(), Busy)
+    for waiter in reversed(waiters):
+        waiter.ask()  # asking again is not arriving again
+
+    for waiter in waiters:
+        assert backend.release(grant) is True
+        assert waiter.event.wait(5), "not woken"
+        assert waiter.woken == [None]
+        others = [other for other in waiters if other is not waiter and not other.event.is_set()]
+        assert not backend.acquire(claim("a"), 0), "nobody overtakes"
+        assert not any(other.ask() for other in others)
+        grant = waiter.ask()
+        assert grant
+
+
+def test_a_waiter_needs_no_poll(backend, monkeypatch):
+    monkeypatch.setattr(RedlockBackend, "poll_max", 60.0)
+    grant = wait_for(backend, 5, "a")
+    got = []
+
+    thread = threading.Thread(target=lambda: got.append(wait_for(backend, 50, "a")))
+    thread.start()
+    until(lambda: next(iter(backend.holders(grant.claim.key))).waiters == 1)
+    backend.release(grant)
+    thread.join(30)
+
+    assert got and got[0].fence > grant.fence
+
+
+def test_a_waiter_whose_process_died_is_passed_over(nodes, backend, processes):
+    grant = wait_for(backend, 5, "a")
+    env = {"DISTLOCK_TEST_REDLOCK_URL": ",".join(nodes.urls)}
+    dead = processes.start("tests.redlock_workers:wait_to_die", name="a", env=env)
+    assert dead.read() == "waits"
+    until(lambda: next(iter(backend.holders(grant.claim.key))).waiters == 1)
+    living = Waiter(backend, "a")
+    living.ask()
+
+    dead.kill()
+    until(lambda: all(client.pubsub_channels("*wake*") for client in nodes.clients))
+    until(lambda: max(len(client.pubsub_channels("*wake*")) for client in nodes.clients) == 1)
+    backend.release(grant)
+
+    assert living.event.wait(5), "not woken"
+    assert living.ask()
+
+
+def test_one_who_gives_up_lets_the_next_one_in(backend):
+    grant = wait_for(backend, 5, "a")
+    quitter, next_one = Waiter(backend, "a"), Waiter(backend, "a")
+    quitter.ask()
+    next_one.ask()
+
+    backend.release(grant)
+    assert quitter.event.wait(5)
+    backend.release(Grant(quitter.claim))
+
+    assert next_one.event.wait(5), "not woken"
+    assert next_one.ask()
+
+
+def test_waiters_are_served_while_two_nodes_are_frozen(backend, nodes):
+    grant = wait_for(backend, 5, "a")
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+    for server in nodes.servers[3:]:
+        server.pause()
+
+    backend.release(grant)
+
+    assert waiter.event.wait(5), "not woken"
+    assert waiter.ask()
+
+
+def test_a_forked_child_has_connections_of_its_own(nodes, backend):
+    grant = wait_for(backend, 5, "a")
+    Waiter(backend, "a").ask()  # the listening thread runs
+    read, write = os.pipe()
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            backend.after_fork()
+            own = backend.acquire(claim("of the child"), 0)
+            fine = not backend.acquire(claim("a"), 0) and backend.release(own)
+            os.write(write, b"y" if fine else b"n")
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+    assert os.read(read, 1) == b"y"
+    os.close(read)
+    os.close(write)
+    assert backend.extend(grant, 30) is True
+    assert backend.release(grant) is True
+
+
+def test_checks_tell_of_forgetful_nodes_and_of_one_named_twice(nodes):
+    urls = [*nodes.urls[:2], nodes.urls[0].replace("127.0.0.1", "localhost")]
+    with caches_of(urls) as aliases:
+        backend = RedlockBackend(alias="quorum", location=aliases)
+        assert backend.check() == []
+        found = {message.id: message for message in backend.check(ask=True)}
+        nodes.servers[1].kill()
+        down = {message.id for message in backend.check(ask=True)}
+
+    assert set(found) == {"distlock_app.E014", "distlock_app.W015"}
+    assert "own0" in found["distlock_app.E014"].msg and "own2" in found["distlock_app.E014"].msg
+    assert down == {*found, "distlock_app.E013"}
+
+
+def test_no_error_shows_a_password(private_server):
+    servers = [
+        private_server(RedisServer, config={"requirepass": "correct-horse"}) for _ in range(3)
+    ]
+    backend = quorum_at([server.url.replace("correct", "wr0ng") for server in servers])
+
+    with pytest.raises(BackendError, match="did not let us in") as refused:
+        backend.ping()
+    for server in servers:
+        server.close()
+
+    assert "horse" not in repr(refused.value) and "redis://" not in str(refused.value)
