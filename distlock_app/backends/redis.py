@@ -107,8 +107,9 @@ class RedisBackend(BaseLockBackend):
             return self._try(claim, asked, channel="-")[0]
         listener = self._listener(claim.key)
         if not listener.running:
-            # Most locks are free: a process that never waits needs no thread.
-            grant = self._try(claim, asked)[0]
+            # Most locks are free: a process that never waits needs no thread. Not a try that
+            # leaves nothing behind, or a waiter would lose its place for a moment.
+            grant = self._try(claim, asked, "-", listener.place_of(claim.owner))[0]
             if grant:
                 return grant
         channel = listener.channel if listener.works(SUBSCRIBE_SECONDS) else "-"

@@ -110,6 +110,11 @@ class Listener:
             waiter.again = False
             return waiter
 
+    def place_of(self, owner: str) -> int:
+        """Return the place of a claim that was trying() before, 0 if it has none."""
+        waiter = self._waiters.get(owner)
+        return 0 if waiter is None else waiter.arrived
+
     def waits(self, waiter: Waiter, asked: float, server: int, arrived: int) -> Grant | bool:
         """Let messages wake the claim, whose try has failed.
 
