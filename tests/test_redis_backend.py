@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 
 from distlock_app.claims import Busy, Grant
 from distlock_app.names import key_of
-from tests.redis_workers import Waiter, claim
+from tests.redis_workers import Waiter, backend_at, claim
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -198,6 +200,33 @@ def test_all_holders_are_found_without_scanning_the_server(own):
     assert sorted(found) == sorted(grant.claim.name for grant in grants)
     commands = server.info("commandstats")
     assert "cmdstat_scan" not in commands and "cmdstat_keys" not in commands
+
+
+def test_the_permissions_in_the_documentation_are_enough(own):
+    """Whatever a script or a request asks for: what is denied is in the server's log."""
+    _, server = own
+    page = Path(__file__).parent.parent / "docs/how-to/redis.md"
+    rules = re.search(r"ACL SETUSER locks on >password (.*?)```", page.read_text(), re.S)[1]
+    server.execute_command("ACL", "SETUSER", "locks", "on", ">password", *rules.split())
+    options = server.get_connection_kwargs()
+    backend = backend_at(f"redis://locks:password@{options['host']}:{options['port']}/0")
+
+    for kind in ({}, {"shared": True}, {"limit": 2}):
+        grant = backend.acquire(claim("a", **kind), 0)
+        waiter = Waiter(backend, "a")
+        waiter.ask()
+        assert len(list(backend.holders())) == 1
+        assert backend.extend(grant, 60) and backend.release(grant)
+        assert backend.clear(waiter.granted().claim.key) == 1
+    assert len(backend.acquire_all([claim("a"), claim("b")])) == 2
+    passing = claim("c", latch=True, limit=1, wake=lambda grant: None)
+    assert not backend.acquire(passing, 30)
+    backend.release(Grant(passing))
+    assert backend.count_down(passing) == backend.counted(passing.key) == 1
+    backend.ping()
+    backend.close()
+
+    assert server.acl_log() == []
 
 
 def test_values_are_text_that_people_can_read(backend, server, prefix):
