@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import datetime, timezone
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
@@ -31,11 +30,7 @@ def etag_of(obj: Any) -> str:
 
     It names a state of the row. A page that depends on more than that needs another tag.
     """
-    version = getattr(obj, obj._version_field.attname)
-    if isinstance(version, datetime):
-        aware = version.astimezone(timezone.utc) if version.tzinfo else version
-        version = aware.isoformat()
-    return f'"{version}"'
+    return f'"{obj._version_field.text_of(obj)}"'
 
 
 def with_etag(response: Answer, obj: Any) -> Answer:

@@ -15,7 +15,8 @@ from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.files.base import File
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import models
-from django.utils.functional import cached_property
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
@@ -65,6 +66,17 @@ class Token(forms.CharField):
         return False
 
 
+class BesideKey(forms.HiddenInput):
+    """The key of a row and, after it, the version: the admin's list shows no other hidden field."""
+
+    def __init__(self, form: VersionedModelForm) -> None:
+        super().__init__()
+        self.form = form
+
+    def render(self, *args: Any, **kwargs: Any) -> SafeString:
+        return format_html("{}{}", super().render(*args, **kwargs), self.form[VERSION])
+
+
 class VersionedModelForm(_ModelForm):
     """A form of a VersionedModel that notices who saved while it was open.
 
@@ -101,22 +113,18 @@ class VersionedModelForm(_ModelForm):
             return
         # What is in the database now, before the answer is put into the instance.
         self._current = self._state_of_instance()
-        self._current_version = self._version_of_instance()
+        self._current_version = self.instance._version_field.text_of(self.instance)
         self.fields[VERSION].initial = self._token
 
-    @cached_property
+    @property
     def _compared(self) -> list[str]:
-        """The fields that show what is in the row."""
-        known = {f.name for f in (*self.instance._meta.fields, *self.instance._meta.many_to_many)}
-        return [n for n, f in self.fields.items() if n in known and not f.disabled]
-
-    def _version_of_instance(self) -> str:
-        version = self.instance.__dict__.get(self.instance._version_field.attname)
-        return str(version.astimezone(timezone.utc) if isinstance(version, datetime) else version)
+        """The fields that show what is in the row; those of a list may be taken away later."""
+        return [name for name in self._current if name in self.fields]
 
     def _state_of_instance(self) -> dict[str, Any]:
-        values = forms.model_to_dict(self.instance, fields=self._compared)
-        return {name: self._key(name, value) for name, value in values.items()}
+        names = [name for name, form_field in self.fields.items() if not form_field.disabled]
+        values = forms.model_to_dict(self.instance, fields=names)
+        return {name: self._key(name, values[name]) for name in names if name in values}
 
     def _key(self, name: str, value: Any) -> Any:
         """Return the value as JSON has it, the same for the same meaning."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as times
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -70,6 +71,13 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
             condition = f"{quote(self.model._meta.db_table)}.{quote(str(self.column))} = %s"
             self.guards[using] = condition
         return ExtraWhere([condition], [self.parameter(version, using)])
+
+    def text_of(self, obj: Any) -> str:
+        """Return the version in memory as text that is the same wherever it is written."""
+        version = getattr(obj, self.attname)
+        if isinstance(version, datetime) and timezone.is_aware(version):
+            version = version.astimezone(times.timezone.utc)
+        return version.isoformat() if isinstance(version, datetime) else str(version)
 
     def parameter(self, version: Any, using: str) -> Any:
         """Return the version as the driver takes it."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from django.contrib import admin
+from django import forms
+from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
-from django.contrib.admin.utils import flatten_fieldsets
-from django.http import HttpRequest, HttpResponse
+from django.contrib.admin.utils import flatten_fieldsets, unquote
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext
 
 from .errors import StaleObjectError
-from .forms import VERSION, VersionedModelForm
+from .forms import VERSION, BesideKey, VersionedModelForm
 
 if TYPE_CHECKING:
     _Admin = admin.ModelAdmin[Any]
@@ -27,6 +29,24 @@ else:
 
 # Somebody may save between the read and the write of one request; then the form is compared anew.
 TRIES = 5
+
+
+def _compared_again(view: Callable[..., HttpResponse], *args: Any, **kwargs: Any) -> HttpResponse:
+    for _try in range(TRIES - 1):
+        try:
+            return view(*args, **kwargs)
+        except StaleObjectError:
+            continue
+    return view(*args, **kwargs)
+
+
+class VersionedListFormSet(forms.BaseModelFormSet):  # type: ignore[type-arg]
+    """The rows of a list with `list_editable`."""
+
+    def add_fields(self, form: Any, index: int | None) -> None:
+        super().add_fields(form, index)
+        if VERSION in form.fields:
+            form.fields[form.instance._meta.pk.name].widget = BesideKey(form)
 
 
 class VersionedFieldsets(_Base):
@@ -70,15 +90,44 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         form.strict = bool(self.get_inlines(request, obj))
         return form
 
-    def changeform_view(
-        self, request: HttpRequest, object_id: Any = None, form_url: str = "", *args: Any, **kw: Any
+    def get_changelist_form(self, request: Any, **kwargs: Any) -> Any:
+        form: Any = super().get_changelist_form(request, **{"form": self.form, **kwargs})
+        form.user = request.user
+        return form
+
+    def get_changelist_formset(self, request: Any, **kwargs: Any) -> Any:
+        return super().get_changelist_formset(
+            request, **{"formset": VersionedListFormSet, **kwargs}
+        )
+
+    def changeform_view(self, *args: Any, **kwargs: Any) -> HttpResponse:
+        return _compared_again(super().changeform_view, *args, **kwargs)
+
+    def changelist_view(self, *args: Any, **kwargs: Any) -> HttpResponse:
+        return _compared_again(super().changelist_view, *args, **kwargs)
+
+    def delete_view(
+        self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        for _try in range(TRIES - 1):
-            try:
-                return super().changeform_view(request, object_id, form_url, *args, **kw)
-            except StaleObjectError:
-                continue
-        return super().changeform_view(request, object_id, form_url, *args, **kw)
+        """Delete what the page of confirmation was shown for; its address has the version."""
+        view = super().delete_view
+        obj = self.get_object(request, unquote(object_id))
+        seen = request.GET.get(VERSION)
+        if (
+            obj is None
+            or not self.has_delete_permission(request, obj)
+            or seen == (version := obj._version_field.text_of(obj))
+            or seen is None
+            and request.method == "POST"  # by a program: it has no page
+        ):
+            return _compared_again(view, request, object_id, extra_context)
+        if request.method == "POST":
+            text = gettext("Somebody else changed this meanwhile. Look at it before you delete it.")
+            self.message_user(request, text, messages.WARNING)
+            return HttpResponseRedirect("../change/")
+        query = request.GET.copy()
+        query[VERSION] = version
+        return HttpResponseRedirect(f"?{query.urlencode()}")
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any

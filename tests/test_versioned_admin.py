@@ -264,3 +264,52 @@ def test_without_a_csrf_token_nothing_is_saved(offer: Offer) -> None:
     assert client.post(url(offer), data).status_code == 302
     del data["csrfmiddlewaretoken"]
     assert client.post(url(offer), data).status_code == 403
+
+
+def test_a_list_is_guarded_row_by_row(ann: Client, bob: Client) -> None:
+    first, second = (Article.objects.create(text=text) for text in ("a", "b"))
+    address = "/admin/testapp/article/"
+    of_bob = {**fields(bob.get(address)), "_save": "Save"}
+    rows = {of_bob[f"form-{n}-id"]: f"form-{n}" for n in range(2)}
+    Article.objects.filter(pk=first.pk).update(text="ann's")
+
+    response = bob.post(address, {**of_bob, f"{rows[str(first.pk)]}-text": "bob's"})
+
+    assert response.status_code == 200
+    assert "“a” became “ann&#x27;s”" in response.content.decode()
+    again = {**fields(response), "_save": "Save"}
+    assert again[f"{rows[str(first.pk)]}-text"] == "bob's"
+    assert bob.post(address, again).status_code == 302
+    assert dict(Article.objects.values_list("pk", "text")) == {first.pk: "bob's", second.pk: "b"}
+
+
+def test_rows_of_a_list_that_were_not_touched_stay(ann: Client) -> None:
+    article = Article.objects.create(text="a")
+    address = "/admin/testapp/article/"
+    data = {**fields(ann.get(address)), "_save": "Save"}
+    Article.objects.update(text="b")
+
+    assert ann.post(address, data).status_code == 302
+    article.refresh_from_db()
+    assert article.text == "b"
+
+
+def test_what_changed_since_the_confirmation_is_not_deleted(ann: Client, offer: Offer) -> None:
+    address = f"/admin/testapp/offer/{offer.pk}/delete/"
+    confirmation = ann.get(address, follow=True)
+    shown = confirmation.redirect_chain[-1][0]
+    Offer.objects.update(name="White tea")
+
+    response = ann.post(f"{address}{shown}", {"post": "yes"}, follow=True)
+
+    assert response.redirect_chain == [("../change/", 302)]
+    assert "Look at it before you delete it" in response.content.decode()
+    again = ann.get(f"{address}{shown}", follow=True).redirect_chain[-1][0]
+    assert ann.post(f"{address}{again}", {"post": "yes"}).status_code == 302
+    assert not Offer.objects.exists()
+
+
+def test_a_delete_without_a_page_works_as_ever(ann: Client, offer: Offer) -> None:
+    assert ann.post(f"/admin/testapp/offer/{offer.pk}/delete/", {"post": "yes"}).status_code == 302
+
+    assert not Offer.objects.exists()

@@ -13,7 +13,12 @@ from django.db.migrations.writer import MigrationWriter
 from django.forms import modelform_factory
 from django.test.utils import isolate_apps
 
-from distlock_app.optimistic import VersionedManager, VersionedModel, VersionField
+from distlock_app.optimistic import (
+    StaleObjectError,
+    VersionedManager,
+    VersionedModel,
+    VersionField,
+)
 from tests.app.versioned_models import Account, Article, ProxyAccount, SavingsAccount, Seat
 
 
@@ -103,6 +108,9 @@ def test_the_column_can_be_added_while_code_that_does_not_know_it_inserts() -> N
         old.objects.create()
         with connection.schema_editor() as editor:
             add.database_forwards("testapp", editor, before, after)
+        row = old.objects.create()
+        row.save()  # does not move a version that it does not know
+        new.objects.get(pk=row.pk).delete()
         old.objects.create()
 
         # A model of a migration guards nothing, but moves the version on.
@@ -168,3 +176,44 @@ raise SystemExit("it was no error")
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=60)
 
     assert run.returncode == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_existing_table_is_guarded_step_by_step_while_the_old_release_writes() -> None:
+    """The steps of docs/how-to/optimistic.md."""
+
+    def release(**fields: Any) -> Any:
+        """Return the model as this release of the code has it."""
+        with isolate_apps("tests.app"):
+            base = VersionedModel if "version" in fields else models.Model
+            meta = type("Meta", (), {"app_label": "testapp", "db_table": "testapp_diary"})
+            body = {"__module__": __name__, "Meta": meta, "text": models.TextField(default="")}
+            return type(base)(
+                "Diary", (base,), {**body, "id": models.BigAutoField(primary_key=True)}
+            )
+
+    old, new = release(), release(version=True)
+    with connection.schema_editor() as editor:
+        editor.create_model(old)
+    try:
+        before = old.objects.create(text="before")
+        with connection.schema_editor() as editor:
+            editor.add_field(old, new._meta.get_field("version"))
+
+        # Both releases run, on old rows and on new ones.
+        during = old.objects.create(text="during")
+        for row in new.objects.order_by("pk"):
+            row.text += ", new"
+            row.save()
+        before.text = "old again"
+        before.save()
+        assert list(new.objects.order_by("pk").values_list("version", flat=True)) == [2, 2]
+
+        # The last process of the old release has ended.
+        mine, theirs = (new.objects.get(pk=during.pk) for _ in range(2))
+        theirs.save()
+        with pytest.raises(StaleObjectError):
+            mine.save()
+    finally:
+        with connection.schema_editor() as editor:
+            editor.delete_model(new)

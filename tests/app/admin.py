@@ -40,4 +40,5 @@ class OfferWithInlinesAdmin(VersionedAdmin):
 
 @admin.register(Article)
 class ArticleAdmin(VersionedAdmin):
-    list_display = ["text", "hidden"]
+    list_display = ["revision", "text", "hidden"]
+    list_editable = ["text", "hidden"]
