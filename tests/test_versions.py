@@ -185,7 +185,7 @@ def test_an_existing_table_is_guarded_step_by_step_while_the_old_release_writes(
     def release(**fields: Any) -> Any:
         """Return the model as this release of the code has it."""
         with isolate_apps("tests.app"):
-            base = VersionedModel if "version" in fields else models.Model
+            base: Any = VersionedModel if "version" in fields else models.Model
             meta = type("Meta", (), {"app_label": "testapp", "db_table": "testapp_diary"})
             body = {"__module__": __name__, "Meta": meta, "text": models.TextField(default="")}
             return type(base)(
