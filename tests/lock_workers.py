@@ -100,6 +100,23 @@ def resume(text):
         return hold.fence
 
 
+def fork_under_a_lock(name, using, ttl):
+    """Return what a child found, which took locks and ended while its parent held one."""
+    from tests.core_workers import in_child
+
+    held = Lock(name, using=using, ttl=ttl).acquire()
+
+    def work():
+        with Lock(f"{name}-other", using=using, ttl=ttl) as other:
+            other.extend()
+        return "busy" if Lock(name, using=using, ttl=ttl).try_acquire() is None else "taken"
+
+    found = in_child(work)
+    held.extend()
+    held.release()
+    return found
+
+
 def contend(name, using, seconds):
     """Take the lock again and again, holding it 1 ms; return every wait in seconds."""
     lock = Lock(name, using=using, wait=60)

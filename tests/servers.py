@@ -357,7 +357,14 @@ class ZooKeeperServer(Server):
     jars = Path("/usr/share/java")  # where Debian has them
     # What its main class needs, in the order in which it is looked for.
     classes = ("zookeeper", "zookeeper-jute", "slf4j-api", "slf4j-simple", "netty-all")
-    settings = {"tickTime": "200", "maxClientCnxns": "0", "admin.enableServer": "false"}
+    # Nothing is flushed to the disk: safe when the process is killed.
+    settings = {
+        "tickTime": "200",
+        "maxClientCnxns": "0",
+        "maxSessionTimeout": "60000",
+        "admin.enableServer": "false",
+        "forceSync": "no",
+    }
 
     def prepare(self) -> None:
         if not (self.jars / "zookeeper.jar").exists():
@@ -366,7 +373,6 @@ class ZooKeeperServer(Server):
     def command(self) -> list[str]:
         lines = {
             **self.settings,
-            "maxSessionTimeout": "60000",
             "4lw.commands.whitelist": "*",
             **self.config,
             "clientPort": str(self.port),
@@ -380,8 +386,7 @@ class ZooKeeperServer(Server):
         return [
             find_program("java"),
             *("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"),
-            # Nothing is flushed to the disk: safe when the process is killed.
-            *("-Dzookeeper.forceSync=no", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"),
+            "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
             *("-cp", ":".join(jars)),
             "org.apache.zookeeper.server.quorum.QuorumPeerMain",
             str(config),

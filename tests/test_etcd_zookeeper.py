@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic, sleep
+from urllib.request import urlopen
 
 import pytest
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.claims import Grant
+from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
 from tests.engines import until
@@ -34,12 +38,29 @@ class Engine:
         self.name, self.server, self.proxy = name, server, proxy
 
     def setting(self, port):
-        options = {"TIMEOUT": 1}
+        options = {"TIMEOUT": 1, "PREFIX": f"distlock{settings.SUFFIX}"}
         if self.name == "zookeeper":
             options["SESSION"] = SESSION
         scheme = "http://" if self.name == "etcd" else ""
         location = f"{scheme}127.0.0.1:{port}"
         return {"BACKEND": BACKENDS[self.name], "LOCATION": location, "OPTIONS": options}
+
+    def env(self):
+        """Return what lets a process use this server as alias `etcd` or `zookeeper`."""
+        return {f"DISTLOCK_TEST_{self.name.upper()}_URL": self.server.url}
+
+    def requests(self):
+        """Return how many requests the server has got so far, with signs of life."""
+        if self.name == "etcd":
+            with urlopen(f"{self.server.url}/metrics", timeout=5) as response:
+                lines = response.read().decode().splitlines()
+            started = [x for x in lines if x.startswith("grpc_server_started_total")]
+            return sum(float(line.rpartition(" ")[2]) for line in started)
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=5) as connection:
+            connection.sendall(b"srvr")
+            with connection.makefile() as answer:
+                (line,) = [x for x in answer if x.startswith("Received:")]
+        return int(line.split()[1])
 
     def settings(self):
         return {
@@ -50,7 +71,11 @@ class Engine:
 
 @pytest.fixture(scope="module", params=["etcd", "zookeeper"])
 def running_server(request, private_server):
-    server = private_server({"etcd": EtcdServer, "zookeeper": ZooKeeperServer}[request.param])
+    if request.param == "etcd":
+        server = private_server(EtcdServer)
+    else:  # processes ask for longer sessions, by the settings of all tests
+        longest = {"maxSessionTimeout": str(round(SESSION * 1000))}
+        server = private_server(ZooKeeperServer, config=longest)
     yield request.param, server
     server.close()
 
@@ -164,6 +189,79 @@ def test_waiters_whose_connection_goes_silent_are_served(engine):
         engine.proxy.silent = False
         engine.proxy.cut()
         until(lambda: had_it)
+
+
+@pytest.mark.slow
+def test_who_is_killed_is_passed_over_within_the_session(engine, processes):
+    options = {"env": engine.env(), "name": "killed", "using": engine.name, "ttl": TTL}
+    holder = processes.start("tests.lock_workers:hold", **options)
+    fence = holder.read()["fence"]
+    waiters = []
+    for size in (1, 2):
+        waiters.append(processes.start("tests.lock_workers:take_once", wait=60, **options))
+        assert waiters[-1].read() == "waiting"
+        queue_of(key_of("killed"), size)
+
+    for worker in (holder, waiters[0]):
+        worker.kill()
+    killed = monotonic()
+
+    late = waiters[1].result() - killed
+    print(f"{engine.name}: served {late:.1f} s after")
+    assert 0 < late < 3 * SESSION
+    with Lock("killed", using="other", ttl=TTL, wait=5) as hold:
+        assert hold.fence > fence
+
+
+def test_no_increment_is_lost_by_processes_and_threads(engine, processes, tmp_path):
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+
+    results = processes.run(
+        "tests.lock_workers:count",
+        count=4,
+        env=engine.env(),
+        path=str(counter),
+        name="count",
+        times=6,
+        threads=3,
+        using=engine.name,
+    )
+
+    assert [error for result in results for error in result["errors"]] == []
+    assert counter.read_text() == str(4 * 6 * 3)
+
+
+@pytest.mark.slow
+def test_16_processes_take_turns_with_few_requests_each(engine, processes):
+    before = engine.requests()
+    waits = processes.run(
+        "tests.lock_workers:contend",
+        count=16,
+        env=engine.env(),
+        name="contended",
+        using=engine.name,
+        seconds=4,
+    )
+    sent = engine.requests() - before
+
+    each = sent / sum(map(len, waits))
+    least, most = min(map(len, waits)), max(map(len, waits))
+    print(f"{engine.name}: {each:.2f} requests each, {least} to {most} each")
+    assert each <= {"etcd": 6, "zookeeper": 5}[engine.name] * 1.1  # connecting counts, too
+    assert most <= 1.5 * least + 3
+
+
+def test_a_child_leaves_the_locks_of_its_parent_alone(engine, processes):
+    worker = processes.start(
+        "tests.lock_workers:fork_under_a_lock",
+        env=engine.env(),
+        name="forked",
+        using=engine.name,
+        ttl=TTL,
+    )
+
+    assert worker.result() == "busy"
 
 
 def test_a_lost_answer_leaves_no_orphan(engine):

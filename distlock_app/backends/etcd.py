@@ -144,23 +144,15 @@ class EtcdBackend(BaseLockBackend):
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
         place = self._places.pop(claim.owner, None)
-        if place and place.watch:
-            place.watch.end()
-        lease = place.lease.id if place else grant.session
-        request = {"key": encoded(self._key(claim))}
         try:
-            deleted = self._gateway.ask("/v3/kv/deleterange", request, repeat=False)
-        except Lost as error:
-            deleted = self._gateway.ask("/v3/kv/deleterange", request)
-            if "deleted" not in deleted:
-                raise BackendError(
-                    f"etcd {self.alias!r} lost the answer: the lock is not ours any more, "
-                    "whether it was until then is not known."
-                ) from error
-        if "deleted" not in deleted:
-            return False
-        self._leases.give_back(claim.ttl, lease)
-        return True
+            deleted = self._delete(self._key(claim))
+        finally:
+            # Only then: a wait that begins now finds that its key has gone.
+            if place and place.watch:
+                place.watch.end()
+        if deleted:
+            self._leases.give_back(claim.ttl, place.lease.id if place else grant.session)
+        return deleted
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         start = f"{self._prefix}/" if key is None else self._queue_of(key)
@@ -237,10 +229,16 @@ class EtcdBackend(BaseLockBackend):
     def _await(self, claim: Claim, view: View, place: Place, deadline: Deadline) -> Grant | Busy:
         lease = place.lease
         while at := view.place_of(self._key(claim)):
-            with self._gateway.watch(view.queue[at - 1].key, view.revision + 1) as place.watch:
+            before = view.queue[at - 1].key
+            place.watch, revision = self._gateway.watch(before)
+            with place.watch:
+                if revision > view.revision:  # it may have gone in between
+                    view = self._look(claim.key)
+                    at = view.place_of(self._key(claim))
+                    if not at or view.queue[at - 1].key != before:
+                        continue
                 left = max(0.001, lease.renew_at - monotonic())
                 woken = place.watch.wait(deadline.cap(left))
-            place.watch = None
             if deadline.remaining() == 0:
                 return Busy()
             # Not woken: still a look at the queue, for a connection may die without a sign.
@@ -264,6 +262,18 @@ class EtcdBackend(BaseLockBackend):
                 return Busy()
         self._places.pop(claim.owner, None)
         return grant
+
+    def _delete(self, key: str) -> bool:
+        request = {"key": encoded(key)}
+        try:
+            return "deleted" in self._gateway.ask("/v3/kv/deleterange", request, repeat=False)
+        except Lost as error:
+            if "deleted" in self._gateway.ask("/v3/kv/deleterange", request):
+                return True
+            raise BackendError(
+                f"etcd {self.alias!r} lost the answer: the lock is not ours any more, "
+                "whether it was until then is not known."
+            ) from error
 
     def _key(self, claim: Claim) -> str:
         return self._queue_of(claim.key) + claim.owner

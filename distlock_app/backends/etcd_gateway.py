@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import select
 import socket
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from io import BufferedReader
 from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,45 +39,68 @@ class Refused(BackendError):
 
 
 class Link:
-    """One connection to one endpoint."""
+    """One HTTP/1.1 connection to one endpoint.
 
-    __slots__ = ("endpoint", "http", "used")
+    Not http.client: that sends a request in two parts, and takes longer than etcd does.
+    """
+
+    __slots__ = ("_head", "endpoint", "socket", "used")
 
     def __init__(self, endpoint: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         parts = urlsplit(endpoint)
-        host = parts.hostname or ""
-        if parts.scheme == "https":
-            self.http: HTTPConnection = HTTPSConnection(
-                host, parts.port or 2379, timeout=timeout, context=tls
-            )
-        else:
-            self.http = HTTPConnection(host, parts.port or 2379, timeout=timeout)
+        host, port = parts.hostname or "", parts.port or 2379
         self.endpoint = endpoint
         self.used: float | None = None  # when it was kept, None: it is new
-        self.http.connect()
-
-    @property
-    def socket(self) -> socket.socket:
-        """The open socket."""
-        assert self.http.sock is not None
-        return self.http.sock
+        self.socket = socket.create_connection((host, port), timeout)
+        try:
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if parts.scheme == "https" and tls is not None:
+                self.socket = tls.wrap_socket(self.socket, server_hostname=host)
+        except BaseException:
+            self.socket.close()
+            raise
+        self._head = f"HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
 
     def usable(self) -> bool:
         """Tell whether the idle connection is as we left it: nothing to read, no end of file."""
-        if self.http.sock is None:
-            return False
         if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
             return True
         poll = select.poll()
-        poll.register(self.http.sock, select.POLLIN)
+        poll.register(self.socket, select.POLLIN)
         return not poll.poll(0)
 
     def send(self, path: str, data: bytes, token: str) -> None:
-        """Send one request."""
-        headers = {"Content-Type": "application/json"}
-        if token:
-            headers["Authorization"] = token
-        self.http.request("POST", path, data, headers)
+        """Send one request; raise OSError."""
+        login = f"Authorization: {token}\r\n" if token else ""
+        head = f"POST {path} {self._head}{login}Content-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+
+    def receive(self) -> tuple[int, bytes, bool]:
+        """Return status and body of one answer, and whether another may follow; raise OSError."""
+        with self.socket.makefile("rb") as file:
+            status = int(_line(file).split(b" ")[1])
+            length, chunked, stays = 0, False, True
+            while header := _line(file):
+                name, _, value = header.lower().partition(b":")
+                if name == b"content-length":
+                    length = int(value)
+                elif name == b"transfer-encoding":
+                    chunked = b"chunked" in value
+                elif name == b"connection":
+                    stays = b"close" not in value
+            if not chunked:
+                return status, _exactly(file, length), stays
+            body = b""
+            while size := int(_line(file).partition(b";")[0], 16):
+                body += _exactly(file, size)
+                _line(file)
+            while _line(file):
+                pass  # trailers
+            return status, body, stays
+
+    def close(self) -> None:
+        """Close the connection; in a child of fork(), only its copy."""
+        self.socket.close()
 
 
 class Watch:
@@ -84,8 +108,15 @@ class Watch:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._socket = link.socket
         self._seen = b""
+
+    def began(self, patience: float) -> int:
+        """Return the revision after which it sees everything; raise OSError."""
+        end = monotonic() + patience
+        while not (found := re.search(rb'"revision":"(\d+)".*"created":true', self._seen)):
+            if not self._read(end - monotonic()):
+                raise ConnectionError("no watch")
+        return int(found[1])
 
     def wait(self, seconds: float) -> bool:
         """Wait until there is something to look at, at most `seconds`.
@@ -93,23 +124,28 @@ class Watch:
         The deletion, or the end of the stream for whatever reason: whoever is told looks.
         """
         end = monotonic() + seconds
-        while (left := end - monotonic()) > 0:
+        while not any(x in self._seen for x in (b'"events"', b'"canceled"', b'"error"')):
+            if (left := end - monotonic()) <= 0:
+                return False
             try:
-                self._socket.settimeout(left)
-                data = self._socket.recv(65536)
+                if not self._read(left):
+                    return True
             except TimeoutError:
                 return False
             except OSError:
                 return True
-            self._seen += data
-            if not data or any(x in self._seen for x in (b'"events"', b'"canceled"', b'"error"')):
-                return True
-        return False
+        return True
+
+    def _read(self, seconds: float) -> bool:
+        self._link.socket.settimeout(max(0.001, seconds))
+        data = self._link.socket.recv(65536)
+        self._seen += data
+        return bool(data)
 
     def end(self) -> None:
         """End a wait that is under way in another thread."""
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._link.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it has ended
 
@@ -117,7 +153,7 @@ class Watch:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._link.http.close()
+        self._link.close()
 
 
 class Gateway:
@@ -160,26 +196,32 @@ class Gateway:
                 self._token = ""
         raise AssertionError("unreachable")
 
-    def watch(self, key: str, revision: int) -> Watch:
-        """Watch the end of `key` from `revision` on; raise BackendError."""
-        create = {"key": encoded(key), "start_revision": revision, "filters": ["NOPUT"]}
+    def watch(self, key: str) -> tuple[Watch, int]:
+        """Watch the end of `key`; return the revision after which it is seen.
+
+        Not from a given revision on: where there are newer ones, etcd looks at such a watch
+        only ten times a second. Raise BackendError.
+        """
+        create = {"key": encoded(key), "filters": ["NOPUT"]}
+        link = None
         try:
             link = self._connect()
-            try:
-                link.send("/v3/watch", _bytes({"create_request": create}), self._token)
-            except BaseException:
-                link.http.close()
+            link.send("/v3/watch", _bytes({"create_request": create}), self._token)
+            watch = Watch(link)
+            return watch, watch.began(self._timeout)
+        except BaseException as error:
+            if link is not None:
+                link.close()
+            if not isinstance(error, OSError):
                 raise
-        except (OSError, HTTPException) as error:
             self._turn(self._endpoints[0])
             raise self._unreachable(error) from error
-        return Watch(link)
 
     def close(self) -> None:
         """Close what is idle; in a child of fork(), only its copies of the parent's."""
         while self._idle:
             try:
-                self._idle.pop().http.close()
+                self._idle.pop().close()
             except IndexError:
                 return
 
@@ -194,7 +236,7 @@ class Gateway:
                 continue
             try:
                 answer = self._exchange(link, path, data)
-            except (OSError, HTTPException) as error:
+            except OSError as error:
                 if not repeat:
                     raise Lost(self._unreachable(error).args[0]) from error
                 failure = error
@@ -217,7 +259,7 @@ class Gateway:
                 return self._connect()
             if link.usable():
                 return link
-            link.http.close()
+            link.close()
 
     def _connect(self) -> Link:
         return Link(self._endpoints[0], self._timeout, self._tls)
@@ -225,24 +267,23 @@ class Gateway:
     def _exchange(self, link: Link, path: str, data: bytes) -> dict[str, Any]:
         try:
             link.send(path, data, self._token)
-            response = link.http.getresponse()
-            text = response.read()
+            status, text, stays = link.receive()
             # A stream of one (keepalive) has its answer inside "result".
             answer: dict[str, Any] = json.loads(text)
             answer = answer.get("result", answer)
-            if response.status >= 500 or answer.get("code") in UNAVAILABLE:
-                raise ConnectionError(f"HTTP {response.status}")
-        except ValueError as error:
-            link.http.close()
-            raise ConnectionError("no JSON") from error
+            if status >= 500 or answer.get("code") in UNAVAILABLE:
+                raise ConnectionError(f"HTTP {status}")
+        except (ValueError, IndexError) as error:
+            link.close()
+            raise ConnectionError("not an answer of etcd") from error
         except BaseException:  # half an exchange: what comes next would be read as our answer
-            link.http.close()
+            link.close()
             raise
         link.used = monotonic()
-        if link.http.sock is not None and len(self._idle) < KEEP_IDLE:
+        if stays and len(self._idle) < KEEP_IDLE:
             self._idle.append(link)
         else:
-            link.http.close()
+            link.close()
         return answer
 
     def _turn(self, failed: str) -> None:
@@ -263,6 +304,20 @@ def encoded(text: str) -> str:
 def decoded(text: str) -> str:
     """Return what was encoded."""
     return base64.b64decode(text).decode()
+
+
+def _line(file: BufferedReader) -> bytes:
+    line = file.readline(65536)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the connection was closed")
+    return line.rstrip(b"\r\n")
+
+
+def _exactly(file: BufferedReader, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise ConnectionError("the connection was closed")
+    return data
 
 
 def _bytes(body: dict[str, Any]) -> bytes:

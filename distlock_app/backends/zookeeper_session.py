@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import math
+import select
 import threading
 from typing import Any
 
@@ -13,11 +15,12 @@ from ..errors import BackendError
 try:
     from kazoo import exceptions, security
     from kazoo.client import KazooClient
-    from kazoo.handlers.threading import KazooTimeoutError
+    from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
     from kazoo.protocol.serialization import Connect
     from kazoo.retry import KazooRetry
 except ImportError:  # the extra is not installed: said when an engine is made
     KazooClient = None
+    SequentialThreadingHandler = object
 
 # The server may end a session a little before its time: a follower tells its leader every half
 # tick who was heard of, and may die before it does. A session lasts two ticks at least, so half
@@ -30,6 +33,20 @@ _graveyard: list[Any] = []
 
 class Gone(Exception):
     """There is no such node."""
+
+
+class Handler(SequentialThreadingHandler):  # type: ignore[misc]
+    """kazoo's threads, with a select() that makes no new epoll object for each of five calls."""
+
+    def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
+        poll = select.poll()
+        for one in readers:
+            poll.register(one, select.POLLIN)
+        for one in writers:
+            poll.register(one, select.POLLOUT)
+        found = poll.poll(None if timeout is None else math.ceil(timeout * 1000))
+        ready = {fd for fd, _ in found}
+        return tuple([one for one in x if one.fileno() in ready] for x in (readers, writers, ()))
 
 
 class Session:
@@ -150,7 +167,7 @@ class Session:
 
     def _open(self) -> None:
         retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
-        client = KazooClient(connection_retry=retry, **self._options)
+        client = KazooClient(connection_retry=retry, handler=Handler(), **self._options)
         invoke = client._connection._invoke
 
         def listen(timeout: float, request: Any, xid: Any = None) -> Any:
