@@ -18,6 +18,7 @@ from django.conf import settings
 from django.test import override_settings
 
 from distlock_app.backends.redis import RedisBackend
+from distlock_app.backends.redis_scripts import pack
 from distlock_app.claims import Claim, Grant
 from distlock_app.names import key_of
 from distlock_app.waiting import Bell, acquiring, run
@@ -33,12 +34,16 @@ def claim(name: str, *, ttl: float = 30.0, owner: str = "", **fields: Any) -> Cl
     return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder, **fields)
 
 
-def backend_at(url: str, *, prefix: str = "distlock", **cache: Any) -> RedisBackend:
-    """Return a backend on an alias of its own; `cache` are more of the alias's OPTIONS."""
+def backend_at(url: str, *, prefix: str = "distlock", **more: Any) -> RedisBackend:
+    """Return a backend on an alias of its own.
+
+    `more` are options of the backend, and in capitals OPTIONS of the alias.
+    """
+    cache = {key: more.pop(key) for key in list(more) if key.isupper()}
     options = {"CLIENT_CLASS": "django_redis.client.DefaultClient", **cache}
     alias = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url, "OPTIONS": options}
     with override_settings(CACHES={**settings.CACHES, "own": alias}):
-        return RedisBackend(alias="redis", location="own", prefix=prefix)
+        return RedisBackend(alias="redis", location="own", prefix=prefix, **more)
 
 
 def wait_for(backend: RedisBackend, wanted: float, name: str, **options: Any) -> Grant:
@@ -63,6 +68,9 @@ class Waiter:
 
     def ask(self) -> Any:
         """Try once, as one who will go on waiting."""
+        if isinstance(self.backend, RedisBackend):
+            # Longer than the second that a lock gives it: the test waits for its message.
+            self.backend._listener(self.claim.key).works(DEADLINE)
         return self.backend.acquire(self.claim, 30)
 
     def granted(self, within: float = 5.0) -> Grant:
@@ -97,9 +105,15 @@ def count(*, path: str, prefix: str, times: int, threads: int) -> list[int]:
     return fences
 
 
-def wait_once(*, prefix: str, name: str, ttl: float = 30.0) -> dict[str, float | int | None]:
+def wait_once(
+    *, prefix: str, name: str, ttl: float = 30.0, using: str = "redis"
+) -> dict[str, float | int | None]:
     """Take a place in the queue, say so, and tell how old the grant is that arrives."""
-    backend = RedisBackend(alias="redis", location="locks", prefix=prefix)
+    params = settings.DISTLOCK[using]
+    cluster = params.get("OPTIONS", {}).get("CLUSTER", ())
+    backend = RedisBackend(
+        alias=using, location=params.get("LOCATION"), cluster=cluster, prefix=prefix
+    )
     waiter = Waiter(backend, name, ttl=ttl)
     assert not waiter.ask()
     say("waits")
@@ -139,6 +153,13 @@ def fork_and_go_on(*, prefix: str) -> dict[str, Any]:
     }
     backend.close()
     return answer
+
+
+def listeners(backend: RedisBackend, key: str) -> int:
+    """Return how many processes listen at the server of the lock."""
+    node = backend._pool.node(backend._lock(key))
+    pattern = f"{backend._channels}*".encode()
+    return len(node.ask(pack(b"PUBSUB", b"CHANNELS", pattern))[0])
 
 
 class Proxy:

@@ -67,7 +67,7 @@ class RedisBackend(BaseLockBackend):
         prefix: str = "distlock",
         cluster: Sequence[str] = (),
         replicas: int = 0,
-        replicas_timeout: float = 1.0,
+        replicas_timeout: float = 0.5,
     ) -> None:
         """Keep the settings.
 

@@ -95,7 +95,11 @@ class Cluster(Servers):
                 new = self._learn(slots, order)
             except BackendError:
                 break
-            left = [at for at in left if self._node(new, requests[at]) not in order]
+            left = [
+                at
+                for at in left
+                if self._node(new, requests[at]) is not self._node(slots, requests[at])
+            ]
         return answers
 
     def _node(self, slots: Slots, request: bytes) -> Pool:

@@ -1,0 +1,157 @@
+"""Locks in a Redis Cluster: where their keys are, and what happens when keys or masters move."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import redis
+from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
+
+from distlock_app.backends.redis import RedisBackend
+from distlock_app.backends.redis_cluster import SLOTS, slot_of
+from tests.redis_workers import Waiter, claim, listeners
+
+pytest_plugins = ["tests.redis_fixtures"]
+NAMES = 1000
+
+
+@contextmanager
+def locks_at(urls, prefix="distlock", **options):
+    backend = RedisBackend(alias="cluster", cluster=urls, prefix=prefix, **options)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(cluster_urls, prefix):
+    with locks_at(cluster_urls, prefix) as backend:
+        yield backend
+        for holding in list(backend.holders()):
+            backend.clear(holding.key)
+
+
+def one_of_each_master(backend):
+    """Return names whose locks are on different servers."""
+    names = {}
+    for number in range(NAMES):
+        name = f"n{number}"
+        names.setdefault(backend._pool.node(backend._lock(claim(name).key)), name)
+    assert len(names) == 3
+    return list(names.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"location": "locks", "cluster": ["redis://a"]}, "instead"),
+        ({"cluster": "redis://a"}, "list of URLs"),
+        ({"cluster": ["redis://a/1"]}, "no database but 0"),
+        ({"cluster": ["redis://:s3cret@a", "http://:s3cret@b"]}, "its list of URLs"),
+        ({"cluster": ["redis://a:s3cret"]}, "its list of URLs"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, says):
+    with pytest.raises(ImproperlyConfigured, match=says) as refused:
+        RedisBackend(alias="locks", **settings)
+
+    assert str(refused.value).startswith("DISTLOCK['locks']: ")
+    assert "s3cret" not in str(refused.value)
+
+
+def test_an_alias_with_the_client_class_of_clusters_will_do(cluster_urls, prefix):
+    alias = {
+        "BACKEND": "django_redis.cache.RedisCache",
+        "LOCATION": cluster_urls[:2],
+        "OPTIONS": {"REDIS_CLIENT_CLASS": "redis.cluster.RedisCluster", "SOCKET_TIMEOUT": 3},
+    }
+    with override_settings(CACHES={"locks": alias}):
+        backend = RedisBackend(alias="redis", location="locks", prefix=prefix)
+        assert backend.check() == []
+
+    for name in one_of_each_master(backend):
+        grant = backend.acquire(claim(name), 0)
+        assert grant and not backend.acquire(claim(name), 0) and backend.release(grant)
+    assert len(backend._pool.nodes()) == 3
+    assert backend._pool.nodes()[0]._recipe.connection_kwargs["socket_timeout"] == 3
+    backend.close()
+
+
+def test_hash_slots_are_those_of_redis():
+    for key in (b"a", b"{a}b", b"x{a}b", b"{}a", b"{a", b"a}", b"{a}{b}", b"x{}{a}", b"{{a}}"):
+        assert slot_of(key) == redis.cluster.key_slot(key)
+
+
+def test_a_thousand_names_are_spread_over_the_masters_without_crossslot(backend):
+    claims = [claim(f"n{number}") for number in range(NAMES)]
+
+    grants = [backend.acquire(one, 0) for one in claims]
+    extended = backend.extend_many([(grant, 60) for grant in grants])
+    held = list(backend.holders())
+    released = [backend.release(grant) for grant in grants]
+
+    assert all(grants) and extended == released == [True] * NAMES
+    assert sorted(h.name for h in held) == sorted(one.name for one in claims)
+    slots = {slot_of(backend._lock(one.key)) for one in claims}
+    thirds = [sum(slot * 3 // SLOTS == third for slot in slots) for third in range(3)]
+    assert len(slots) > 500 and min(thirds) > 100, thirds
+    assert list(backend.holders()) == []
+
+
+def test_requests_follow_their_keys_when_the_map_is_old(backend):
+    names = one_of_each_master(backend)
+    grants = [backend.acquire(claim(name), 0) for name in names]
+    masters = backend._pool.nodes()
+    others = dict(zip(masters, [*masters[1:], masters[0]], strict=True))
+
+    for verb in (
+        lambda: all(backend.extend(grant, 60) for grant in grants),
+        lambda: backend.extend_many([(grant, 60) for grant in grants]) == [True] * 3,
+        lambda: len(list(backend.holders())) == 3,
+        lambda: [backend.release(grant) for grant in grants] == [True] * 3,
+    ):
+        backend._pool._map = [others[node] for node in backend._pool._map]
+        assert verb()
+        assert set(backend._pool.nodes()) == set(masters)
+
+
+def test_a_waiter_is_woken_on_each_master(backend):
+    for name in one_of_each_master(backend):
+        grant = backend.acquire(claim(name), 0)
+        waiter = Waiter(backend, name)
+        assert not waiter.ask()
+
+        # It does not ask again by itself: only a message can bring it the lock.
+        backend.release(grant)
+
+        assert backend.release(waiter.granted(within=30))
+
+
+def test_a_waiter_in_another_process_is_woken_and_a_dead_one_skipped(backend, processes, prefix):
+    first = backend.acquire(claim("a"), 0)
+    workers = processes.start_many(
+        "tests.redis_workers:wait_once", count=2, prefix=prefix, name="a", using="cluster"
+    )
+    assert [worker.read() for worker in workers] == ["waits"] * 2
+    workers[0].kill()
+    give_up = time.monotonic() + 30
+    while listeners(backend, first.claim.key) > 1:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+    backend.release(first)
+
+    assert workers[1].result(within=30)["fence"] > first.fence
+    assert backend.acquire(claim("a"), 0)
+
+
+def test_a_guarded_write_needs_a_key_in_the_slot_of_its_lock(backend):
+    grant = backend.acquire(claim("a"), 0)
+    with pytest.raises(ValueError, match=r"with '\{\d+\}' in it") as refused:
+        backend.guarded_set(grant, "stock", 1)
+    tag = str(refused.value).split("'")[1]
+
+    assert backend.guarded_set(grant, f"{backend._prefix}:stock{tag}", 1, ttl=60, release=True)
+    assert not backend.guarded_set(grant, f"{backend._prefix}:stock{tag}", 2, ttl=60)
