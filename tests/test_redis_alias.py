@@ -60,7 +60,12 @@ def test_a_wrong_alias_is_refused_with_a_way_out(alias, says):
 
 
 @pytest.mark.parametrize(
-    "options", [{"location": None}, {"prefix": ""}, {"prefix": "a{b}"}, {"prefix": "a b"}]
+    "options",
+    [
+        *({"location": None}, {"prefix": ""}, {"prefix": "a{b}"}, {"prefix": "a b"}),
+        *({"replicas": -1}, {"replicas": "1"}, {"replicas": 1, "replicas_timeout": 5}),
+        *({"replicas": 1, "replicas_timeout": 0}, {"replicas": 1, "replicas_timeout": "soon"}),
+    ],
 )
 def test_wrong_options_are_refused(options):
     caches = {"locks": {"BACKEND": REDIS, "LOCATION": NOWHERE}}

@@ -283,6 +283,9 @@ def test_a_cluster_loses_a_master_and_no_lock_that_its_replica_confirmed(own_clu
     grants = [eventually(lambda one=one: clustered.acquire(one, 0)) for one in claims]
     others = [claim(one.name) for one in claims]
 
+    idle = RedisBackend(alias="own", cluster=[node.url for node in own_cluster.nodes])
+    idle.ping()
+
     own_cluster.nodes[0].kill()
     killed = time.monotonic()
     # "Busy" or unknown, never free; and never two keys in different slots.
@@ -299,6 +302,8 @@ def test_a_cluster_loses_a_master_and_no_lock_that_its_replica_confirmed(own_clu
     assert {holding.name for holding in plain.holders()} == {one.name for one in claims}
     assert not any(plain.acquire(other, 0) for other in others)
     assert all(plain.release(grant) for grant in grants)
+    idle.ping()
+    idle.close()
 
     own_cluster.nodes[0].start()
     own_cluster.settle()

@@ -19,7 +19,7 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..names import SHOWN_LENGTH, shown
 from .base import BaseLockBackend
-from .redis_alias import cluster, first_nodes, recipe
+from .redis_alias import where
 from .redis_checks import check_server, check_sharing
 from .redis_cluster import Cluster, slot_of
 from .redis_latches import COUNT_DOWN, PASS
@@ -79,18 +79,17 @@ class RedisBackend(BaseLockBackend):
         self._prefix = prefix
         self._channels = f"{prefix}:wake:"
         try:
-            self._recipe, self._nodes = _where(location, cluster)
+            self._recipe, self._nodes = where(location, cluster)
             if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
                 raise ImproperlyConfigured("PREFIX must be text without braces and blanks.")
             if type(replicas) is not int or replicas < 0:
                 raise ImproperlyConfigured("REPLICAS must be a number of servers.")
-            timeout = self._recipe.connection_kwargs["socket_timeout"]
-            if replicas and not 0 < replicas_timeout < timeout:
+            longest = self._recipe.connection_kwargs["socket_timeout"]
+            if replicas and not 0 < float(replicas_timeout) < longest:
                 raise ImproperlyConfigured(
-                    "REPLICAS_TIMEOUT must be less seconds than the timeout of its connections, "
-                    f"which is {timeout}."
+                    f"REPLICAS_TIMEOUT must be less than the {longest} s that a socket waits."
                 )
-        except ImproperlyConfigured as error:
+        except (ImproperlyConfigured, TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: {error}") from None
         self._replicas = replicas
         self._within = replicas_timeout
@@ -385,18 +384,6 @@ class RedisBackend(BaseLockBackend):
             waiters=waiters,
             holder=holder,
         )
-
-
-def _where(location: Any, urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
-    """Return how to connect, and to which nodes at first if it is a Cluster."""
-    if urls and location is None and not isinstance(urls, str):
-        return cluster(urls)
-    if urls or not isinstance(location, str):
-        raise ImproperlyConfigured(
-            "LOCATION must be the name of an alias in CACHES, or OPTIONS name a CLUSTER as a "
-            "list of URLs instead."
-        )
-    return recipe(location), first_nodes(location)
 
 
 def _part(key: str) -> int:

@@ -50,19 +50,28 @@ def recipe(alias: str) -> Any:
         return _ours(_maker(alias, params)(params))
 
 
-def first_nodes(alias: str) -> list[tuple[str, int]]:
-    """Return the nodes that an alias for a Cluster names; none: it is for one server.
+def where(location: Any, cluster: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
+    """Return a recipe, and the nodes to ask first if it is for a Cluster: of an alias, or of URLs.
 
-    Its REDIS_CLIENT_CLASS says so. It is no use as a cache: django-redis cannot serve it.
+    An alias says so by its REDIS_CLIENT_CLASS. It is no use as a cache: django-redis cannot serve
+    it.
     """
-    params = settings.CACHES[alias]
+    if cluster and location is None and not isinstance(cluster, str):
+        return _cluster(cluster)
+    if cluster or not isinstance(location, str):
+        raise ImproperlyConfigured(
+            "LOCATION must be the name of an alias in CACHES, or OPTIONS name a CLUSTER as a "
+            "list of URLs instead."
+        )
+    found = recipe(location)
+    params = settings.CACHES[location]
     client = (params.get("OPTIONS") or {}).get("REDIS_CLIENT_CLASS")
     if client is None or not issubclass(import_string(client), RedisCluster):
-        return []
-    return cluster(_urls(params["LOCATION"]))[1]
+        return found, []
+    return found, _cluster(_urls(params["LOCATION"]))[1]
 
 
-def cluster(urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
+def _cluster(urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
     """Return a recipe from the first URL, which says how to log in, and the nodes of all."""
     with _explained("A Redis Cluster: its list of URLs", "each of them"):
         parts: list[dict[str, Any]] = [

@@ -59,7 +59,8 @@ class Cluster(Servers):
         return self._node(self._map or self._learn([]), request)
 
     def nodes(self) -> list[Pool]:
-        return [pool for pool in dict.fromkeys(self._map or self._learn([])) if pool]
+        # Not those of an old map: one of them may be gone, and all be well.
+        return [pool for pool in dict.fromkeys(self._learn(self._map)) if pool]
 
     def close(self) -> None:
         for pool in list(self._pools.values()):
