@@ -188,9 +188,9 @@ class Listener:
             self._connection = connection
             connection.send_command("SUBSCRIBE", self.channel, check_health=False)
             connection.read_response(disconnect_on_error=True)
+            self._wake_all()  # before anybody counts on this connection: they have lost nothing
             self._subscribed = True
             self._settled.set()
-            self._wake_all()
             self._hear(connection)
         finally:
             self._connection = None
