@@ -6,6 +6,7 @@ import random
 from time import monotonic, sleep
 
 import pytest
+from django.conf import settings
 
 from distlock_app import Lock
 from tests.app.models import Counter
@@ -13,7 +14,11 @@ from tests.app.models import Counter
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-@pytest.fixture(params=["default", "redis"])
+# The alias of the database server's own locks, if it has any.
+SERVER_LOCKS = settings.SERVER_LOCKS.get(settings.ENGINE, ())[:1]
+
+
+@pytest.fixture(params=["default", *SERVER_LOCKS, "redis"])
 def using(request):
     """Each engine that processes share; `default` is the database of this run."""
     if request.param == "redis":

@@ -9,6 +9,7 @@ import select
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -72,6 +73,9 @@ class LockLine(Line):
         `session`, `now_us` (its clock), `since_us`, `note` (what the session said last), `named`
         (what somebody said who waits). `ours`: keys to ask for, if it tells of no others.
         """
+
+    def stop(self, session: int) -> None:
+        """End a session that waits, unless the server itself notices that its client is gone."""
 
     @abstractmethod
     def kill(self, key: str, session: int) -> bool:
@@ -173,9 +177,12 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
             if line is None:
                 return False
             del self._taken[grant.claim.owner, grant.claim.key]
-            if line.waits:
+            waits = line.waits
+            if waits:
                 line.hang_up()  # whoever waits on it closes it
-                return False
+        if waits:
+            self._stop(line)
+            return False
         try:
             with _turn(line):
                 was_ours = line.unlock(grant.claim)
@@ -252,8 +259,11 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
                     del self._taken[place]
         except BaseException as error:
             self._drop(line)
-            if isinstance(error, (Trouble, Silence)):
+            if isinstance(error, Trouble):
                 raise Died(self._says(error)) from error
+            self._stop(line)
+            if isinstance(error, Silence):
+                raise BackendError(self._says(error)) from error
             raise
         if given_up:
             self._pool.drop(line)
@@ -312,6 +322,11 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
             return True
         self._drop(line)
         return False
+
+    def _stop(self, line: L) -> None:
+        """Take a session out of the server's queue; it may get the lock for a moment."""
+        with suppress(BackendError):
+            self._question(lambda other: other.stop(line.number))
 
     def _drop(self, line: L) -> None:
         """Close a session, and forget what it held."""

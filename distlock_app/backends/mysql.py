@@ -183,6 +183,14 @@ class NamedLine(LockLine):
             held |= {lock: (session, None) for lock, session in used if session is not None}
         return now_us, held
 
+    def stop(self, session: int) -> None:
+        # Measured on MariaDB 10.11: who waits in GET_LOCK stays in the queue without a client.
+        try:
+            self.ask(f"KILL {session}")
+        except Trouble as error:
+            if error.code != NO_SUCH_THREAD:
+                raise
+
     def kill(self, key: str, session: int) -> bool:
         lock = f"'{self.prefix}{key}'"
         if self.ask(f"SELECT IS_USED_LOCK({lock})") != [(session,)]:

@@ -1,0 +1,412 @@
+"""Locks of the database server, GET_LOCK and advisory locks: what becomes of their sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+from django.conf import settings
+from django.db import connection, connections, transaction
+from django.test import override_settings
+
+from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
+from distlock_app.backends import held_lines, lines
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from distlock_app.sharing_contract import a_claim
+from distlock_app.testing import held_elsewhere
+from tests.engines import running, until
+from tests.proxy import proxy_to
+
+ALIAS, ENGINE = settings.SERVER_LOCKS.get(settings.ENGINE, ("", ""))
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.skipif(not ALIAS, reason="SQLite has no locks of its own"),
+]
+
+
+@pytest.fixture
+def backend():
+    return registry[ALIAS].backend
+
+
+@pytest.fixture
+def proxy(django_db_blocker):
+    """The way to the database of alias `proxied`, which has locks of the same name."""
+    with proxy_to(int(settings.DATABASES["default"]["PORT"])) as way, django_db_blocker.unblock():
+        far = {**connections.settings["default"], "HOST": "127.0.0.1", "PORT": way.port}
+        far["NAME"] = connection.settings_dict["NAME"]
+        connections.settings["proxied"] = far
+        locks = {"proxied": {"BACKEND": ENGINE, "LOCATION": "proxied"}}
+        with override_settings(DISTLOCK={**settings.DISTLOCK, **locks}):
+            yield way
+        with contextlib.suppress(AttributeError):
+            del connections["proxied"]
+        del connections.settings["proxied"]
+
+
+def lock(name, **options):
+    return Lock(name, **{"using": ALIAS, **options})
+
+
+def number(hold):
+    return hold._lease.grant.session.number
+
+
+def kill(session):
+    """End a session as an administrator would."""
+    verb = "KILL %s" if connection.vendor == "mysql" else "SELECT pg_terminate_backend(%s)"
+    with connection.cursor() as cursor:
+        cursor.execute(verb, [session])
+
+
+def free(name, using=ALIAS):
+    """Tell whether somebody else could take the lock."""
+    backend = registry[using].backend
+    grant = backend.acquire(a_claim(name), 0)
+    return grant is not None and backend.release(grant)
+
+
+def waiters(name):
+    return sum(holding.waiters for holding in lock(name).holders())
+
+
+# A session that ends.
+
+
+def test_a_killed_session_is_a_lost_lock_within_a_second():
+    lost = threading.Event()
+    hold = lock("a", ttl=1000).acquire()
+    hold.on_lost(lambda _: lost.set())
+
+    began = time.monotonic()
+    kill(number(hold))
+
+    assert lost.wait(10)
+    # 0.3 s at most until the next look; the rest is for a busy machine.
+    assert time.monotonic() - began < 1
+    with pytest.raises(LockLost):
+        hold.extend()
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+@pytest.mark.parametrize("verb", ["extend", "release"])
+def test_a_killed_session_never_says_that_the_lock_is_ours(verb):
+    hold = lock("a").acquire()
+
+    kill(number(hold))
+
+    with pytest.raises(LockLost):
+        getattr(hold, verb)()
+    until(lambda: free("a"))
+
+
+def test_leaving_the_with_of_a_killed_session_raises():
+    with pytest.raises(LockLost), lock("a") as hold:
+        kill(number(hold))
+
+
+def test_a_cut_connection_is_a_lost_lock_within_a_second(proxy):
+    lost = threading.Event()
+    hold = lock("a", using="proxied", ttl=1000).acquire()
+    hold.on_lost(lambda _: lost.set())
+
+    began = time.monotonic()
+    proxy.cut()
+
+    assert lost.wait(10)
+    assert time.monotonic() - began < 1
+    with pytest.raises(LockLost):
+        hold.release()
+    until(lambda: free("a"))
+
+
+def test_a_client_that_is_cut_off_without_a_word_keeps_no_lock_for_ever(proxy):
+    lost_at = []
+    hold = lock("a", using="proxied", ttl=1).acquire()
+    hold.on_lost(lambda _: lost_at.append(time.monotonic()))
+
+    proxy.silent = True
+    with lock("a", wait=30):
+        got_at = time.monotonic()
+    proxy.silent = False
+
+    until(lambda: lost_at)
+    assert lost_at[0] < got_at, "two owners"
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def test_an_idle_session_that_died_is_not_noticed_by_who_locks_next(backend):
+    with lock("a") as hold:
+        session = number(hold)
+    kill(session)
+
+    with lock("a") as hold:
+        assert number(hold) != session
+
+
+def test_a_hold_lives_on_by_its_heartbeats_alone():
+    hold = lock("a", ttl=0.5).acquire()
+
+    time.sleep(0.5 + lines.GRACE + 1.5)  # MySQL counts whole seconds
+
+    assert not hold.lost
+    assert not free("a")
+    hold.release()
+
+
+def test_a_fixed_lease_ends_with_its_ttl():
+    began = time.monotonic()
+    hold = lock("a", ttl=0.5, renew=False).acquire()
+
+    with running(lambda: lock("a", wait=30).acquire().release()):
+        pass
+
+    assert time.monotonic() - began > 0.45
+    assert hold.lost
+
+
+# Waiting.
+
+
+def test_the_server_waits_to_the_fraction_of_a_second():
+    with held_elsewhere("a", using=ALIAS):
+        took = []
+        for _ in range(3):
+            began = time.monotonic()
+            with pytest.raises(LockTimeout):
+                lock("a").acquire(wait=0.3)
+            took.append(time.monotonic() - began)
+
+    assert 0.3 <= min(took) < 0.6
+
+
+def test_a_waiter_gets_the_lock_when_it_comes_free():
+    got = []
+
+    def wait():
+        with lock("a", wait=30) as hold:
+            got.append(hold.fence)
+
+    with contextlib.ExitStack() as held:
+        grant = held.enter_context(held_elsewhere("a", using=ALIAS))
+        with running(wait):
+            until(lambda: waiters("a") == 1)
+            held.close()
+
+    assert got[0] > grant.fence
+
+
+def test_a_fence_is_of_the_moment_of_the_grant_not_of_the_question(backend):
+    fences = []
+
+    def wait():
+        with lock("a", wait=30) as hold:
+            fences.append(hold.fence)
+
+    early = backend.acquire(a_claim("a"), 0)
+    with running(wait):
+        until(lambda: waiters("a") == 1)
+        with lock("clock") as later:
+            pass
+        backend.release(early)
+
+    assert fences[0] > later.fence > early.fence
+
+
+def test_fences_grow_over_processes(processes):
+    results = processes.run(
+        "tests.server_lock_workers:fences", count=4, name="fence", using=ALIAS, times=50
+    )
+
+    assert [sorted(set(one)) for one in results] == results
+    assert len({fence for one in results for fence in one}) == 200
+
+
+def test_ctrl_c_ends_the_wait_and_leaves_the_queue(backend):
+    holder = backend.acquire(a_claim("a"), 0)
+
+    def interrupt():
+        until(lambda: waiters("a") == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with running(interrupt), pytest.raises(KeyboardInterrupt):
+        lock("a").acquire(wait=60)
+
+    until(lambda: waiters("a") == 0, within=10)
+    assert backend.release(holder)
+    assert free("a")
+
+
+def test_a_cancelled_task_leaves_the_queue_at_once(backend):
+    holder = backend.acquire(a_claim("a"), 0)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        waiter = asyncio.ensure_future(lock("a", wait=None).aacquire())
+        await loop.run_in_executor(None, until, lambda: waiters("a") == 1)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        await loop.run_in_executor(None, until, lambda: waiters("a") == 0)
+
+    asyncio.run(main())
+
+    until(lambda: not backend._taken.keys() - {(holder.claim.owner, holder.claim.key)})
+    assert backend.release(holder)
+    assert free("a")
+
+
+def test_a_wait_longer_than_a_statement_goes_on(backend, monkeypatch):
+    monkeypatch.setattr(held_lines, "SLICE", 0.1)
+    began = time.monotonic()
+
+    with held_elsewhere("a", using=ALIAS), pytest.raises(LockTimeout):
+        lock("a").acquire(wait=0.5)
+
+    assert time.monotonic() - began >= 0.5
+
+
+# Sessions are few, and not Django's.
+
+
+def test_a_thousand_acquisitions_leave_no_lock_and_hardly_a_session(backend):
+    backend.close()
+    for turn in range(500):
+        with lock(f"a{turn % 7}"):
+            pass
+        assert backend.release(backend.acquire(a_claim(f"b{turn}"), 0))
+
+    assert list(backend.holders()) == []
+    # One, or two if the first was just being looked at by who closes idle ones.
+    assert len(backend._pool._open) <= 2
+    assert backend._taken == {}
+
+
+def test_threads_share_the_sessions_and_idle_ones_are_closed(backend, monkeypatch):
+    monkeypatch.setattr(lines, "IDLE", 0.2)
+    barrier = threading.Barrier(6)
+
+    def work(mine):
+        barrier.wait(30)
+        for _ in range(5):
+            with lock(mine):
+                pass
+
+    backend.close()
+    with contextlib.ExitStack() as stack:
+        for place in range(6):
+            stack.enter_context(running(work, f"a{place}"))
+    assert len(backend._pool._open) <= 9
+
+    until(lambda: not backend._pool._open)
+    with lock("a"):
+        pass
+
+
+def test_nothing_stays_on_a_persistent_connection_of_django(monkeypatch):
+    monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", None)
+    with transaction.atomic():
+        with lock("a", release="now"), connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+        assert free("a")
+
+
+def test_a_broken_transaction_of_the_caller_does_not_matter():
+    from django.db import DatabaseError
+
+    with contextlib.suppress(DatabaseError), transaction.atomic():
+        hold = lock("a", release="now").acquire()
+        with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
+            cursor.execute("SELECT nonsense")
+        hold.release()
+        assert free("a")
+        raise DatabaseError
+
+
+@pytest.mark.parametrize("at_exit", ["exit", "_exit"])
+def test_the_locks_of_a_parent_survive_its_child(backend, processes, at_exit):
+    worker = processes.start(
+        "tests.server_lock_workers:outlive_a_child", using=ALIAS, at_exit=at_exit
+    )
+    said = worker.read()
+
+    assert said["child"] == "['LockLost', 'NotHeld', False]"
+    assert said["status"] == 0
+    assert not free("forked")
+    (holding,) = lock("forked").holders()
+    assert holding.seen.startswith(f"{said['number']}-")
+    worker.tell("go on")
+    assert worker.result() is False
+    assert free("forked")
+
+
+# What people see and do.
+
+
+def test_the_holder_in_another_process_is_shown_and_cleared(processes):
+    worker = processes.start(
+        "tests.server_lock_workers:hold_until_told", name="far", using=ALIAS, ttl=30
+    )
+    fence = worker.read()
+
+    (holding,) = lock("far").holders()
+    assert holding.key == key_of("far") or key_of("far").startswith(holding.key)
+    assert lock("far").locked()
+    assert lock("far").clear(seen=f"9{holding.seen}") == 0
+    assert lock("far").clear(seen=holding.seen) == 1
+
+    with lock("far") as hold:
+        assert hold.fence > fence
+    time.sleep(0.7)
+    worker.tell("well?")
+    assert worker.read() is True
+
+
+def test_who_waits_is_counted(backend):
+    with held_elsewhere("a", using=ALIAS), running(lambda: lock("a", wait=30).acquire().release()):
+        until(lambda: waiters("a") == 1)
+        (holding,) = [one for one in backend.holders() if one.key == key_of("a")]
+        assert holding.held_for >= 0
+        backend.clear(holding.key)
+
+
+def test_a_server_that_is_down_is_an_error_and_a_message_of_the_check(proxy):
+    proxy.close()
+
+    with pytest.raises(BackendError):
+        lock("a", using="proxied").acquire()
+
+    (message,) = registry["proxied"].backend.check(ask=True)
+    assert message.id == "distlock_app.E031"
+
+
+def test_the_check_finds_nothing_wrong_here(backend):
+    assert backend.check() == []
+    assert backend.check(ask=True) == []
+
+
+def test_the_wrong_database_is_refused(settings):
+    other = next(engine for _, engine in settings.SERVER_LOCKS.values() if engine != ENGINE)
+    settings.DISTLOCK = {"default": {"BACKEND": other}}
+
+    with pytest.raises(Exception, match="is for"):
+        Lock("a")
+
+
+def test_a_stable_owner_is_refused():
+    with pytest.raises(ValueError, match="owner="):
+        lock("a", owner="me")
+
+
+def test_busy_is_busy():
+    with held_elsewhere("a", using=ALIAS), pytest.raises(LockBusy):
+        lock("a").acquire(wait=0)
