@@ -48,6 +48,10 @@ class Busy:
 
     # Seconds until the claim in the way ends unless it is renewed; None: not known.
     free_in: float | None = None
+    # A file descriptor that is readable as soon as another try is worth it.
+    news: int | None = None
+    # Kept by the core as long as the caller waits; to drop it is to give up a place in a queue.
+    place: Any = None
 
     def __bool__(self) -> Literal[False]:
         return False

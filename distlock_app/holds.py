@@ -13,6 +13,7 @@ from typing import Any
 from django.db import connections
 
 from . import transactions
+from .claims import Grant
 from .errors import BackendError, LockError, LockLost, NotHeld
 from .handover import packed
 from .leases import Lease
@@ -337,7 +338,8 @@ class Hold:
     def _dumped(self) -> str:
         self._lease.part(self)
         renewer.unwatch(self._lease)
-        return packed(self._lease.alias, self._lease.grant)
+        grant, self._lease.grant = self._lease.grant, Grant(self._lease.grant.claim)
+        return packed(self._lease.alias, grant)
 
     def _extended(self, ttl: float, asked_at: float, answer: bool) -> None:
         if not answer:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import threading
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -25,11 +27,14 @@ from .timing import Deadline, drift, full_jitter
 
 # A claim that ends by itself is asked for this much later than the engine said, in seconds.
 AFTER_EXPIRY = 0.005
+# A waiter whom the server will tell looks this often all the same, in seconds: a lock that was
+# cleared, or whose owner hangs, tells nobody.
+LOOK_EVERY = 1.0
 IO_THREADS = 8  # of each backend: one that hangs holds up no other
 
 # ("call", function, arguments) answers what the function returns, ("wait", ...) too, but it may
-# take as long as the caller is ready to wait; ("pause", seconds) answers the grant that was
-# pushed meanwhile, or None.
+# take as long as the caller is ready to wait; ("pause", seconds, file descriptor or None) answers
+# the grant that was pushed meanwhile, or None; it ends when the descriptor is readable.
 Step = tuple[Any, ...]
 
 
@@ -45,6 +50,7 @@ def acquiring(
     attempt = 0
     failure: BackendError | None = None
     answer: Any = None
+    refusal: Any = None  # kept, for it may hold a place in a queue
     while True:
         left = deadline.remaining()
         last = left == 0
@@ -53,16 +59,17 @@ def acquiring(
             if attempt == 0 or last or (answer := (yield ("call", backend.look, claim))) is None:
                 asked_at = monotonic()
                 kind = "wait" if backend.blocks and not last else "call"
-                answer = yield (kind, backend.acquire, claim, left)
+                answer = refusal = yield (kind, backend.acquire, claim, left)
             failure = None
         except BackendError as error:
             if attempt == 0 or last:
                 raise
-            failure, answer = error, None
+            failure, answer, refusal = error, None, None
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
-            pause = 0.0 if backend.blocks and not failure else _pause(backend, attempt, free_in)
-            answer = yield ("pause", deadline.cap(pause))
+            news = getattr(refusal, "news", None)
+            pause = _pause(backend, attempt, free_in, news=news, failed=failure is not None)
+            answer = yield ("pause", deadline.cap(pause), news)
         if answer:
             began = asked_at if answer.asked_at is None else answer.asked_at
             if monotonic() < began + claim.ttl - drift(claim.ttl):
@@ -77,8 +84,19 @@ def acquiring(
         attempt += 1
 
 
-def _pause(backend: BaseLockBackend, attempt: int, free_in: float | None) -> float:
-    if backend.pushes:
+def _pause(
+    backend: BaseLockBackend,
+    attempt: int,
+    free_in: float | None,
+    *,
+    news: int | None,
+    failed: bool,
+) -> float:
+    if backend.blocks and not failed:
+        return 0.0
+    if news is not None:
+        pause = LOOK_EVERY
+    elif backend.pushes:
         pause = backend.poll_max
     else:
         pause = full_jitter(attempt, base=backend.poll_min, cap=backend.poll_max)
@@ -111,9 +129,14 @@ class Bell:
         except RuntimeError:  # it rings already
             pass
 
-    def pause(self, seconds: float) -> Grant | None:
-        """Sleep until it rings, at most `seconds`."""
-        self._rung.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+    def pause(self, seconds: float, news: int | None = None) -> Grant | None:
+        """Sleep until it rings, or until there are `news`, at most `seconds`."""
+        if news is None:
+            self._rung.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+        else:  # an engine that has these rings no bell
+            with selectors.DefaultSelector() as selector:
+                selector.register(news, selectors.EVENT_READ)
+                selector.select(seconds)
         grant, self._grant = self._grant, None
         return grant
 
@@ -137,14 +160,20 @@ class AsyncBell:
         except RuntimeError:  # the loop is closed: nobody waits any more
             pass
 
-    async def pause(self, seconds: float) -> Grant | None:
-        """Sleep until it rings, at most `seconds`."""
+    async def pause(self, seconds: float, news: int | None = None) -> Grant | None:
+        """Sleep until it rings, or until there are `news`, at most `seconds`."""
         # Not wait_for(): before Python 3.12 it swallows a cancellation as the bell rings.
         timer = self._loop.call_later(seconds, self._rung.set)
+        if news is not None:
+            with suppress(NotImplementedError):  # the default loop of Windows: it looks later
+                self._loop.add_reader(news, self._rung.set)
         try:
             await self._rung.wait()
         finally:
             timer.cancel()
+            if news is not None:
+                with suppress(NotImplementedError):
+                    self._loop.remove_reader(news)
         self._rung.clear()
         grant, self._grant = self._grant, None
         return grant
@@ -162,7 +191,7 @@ def run(steps: Generator[Step, Any, Any], bell: Bell) -> Any:
         error = None
         try:
             if step[0] == "pause":
-                answer = bell.pause(step[1])
+                answer = bell.pause(*step[1:])
             else:
                 answer = step[1](*step[2:])
         except Exception as raised:
@@ -191,7 +220,7 @@ async def arun(
         error = None
         if step[0] == "pause":
             try:
-                answer = await bell.pause(step[1])
+                answer = await bell.pause(*step[1:])
             except BaseException:
                 cancelled()
                 raise

@@ -94,3 +94,10 @@ def connection_id(backend: DatabaseBackend) -> int:
         return int(session.cursor.fetchone()[0])
 
     return backend._ask(ask)
+
+
+def migrate() -> None:
+    """Make the tables where the environment says."""
+    from django.core.management import call_command
+
+    call_command("migrate", "distlock_app", verbosity=0)

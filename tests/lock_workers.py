@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -127,6 +128,34 @@ def contend(name, using, seconds):
             waits.append((asked, monotonic()))
             sleep(0.001)
     return waits
+
+
+def contend_in_children(number, name, using, seconds):
+    """Let forked children contend, which start faster than processes; return each one's waits."""
+    gate, start = os.pipe()
+    answers = []
+    for _ in range(number):
+        mine, theirs = os.pipe()
+        if os.fork() == 0:
+            _contend_in_child(gate, start, theirs, (name, using, seconds))
+        os.close(theirs)
+        answers.append(mine)
+    os.close(gate)
+    os.close(start)  # all at once
+    return [json.loads(Path(f"/dev/fd/{answer}").read_text()) for answer in answers]
+
+
+def _contend_in_child(gate, start, told, arguments):
+    try:
+        os.close(start)
+        os.read(gate, 1)
+        with os.fdopen(told, "w") as answer:
+            json.dump(contend(*arguments), answer)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def grab_new_names(names, using):

@@ -1,17 +1,19 @@
-"""16 processes for one lock on Redis: few requests, and everybody in turn."""
+"""Many processes for one lock: few requests, and everybody in turn."""
 
 from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
 
 import pytest
 import redis
 
+from tests.turns import Turns
+
 pytestmark = pytest.mark.slow
 
-PROCESSES = 16
-SECONDS = 10
 
-
-def requests_so_far(client):
+def redis_requests(client):
     """Return how many requests clients sent; what scripts do inside does not count."""
     calls = {name: stats["calls"] for name, stats in client.info("commandstats").items()}
     sent_by_clients = ("evalsha", "eval", "ping", "subscribe", "hello", "client", "script", "auth")
@@ -22,38 +24,67 @@ def requests_so_far(client):
     )
 
 
-def test_16_processes_take_turns_with_two_requests_each(own_redis, processes):
-    client = redis.Redis.from_url(own_redis.url)
-    before = requests_so_far(client)
-    waits = processes.run(
-        "tests.lock_workers:contend",
-        count=PROCESSES,
-        env={"DISTLOCK_TEST_REDIS_URL": own_redis.url, "DISTLOCK_TEST_REDIS_DB": ""},
-        name="contended",
-        using="redis",
-        seconds=SECONDS,
-    )
-    sent = requests_so_far(client) - before
-    client.close()
+def test_16_processes_take_turns_with_two_requests_each_on_redis(own_redis, processes):
+    env = {"DISTLOCK_TEST_REDIS_URL": own_redis.url, "DISTLOCK_TEST_REDIS_DB": ""}
+    with closing(redis.Redis.from_url(own_redis.url)) as client:
+        sent = partial(redis_requests, client)
+        turns = Turns(processes, sent, using="redis", count=16, seconds=10, env=env)
 
-    # The first and last second do not count: processes come and go then.
-    begin = max(one[0][0] for one in waits) + 1
-    end = min(one[-1][1] for one in waits) - 1
-    counts = [sum(begin < got < end for _, got in one) for one in waits]
-    granted = sorted(got for one in waits for _, got in one)
-    overtakers = [
-        sum(asked < got < served for got in granted)
-        for one in waits
-        for asked, served in one
-        if begin < asked and served < end
-    ]
-
-    each = sent / sum(len(one) for one in waits)
-    print(f"{each:.2f} requests each, {min(counts)} to {max(counts)} acquisitions,", end=" ")
-    print(f"overtaken at most {max(overtakers)} times")
-    assert min(counts) >= 10
-    assert each <= 2.2
+    print(turns)
+    assert min(turns.acquisitions) >= 10
+    assert turns.requests <= 2.2
     # Within 1.1 on an idle machine; a busy one keeps a process from asking again.
-    assert max(counts) <= 1.25 * min(counts)
+    assert turns.spread <= 1.25
     # A round: each of the others once.
-    assert max(overtakers) <= 3 * PROCESSES
+    assert turns.overtaken <= 3 * 16
+
+
+@pytest.fixture(params=["mysql", "postgresql"])
+def own_database(request, processes):
+    """A server of this test alone with a lock table: the workers' environment, its statements."""
+    kind = request.param
+    server = request.getfixturevalue({"mysql": "own_mariadb", "postgresql": "own_postgresql"}[kind])
+    env = {
+        "DISTLOCK_TEST_DATABASE": kind,
+        f"DISTLOCK_TEST_{kind.upper()}_URL": server.url,
+        "DISTLOCK_TEST_DB_NAME": "",
+    }
+    if kind == "mysql":
+        import MySQLdb
+
+        client = MySQLdb.connect(host="127.0.0.1", port=server.port, user="root")
+        with closing(client):
+            cursor = client.cursor()
+            cursor.execute("CREATE DATABASE distlock")
+
+            def statements():
+                cursor.execute("SHOW GLOBAL STATUS LIKE 'Questions'")
+                return int(cursor.fetchone()[1])
+
+            processes.run("tests.database_workers:migrate", count=1, env=env)
+            yield env, statements
+        return
+    import psycopg
+
+    with psycopg.connect(server.url, autocommit=True) as connection:
+
+        def transactions():
+            row = connection.execute(
+                "SELECT xact_commit + xact_rollback FROM pg_stat_database"
+                " WHERE datname = current_database()"
+            ).fetchone()
+            return row[0]
+
+        processes.run("tests.database_workers:migrate", count=1, env=env)
+        yield env, transactions
+
+
+def test_32_processes_take_turns_with_five_requests_each_on_the_lock_table(own_database, processes):
+    env, statements = own_database
+    turns = Turns(processes, statements, using="default", count=32, seconds=8, env=env)
+
+    print(turns)
+    assert min(turns.acquisitions) >= 10
+    assert turns.requests <= 5
+    assert turns.spread <= 1.25
+    assert turns.overtaken <= 3 * 32

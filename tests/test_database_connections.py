@@ -66,9 +66,10 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(backend, verb):
 
 
 @on_server
-@pytest.mark.parametrize("verb", ["acquire", "extend", "release"])
+@pytest.mark.parametrize("verb", ["acquire", "extend", "release", "release_to_next"])
 def test_an_answer_lost_after_the_commit_does_no_harm(backend, monkeypatch, verb):
     held = grab(backend, "a")
+    backend.ping()  # a connection that has been idle
     dialect = backend._sessions.dialect
     real, lost = getattr(dialect, verb), []
 
@@ -81,10 +82,14 @@ def test_an_answer_lost_after_the_commit_does_no_harm(backend, monkeypatch, verb
 
     monkeypatch.setattr(dialect, verb, lose_the_first_answer)
 
+    if verb == "release":
+        backend.close()
+        backend.ping()
     answer = {
         "acquire": lambda: backend.acquire(held.claim, 0).fence == held.fence,
         "extend": lambda: backend.extend(held, 30),
         "release": lambda: backend.release(held),
+        "release_to_next": lambda: backend.release(held),
     }[verb]()
 
     assert answer is True
@@ -93,6 +98,8 @@ def test_an_answer_lost_after_the_commit_does_no_harm(backend, monkeypatch, verb
 
 def test_a_release_that_may_or_may_not_have_arrived_is_unknown(backend, monkeypatch):
     held = grab(backend, "a")
+    backend.close()
+    backend.ping()
     dialect = backend._sessions.dialect
     real = dialect.release
 
@@ -113,7 +120,7 @@ def test_an_interrupt_in_the_middle_leaves_no_row_locked(backend, monkeypatch):
     dialect = backend._sessions.dialect
     real = dialect.acquire
 
-    def interrupted(cursor, wanted):
+    def interrupted(cursor, *args):
         if connection.vendor != "sqlite":
             cursor.execute("BEGIN")
             cursor.execute(f"SELECT * FROM {dialect.table_name} FOR UPDATE")
@@ -128,8 +135,11 @@ def test_an_interrupt_in_the_middle_leaves_no_row_locked(backend, monkeypatch):
 
 
 def test_threads_that_have_ended_leave_no_connections(backend):
+    def use(number):
+        backend.release(grab(backend, f"n{number}"))
+
     for number in range(10):
-        thread = threading.Thread(target=grab, args=(backend, f"n{number}"))
+        thread = threading.Thread(target=use, args=(number,))
         thread.start()
         thread.join(30)
 
@@ -160,6 +170,7 @@ def test_close_reaches_every_connection_and_the_backend_goes_on(backend):
     backend.close()
 
     assert not backend._sessions._idle
+    assert not backend._sessions.parked
     assert backend.release(held) is True
     assert connection_id(backend) != before
 
@@ -170,6 +181,7 @@ def test_a_test_database_can_be_dropped_while_the_backend_lives(backend):
 
     with connections["locks"]._nodb_cursor():
         assert not backend._sessions._idle
+        assert not backend._sessions.parked
 
 
 def test_a_forked_child_leaves_its_parents_connection_alone(processes):
@@ -179,14 +191,19 @@ def test_a_forked_child_leaves_its_parents_connection_alone(processes):
 
 
 def test_after_fork_nothing_inherited_is_used_or_closed(backend):
-    grab(backend, "a")
+    held = grab(backend, "a")
+    backend.ping()
     inherited = backend._sessions._idle[0]
 
     backend.after_fork()
 
     assert not backend._sessions._idle
+    assert not backend._sessions.parked
     inherited.cursor.execute("SELECT 1")
     inherited.close()
+    if held.session is not None:
+        held.session.session.cursor.execute("SELECT 1")
+        held.session.give_up()
 
 
 @on_sqlite

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 
 from django.core import checks
@@ -15,7 +17,8 @@ from django.db import Error as DjangoDatabaseError
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from .base import BaseLockBackend
-from .sessions import Session, Sessions
+from .database_checks import check_sharing, check_table
+from .sessions import Place, Session, Sessions
 from .sql import dialect_for
 from .sql.base import MAX_FENCE
 
@@ -23,6 +26,9 @@ T = TypeVar("T")
 
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
 BATCH = 400
+
+# Seconds without a queue after the server refused a connection.
+POLLS_FOR = 60.0
 
 
 class Crowded(BackendError):
@@ -42,30 +48,54 @@ class DatabaseBackend(BaseLockBackend):
 
     fences = True
 
-    def __init__(self, *, alias: str, location: Any = None) -> None:
+    def __init__(self, *, alias: str, location: Any = None, queue: int = 8) -> None:
+        """Let at most `queue` connections of a process stay with claims; with 0 waiters poll."""
         super().__init__(alias=alias, location=location)
         self.using = DEFAULT_DB_ALIAS if location is None else location
         if self.using not in list(connections):
             raise ImproperlyConfigured(
                 f"DISTLOCK[{alias!r}]: LOCATION {self.using!r} is no alias of DATABASES"
             )
+        if not isinstance(queue, int) or queue < 0:
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"
+            )
+        self._queue = queue
+        self._polls_until = 0.0
         self._sessions = Sessions(self.using)
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        place = self._sessions.unpark(_who(claim))
         try:
-            return self._ask(lambda s: s.dialect.acquire(s.cursor, claim))
+            if place is not None and place.called():
+                return self._take_turn(place, claim, wait)
+            answer = self._join(claim, waits=wait != 0 and place is None)
         except Crowded as error:
             self._refuse_to_wait_for_itself(error)
-            return Busy()
+            answer = Busy()
+        if place is None or place.session is None:
+            return answer
+        if not answer and wait != 0:
+            return self._stay(place, claim, answer)
+        self._give_up(place)
+        return answer
 
     def look(self, claim: Claim) -> Busy | None:
+        place = self._sessions.unpark(_who(claim))
+        if place is not None:
+            self._sessions.park(_who(claim), place)
+            if place.news is not None and place.called():
+                return None
         try:
             return self._ask(lambda s: s.dialect.look(s.cursor, claim))
         except Crowded:
             return Busy()
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        return self._ask(lambda s: s.dialect.extend(s.cursor, grant.claim, ttl))
+        ours = self._ask(lambda s: s.dialect.extend(s.cursor, grant.claim, ttl))
+        if not ours:
+            self._leave(grant.claim)
+        return ours
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         """Extend by one statement for each 400 claims of one ttl."""
@@ -79,13 +109,20 @@ class DatabaseBackend(BaseLockBackend):
                 answers = self._extend_batch([work[place] for place in batch])
                 for place, answer in zip(batch, answers, strict=True):
                     results[place] = answer
+                    if answer is False:
+                        self._leave(work[place][0].claim)
         return results
 
     def release(self, grant: Grant) -> bool:
-        return self._ask(
-            lambda s: s.dialect.release(s.cursor, grant.claim),
-            again=lambda s: self._release_again(s, grant),
-        )
+        place = self._sessions.unpark(_who(grant.claim))
+        again = partial(self._release_again, grant)
+        if place is not None and place.fresh:
+            return self._ask(
+                partial(self._release_to_next, place, grant.claim), again=again, on=place.session
+            )
+        if place is not None:
+            self._give_up(place)
+        return self._ask(lambda s: s.dialect.release(s.cursor, grant.claim), again=again)
 
     def pin(self, grant: Grant, ttl: float) -> bool:
         """Lock the row in the caller's own transaction, where it is the caller's to end.
@@ -117,7 +154,11 @@ class DatabaseBackend(BaseLockBackend):
             fences = (0, MAX_FENCE) if seen is None else (int(seen), int(seen))
         except ValueError:
             return 0
-        return self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
+        cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
+        for who in self._sessions.holding(key) if cleared else ():
+            if place := self._sessions.unpark(who):
+                self._ask(partial(self._unlock, place), on=place.session)
+        return cleared
 
     def purge(self, older_than: float) -> int:
         """Delete the rows of names that nobody has held for `older_than` seconds; return how many.
@@ -132,7 +173,8 @@ class DatabaseBackend(BaseLockBackend):
         self._ask(lambda s: s.cursor.execute("SELECT 1") and s.cursor.fetchall())
 
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
-        return [*self._check_settings(), *(self._check_server() if ask else ())]
+        asked = check_table(self.alias, self._sessions) if ask else []
+        return [*check_sharing(self.alias, self.using), *asked]
 
     def close(self) -> None:
         self._sessions.close()
@@ -140,21 +182,107 @@ class DatabaseBackend(BaseLockBackend):
     def after_fork(self) -> None:
         self._sessions.forget()
 
+    def _join(self, claim: Claim, *, waits: bool) -> Grant | Busy:
+        if self._sessions.parked >= self._queue or monotonic() < self._polls_until:
+            return self._ask(lambda s: s.dialect.acquire(s.cursor, claim))
+        return self._ask(partial(self._join_on, claim, waits))
+
+    def _join_on(self, claim: Claim, waits: bool, session: Session) -> Grant | Busy:
+        """Take the row with the queue lock; or line up, if the caller `waits`."""
+        dialect = session.dialect
+        if session.queues is None:
+            session.queues = dialect.can_queue(session.wrapper, session.cursor)
+        if not session.queues:
+            return dialect.acquire(session.cursor, claim)
+        answer = dialect.acquire(session.cursor, claim, "wait" if waits else "join")
+        # Asked again: other threads may have lined up meanwhile.
+        if not answer and (not waits or self._sessions.parked >= self._queue):
+            return answer
+        place = Place(session)
+        if not answer:
+            place.news = dialect.line_up(session.wrapper, claim.key)
+        return self._stay(place, claim, answer)
+
+    def _take_turn(self, place: Place, claim: Claim, wait: float | None) -> Grant | Busy:
+        return self._ask(
+            partial(self._take_turn_on, place, claim, wait),
+            again=partial(self._join_on, claim, wait != 0),
+            on=place.session,
+        )
+
+    def _take_turn_on(
+        self, place: Place, claim: Claim, wait: float | None, session: Session
+    ) -> Grant | Busy:
+        if place.news is not None:
+            place.news = None
+            if not session.dialect.called(session.wrapper):
+                place.detach()
+                return self._join_on(claim, wait != 0, session)
+        answer = session.dialect.acquire(session.cursor, claim, "turn")
+        if not answer and wait == 0:
+            place.give_up()
+            return answer
+        return self._stay(place, claim, answer)
+
+    def _stay(self, place: Place, claim: Claim, answer: Grant | Busy) -> Grant | Busy:
+        """Let the connection stay with the claim until that is released or given up."""
+        place.since = monotonic()
+        self._sessions.park(_who(claim), place)
+        if isinstance(answer, Grant):
+            return Grant(claim, fence=answer.fence, session=place)
+        return Busy(answer.free_in, news=place.news, place=place)
+
+    def _leave(self, claim: Claim) -> None:
+        place = self._sessions.unpark(_who(claim))
+        if place is not None:
+            self._give_up(place)
+
+    def _give_up(self, place: Place) -> None:
+        waiting = place.session
+        try:
+            # Else the server would call somebody who has gone. Again, if our first words to it
+            # overtook the ones before.
+            for _ in range(3):
+                if waiting is None or place.called():
+                    break
+                self._ask(lambda s: s.dialect.leave(waiting.wrapper, s.cursor))
+                place.called(within=0.3)
+        except Exception:
+            pass  # The server ends the wait before long.
+        finally:
+            place.give_up()
+
+    def _release_to_next(self, place: Place, claim: Claim, session: Session) -> bool:
+        if session.dialect.release_to_next(session.cursor, claim):
+            place.detach()
+            return True
+        place.give_up()
+        return False
+
+    def _unlock(self, place: Place, session: Session) -> None:
+        if session is place.session:  # else it had died, and the queue lock with it
+            session.dialect.unlock(session.cursor)
+            place.detach()
+
     def _ask(
-        self, work: Callable[[Session], T], *, again: Callable[[Session], T] | None = None
+        self,
+        work: Callable[[Session], T],
+        *,
+        again: Callable[[Session], T] | None = None,
+        on: Session | None = None,
     ) -> T:
         """Do `work` on a connection of our own, and once more if an idle one had died.
 
         The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
         first attempt, it is harmless: every verb is checked by owner.
         """
-        session = self._lend()
+        session = on or self._lend()
         try:
             return self._attempt(session, work)
         except (Crowded, Died) as error:
             if isinstance(error, Crowded) or not session.kept:
                 raise
-        self._sessions.close()
+        self._sessions.close_idle()
         return self._attempt(self._lend(), again or work)
 
     def _attempt(self, session: Session, work: Callable[[Session], T]) -> T:
@@ -172,10 +300,19 @@ class DatabaseBackend(BaseLockBackend):
             elif isinstance(error, (database.OperationalError, database.InterfaceError)):
                 kind = Died
             raise kind(self._says(error)) from error
-        self._sessions.give_back(session)
+        if not session.parked:
+            self._sessions.give_back(session)
         return answer
 
     def _lend(self) -> Session:
+        try:
+            return self._sessions.lend()
+        except DjangoDatabaseError as error:
+            if not self._sessions.parked:
+                raise BackendError(self._says(error)) from error
+        # The server may have no more connections to give: renewals come before the queue.
+        self._polls_until = monotonic() + POLLS_FOR
+        self._sessions.close()
         try:
             return self._sessions.lend()
         except DjangoDatabaseError as error:
@@ -184,7 +321,7 @@ class DatabaseBackend(BaseLockBackend):
     def _says(self, error: BaseException) -> str:
         return f"lock table on {self.using!r}: {error}"
 
-    def _release_again(self, session: Session, grant: Grant) -> bool:
+    def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""
         if session.dialect.release(session.cursor, grant.claim):
             return True
@@ -222,33 +359,9 @@ class DatabaseBackend(BaseLockBackend):
                     " locks a database file of their own (LOCATION)."
                 ) from error
 
-    def _check_settings(self) -> Iterable[checks.CheckMessage]:
-        ours = connections[self.using]
-        names = [settings["NAME"] for settings in connections.settings.values()]
-        shared = self.using == DEFAULT_DB_ALIAS or names.count(ours.settings_dict["NAME"]) > 1
-        if ours.vendor == "sqlite" and shared:
-            yield checks.Warning(
-                f"DISTLOCK[{self.alias!r}] keeps its locks in the same SQLite file as other data.",
-                hint="A lock waits for every transaction that writes, and cannot be taken inside"
-                " of one. Add a database file for locks to DATABASES and name it as LOCATION.",
-                id="distlock_app.W011",
-            )
 
-    def _check_server(self) -> Iterable[checks.CheckMessage]:
-        try:
-            session = self._lend()
-            with session.wrapper.wrap_database_errors:
-                tables = session.wrapper.introspection.table_names()
-        except (BackendError, DjangoDatabaseError) as error:
-            yield checks.Error(f"DISTLOCK[{self.alias!r}]: {error}", id="distlock_app.E011")
-            return
-        self._sessions.give_back(session)
-        if session.dialect.table_name not in tables:
-            yield checks.Error(
-                f"DISTLOCK[{self.alias!r}]: the database {self.using!r} has no lock table.",
-                hint=f"Run: manage.py migrate distlock_app --database={self.using}",
-                id="distlock_app.E012",
-            )
+def _who(claim: Claim) -> tuple[str, str]:
+    return claim.key, claim.owner  # a stable owner may have several locks
 
 
 def _as_mapping(holder: str) -> dict[str, Any]:

@@ -1,8 +1,24 @@
-"""Connections of our own to one of Django's databases, each lent to one call at a time."""
+"""Connections of our own to one of Django's databases, each lent to one call at a time.
+
+Some stay with a claim: the holder's keeps the *queue lock* of its name, a lock of the server's
+own (GET_LOCK, pg_advisory_lock), and a waiter's waits for it. So the server wakes exactly one
+waiter, first come first served, and one that dies leaves the queue with its connection.
+
+1. Who finds the row free takes the queue lock by the same statement: nobody pays for a queue
+   that is empty. Who finds it held, or just released while others wait, lines up.
+2. A release frees the row, and the queue lock by the same statement: that calls the next one.
+3. Whose turn it is takes the row. If the row is held all the same, it alone asks again and again.
+
+The row alone decides. The queue lock may be lost, or held by somebody who hangs: who waits looks
+at the row once a second too, and a row that was free for `HANDOVER_US` is anybody's. That costs
+waiting time, never exclusion. Beyond a number of connections, claims neither take the queue lock
+nor heed it: they poll, as all do where the server cannot queue.
+"""
 
 from __future__ import annotations
 
 import os
+import selectors
 import weakref
 from collections import deque
 from time import monotonic
@@ -25,7 +41,7 @@ _graveyard: list[Any] = []
 class Session:
     """One autocommitting connection, and a cursor of its driver: Django's costs twice that."""
 
-    __slots__ = ("cursor", "dialect", "epoch", "kept", "used_at", "wrapper")
+    __slots__ = ("cursor", "dialect", "epoch", "kept", "parked", "queues", "used_at", "wrapper")
 
     def __init__(self, wrapper: BaseDatabaseWrapper, dialect: Dialect, epoch: int) -> None:
         """Connect; raises Django's database errors."""
@@ -33,6 +49,8 @@ class Session:
         self.dialect = dialect
         self.epoch = epoch
         self.kept = False  # it has been idle, and the server may have closed it meanwhile
+        self.parked = False  # with a claim, see Place
+        self.queues: bool | None = None  # not known yet
         self.used_at = 0.0
         wrapper.settings_dict["AUTOCOMMIT"] = True
         dialect.adapt(wrapper.settings_dict)
@@ -50,6 +68,50 @@ class Session:
             self.wrapper.connection.close()
         except Exception:
             pass  # Closed before, by the server or by us: that is what was wanted.
+
+
+class Place:
+    """The connection that stays with one claim; dropping it closes that."""
+
+    __slots__ = ("__weakref__", "news", "pid", "session", "since")
+
+    def __init__(self, session: Session) -> None:
+        session.kept = session.parked = True
+        self.session: Session | None = session
+        self.news: int | None = None  # what a waiter waits on, as long as the server waits
+        self.since = 0.0
+        self.pid = os.getpid()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a request may go there: what idles for long may have been cut off unseen."""
+        return self.news is None and monotonic() - self.since < IDLE
+
+    def called(self, within: float = 0.0) -> bool:
+        """Tell whether the server has answered."""
+        if self.news is None:
+            return True
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.news, selectors.EVENT_READ)
+            return bool(selector.select(within))
+
+    def detach(self) -> None:
+        """Leave the connection to others: it neither has nor wants the queue lock any more."""
+        if self.session is not None:
+            self.session.parked = False
+            self.session = None
+
+    def give_up(self) -> None:
+        """Close it: that calls the next one, whatever the state of the connection."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    def __del__(self) -> None:
+        if self.pid != os.getpid():
+            _graveyard.append(self.session)
+        elif self.session is not None:
+            self.session.close()
 
 
 class Sessions:
@@ -94,7 +156,25 @@ class Sessions:
         except IndexError:
             pass  # Another thread has taken it.
 
-    def close(self) -> None:
+    def park(self, who: Any, place: Place) -> None:
+        """Remember the place of a claim, as long as somebody else keeps it."""
+        self._places[who] = place
+
+    def unpark(self, who: Any) -> Place | None:
+        """Return the place of a claim, which nobody else finds any more."""
+        return self._places.pop(who, None)
+
+    @property
+    def parked(self) -> int:
+        """How many connections stay with claims."""
+        return len(self._places)
+
+    def holding(self, key: str) -> list[Any]:
+        """Return whose claims on `key` hold the queue lock here."""
+        places = list(self._places.items())
+        return [who for who, place in places if who[0] == key and place.news is None]
+
+    def close_idle(self) -> None:
         """Close what is idle now, and what is lent as soon as it comes back."""
         if self._pid != os.getpid():
             self.forget()
@@ -102,13 +182,21 @@ class Sessions:
         while session := self._take_oldest():
             session.close()
 
+    def close(self) -> None:
+        """Close all but the connections of waiters, which go when the wait ends."""
+        self.close_idle()
+        for who, place in list(self._places.items()):
+            if place.news is None and self.unpark(who):
+                place.give_up()
+
     def forget(self) -> None:
         """Leave the connections of a parent process alone: neither use nor close them."""
-        _graveyard.append(self._idle)
+        _graveyard.append((self._idle, list(self._places.values())))
         self._epoch += 1
         self._begin()
 
     def _begin(self) -> None:
+        self._places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
         self._idle: deque[Session] = deque()
         self._pid = os.getpid()
         weakref.finalize(self, _close_all, self._idle, self._pid)

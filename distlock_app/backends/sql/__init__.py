@@ -26,4 +26,5 @@ def dialect_for(connection: BaseDatabaseWrapper) -> Dialect:
             f" the database {connection.alias!r} is {connection.vendor}."
         ) from None
     table = apps.get_model("distlock_app", "DistLock")._meta.db_table
-    return dialect(table, connection.ops.quote_name(table))
+    database = str(connection.settings_dict["NAME"])
+    return dialect(table, connection.ops.quote_name(table), database)

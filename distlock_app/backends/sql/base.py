@@ -2,13 +2,14 @@
 
 One row for each name; a free one has `owner = ''`. Every time is the database server's.
 A statement that changes a row names its owner, or holds the row: each may be sent again when
-its answer was lost. Parameters: key, owner, name, holder, fence, ttl_us (microseconds).
+its answer was lost. Parameters: key, owner, name, holder, fence, ttl_us (microseconds), queue
+(the server's lock behind which waiters queue, see backends/sessions.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ...claims import Busy, Claim, Grant
 from ...names import shown
@@ -21,6 +22,15 @@ ROW_WAIT = 1
 # cut without a word must not hang the renewal of every other lock.
 ANSWER_WAIT = 5
 
+# Seconds that a place in the queue is kept on the server. It bounds how long a waiter whose host
+# was cut off keeps its connection, and on PostgreSQL how long a waiter holds a snapshot.
+QUEUE_WAIT = 30
+
+# Microseconds for which a lock that was released is kept for the first in the queue. Who has not
+# come for it by then has died or hangs: anybody may take it. (A free row says by its `expiry`
+# since when it is; one that was cleared says: for so long already.)
+HANDOVER_US = 250_000
+
 # How often the row may come and go (purge) under one try before it is called busy.
 ROUNDS = 3
 
@@ -29,12 +39,14 @@ MAX_FENCE = 2**63 - 1
 Named = Mapping[str, Any]
 Asked = Named | Sequence[Any]
 Pair = tuple[str, str]  # key, owner
+Step = Literal["try", "join", "wait", "turn"]
 
 
 class Cursor(Protocol):
     """What is used of a driver's cursor (PEP 249)."""
 
     rowcount: int
+    lastrowid: Any
 
     def execute(self, statement: str, asked: Any = ..., /) -> Any: ...
 
@@ -51,7 +63,6 @@ class Dialect:
     locks_rows = True  # not the whole database at once
 
     INSERT: str  # a row that is ours from the start, unless there is a row
-    FENCE: str  # fence of a row that is ours
     LOOK: str  # microseconds left, if the row is in the way
     EXTEND: str
     RELEASE: str
@@ -60,12 +71,14 @@ class Dialect:
     CLEAR: str
     PURGE: str
 
-    def __init__(self, table_name: str, table: str) -> None:
+    def __init__(self, table_name: str, table: str, database: str) -> None:
         """Fill in the `table`, quoted; compiled once for all connections of a process."""
         self.table_name = table_name
+        self.database = database
         for word in dir(type(self)):
             if word.isupper() and isinstance(text := getattr(self, word), str):
-                setattr(self, word, text.replace("{table}", table))
+                text = text.replace("{table}", table).replace("{handover_us}", str(HANDOVER_US))
+                setattr(self, word, text)
 
     def adapt(self, settings: dict[str, Any]) -> None:
         """Change our copy of the alias's settings before it connects."""
@@ -83,33 +96,58 @@ class Dialect:
         cursor.execute(statement, asked)
         return cursor
 
-    def acquire(self, cursor: Cursor, claim: Claim) -> Grant | Busy:
-        """Take the row if it is free, expired or ours; make it if there is none."""
+    def acquire(self, cursor: Cursor, claim: Claim, step: Step = "try") -> Grant | Busy:
+        """Take the row if it is free, expired or ours; make it if there is none.
+
+        With "join" and "wait" leave a row that is to be handed over to the queue, else take the
+        queue lock, too; "wait" says that a refused caller will line up.
+        """
         asked = {
             "key": claim.key,
             "owner": claim.owner,
             "name": shown(claim.name),
             "holder": claim.holder,
             "ttl_us": round(claim.ttl * 1e6),
+            "queue": self.queue_of(claim.key),
         }
         for _ in range(ROUNDS):
-            answer = self.take(cursor, claim, asked)
+            answer = self.take(cursor, claim, asked, step)
+            if answer is None:
+                answer = self.insert(cursor, claim, asked, step)
             if answer is not None:
                 return answer
-            # Outside of the transaction that found no row: on InnoDB the gap locks of both
-            # would end in a deadlock (279 of 320 with 8 sessions, even on different names).
-            if self.execute(cursor, self.INSERT, asked).rowcount == 1:
-                return self.granted(cursor, claim, asked)
         return Busy()
 
-    def take(self, cursor: Cursor, claim: Claim, asked: Named) -> Grant | Busy | None:
+    def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         """Take the row if it is free, expired or ours; None if there is none."""
         raise NotImplementedError
 
-    def granted(self, cursor: Cursor, claim: Claim, asked: Named) -> Grant | Busy:
-        """Read the fence of a row that the last statement made ours."""
-        row = self.execute(cursor, self.FENCE, asked).fetchone()
-        return Grant(claim, fence=row[0]) if row else Busy()
+    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
+        """Make the row; None if there is one meanwhile."""
+        raise NotImplementedError
+
+    def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
+        """Tell whether waiters can be served in order of arrival on such a session."""
+        return False
+
+    def queue_of(self, key: str) -> Any:
+        """Return the server's name of the queue lock."""
+        return None
+
+    def unlock(self, cursor: Cursor) -> None:
+        """Free the queue lock that this session holds."""
+        raise NotImplementedError
+
+    def line_up(self, wrapper: Any, key: str) -> int:
+        """Ask for the queue lock, without waiting for the answer; return what to wait on."""
+        raise NotImplementedError
+
+    def called(self, wrapper: Any) -> bool:
+        """Read the answer to line_up(): is it our turn, or did the server stop waiting?"""
+        raise NotImplementedError
+
+    def leave(self, wrapper: Any, cursor: Cursor) -> None:
+        """End the wait of a session, by the cursor of another one: closing it is noticed late."""
 
     def look(self, cursor: Cursor, claim: Claim) -> Busy | None:
         """Read, without a lock, whether the row is in the way."""
@@ -132,6 +170,10 @@ class Dialect:
         """Free the row if it is still ours."""
         asked = {"key": claim.key, "owner": claim.owner}
         return self.execute(cursor, self.RELEASE, asked).rowcount == 1
+
+    def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
+        """Free the row if it is still ours and, if so, the queue lock of this session."""
+        raise NotImplementedError
 
     def released(self, cursor: Cursor, grant: Grant) -> bool:
         """Tell whether the row is as a release of this grant leaves it."""
@@ -158,6 +200,11 @@ class Dialect:
 def busy(left_us: int) -> Busy:
     """Say how long the claim in the way has, by a clock that may have passed its end by now."""
     return Busy(free_in=max(0, left_us) / 1e6)
+
+
+def refused(left_us: int) -> Busy:
+    """Say the same to a try; a row that is free already is kept for the queue."""
+    return busy(left_us) if left_us > 0 else Busy()
 
 
 def marked(statement: str, mark: str, pairs: Sequence[Pair]) -> tuple[str, list[str]]:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...claims import Busy, Claim, Grant
-from .base import ANSWER_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, busy
+from ...names import key_of
+from .base import ANSWER_WAIT, QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, refused
 
 # Serialization failure, deadlock, lock timeout or NOWAIT.
 CROWDED = frozenset({"40001", "40P01", "55P03"})
@@ -22,15 +23,23 @@ class PostgreSQL(Dialect):
     before anything is decided (READ COMMITTED), as in four statements; three round trips less.
     """
 
+    JOIN = """pg_try_advisory_lock(%(queue)s::bigint) OR owner <> ''
+                       OR expiry <= clock_timestamp()
+                                   - {handover_us} * interval '1 microsecond'"""
     TAKE = """
-        WITH seen AS MATERIALIZED (
-            SELECT key,
-                   owner = %(owner)s AS mine,
-                   owner = %(owner)s OR owner = '' OR expiry <= clock_timestamp() AS free,
-                   (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint AS left_us
+        WITH locked AS MATERIALIZED (
+            SELECT key, owner, expiry
               FROM {table}
              WHERE key = %(key)s
                FOR UPDATE
+        ), seen AS MATERIALIZED (
+            SELECT key,
+                   owner = %(owner)s AS mine,
+                   CASE WHEN owner = %(owner)s THEN true
+                        WHEN owner <> '' AND expiry > clock_timestamp() THEN false
+                        ELSE {may} END AS free,
+                   (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint AS left_us
+              FROM locked
         ), taken AS (
             UPDATE {table} AS lock
                SET owner = %(owner)s, name = %(name)s, holder = %(holder)s,
@@ -53,7 +62,7 @@ class PostgreSQL(Dialect):
                 %(name)s, %(holder)s, clock_timestamp(),
                 clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
             ON CONFLICT (key) DO NOTHING
-     RETURNING fence"""
+     RETURNING fence, {may}"""
     LOOK = """
         SELECT (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint
           FROM {table}
@@ -74,6 +83,19 @@ class PostgreSQL(Dialect):
         UPDATE {table}
            SET owner = '', expiry = clock_timestamp()
          WHERE key = %(key)s AND owner = %(owner)s"""
+    RELEASE_TO_NEXT = """
+        WITH locked AS MATERIALIZED (
+            SELECT key
+              FROM {table}
+             WHERE key = %(key)s AND owner = %(owner)s
+               FOR UPDATE
+        ), called AS MATERIALIZED (
+            SELECT key, pg_advisory_unlock(%(queue)s::bigint) AS next FROM locked
+        )
+        UPDATE {table} AS lock
+           SET owner = '', expiry = clock_timestamp()
+          FROM called
+         WHERE lock.key = called.key AND called.next IS NOT NULL"""
     RELEASED = """
         SELECT 1 FROM {table} WHERE key = %(key)s AND owner = '' AND fence = %(fence)s"""
     HOLDERS = """
@@ -85,7 +107,7 @@ class PostgreSQL(Dialect):
            AND key BETWEEN %(first)s AND %(last)s"""
     CLEAR = """
         UPDATE {table}
-           SET owner = '', expiry = clock_timestamp(),
+           SET owner = '', expiry = clock_timestamp() - {handover_us} * interval '1 microsecond',
                fence = greatest(fence + 1,
                    (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
          WHERE key = %(key)s AND owner <> ''
@@ -113,7 +135,9 @@ class PostgreSQL(Dialect):
         kept = not wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
         if kept:
             cursor.execute(f"SET lock_timeout = '{ROW_WAIT}s'")
-            cursor.execute(f"SET statement_timeout = '{ANSWER_WAIT}s'")
+            cursor.execute(f"SET statement_timeout = '{QUEUE_WAIT}s'")
+            cursor.execute("SET tcp_keepalives_idle = 60")
+            cursor.execute("SET tcp_keepalives_interval = 10")
             cursor.execute("SET default_transaction_isolation = 'read committed'")
         if hasattr(wrapper.connection, "prepare_threshold"):  # not psycopg2
             # The driver's cursor: Django's may write the values into the statement's text.
@@ -125,15 +149,56 @@ class PostgreSQL(Dialect):
     def crowded(self, error: Exception) -> bool:
         return (getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)) in CROWDED
 
-    def take(self, cursor: Cursor, claim: Claim, asked: Named) -> Grant | Busy | None:
-        row = self.execute(cursor, self.TAKE, asked).fetchone()
+    def __init__(self, table_name: str, table: str, database: str) -> None:
+        super().__init__(table_name, table, database)
+        joining = {"try": "true", "join": self.JOIN, "wait": self.JOIN, "turn": "true"}
+        self._takes = {step: self.TAKE.replace("{may}", may) for step, may in joining.items()}
+        joining |= dict.fromkeys(("join", "wait"), "pg_try_advisory_lock(%(queue)s::bigint)")
+        self._inserts = {step: self.INSERT.replace("{may}", may) for step, may in joining.items()}
+
+    def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
+        row = self.execute(cursor, self._takes[step], asked).fetchone()
         if row is None:
             return None
         fence, left_us = row
-        return busy(left_us) if fence is None else Grant(claim, fence=fence)
+        return refused(left_us) if fence is None else Grant(claim, fence=fence)
 
-    def granted(self, cursor: Cursor, claim: Claim, asked: Named) -> Grant | Busy:
-        return Grant(claim, fence=cursor.fetchone()[0])
+    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
+        row = self.execute(cursor, self._inserts[step], asked).fetchone()
+        return Grant(claim, fence=row[0]) if row else None
+
+    def unlock(self, cursor: Cursor) -> None:
+        cursor.execute("SELECT pg_advisory_unlock_all()")
+
+    def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
+        lent_by_transaction = wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        return not lent_by_transaction and hasattr(wrapper.connection, "pgconn")  # not psycopg2
+
+    def queue_of(self, key: str) -> int:
+        # Hashed again: advisory locks on the same name are somebody else's.
+        return int(key_of(f"queue/{key}")[:16], 16) - 2**63
+
+    def line_up(self, wrapper: Any, key: str) -> int:
+        # The time for rows is not for this one; statement_timeout ends it.
+        ask = (
+            f"SELECT set_config('lock_timeout', '0', true), pg_advisory_lock({self.queue_of(key)})"
+        )
+        wrapper.connection.pgconn.send_query(ask.encode())
+        return int(wrapper.connection.pgconn.socket)
+
+    def called(self, wrapper: Any) -> bool:
+        answered = False
+        while (result := wrapper.connection.pgconn.get_result()) is not None:
+            answered = result.status == wrapper.Database.pq.ExecStatus.TUPLES_OK
+        return answered
+
+    def leave(self, wrapper: Any, cursor: Cursor) -> None:
+        wrapper.connection.cancel()
+
+    def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
+        # The next one is woken before the commit, and waits for it at the row.
+        asked = {"key": claim.key, "owner": claim.owner, "queue": self.queue_of(claim.key)}
+        return self.execute(cursor, self.RELEASE_TO_NEXT, asked).rowcount == 1
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         keys, owners = zip(*pairs, strict=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...claims import Busy, Claim, Grant
-from .base import ROW_WAIT, Asked, Cursor, Dialect, Named, Pair, busy, marked
+from .base import ROW_WAIT, Asked, Cursor, Dialect, Named, Pair, Step, busy, marked
 
 
 class SQLite(Dialect):
@@ -109,11 +109,20 @@ class SQLite(Dialect):
                     raise
             time.sleep(0.002)
 
-    def take(self, cursor: Cursor, claim: Claim, asked: Named) -> Grant | Busy | None:
+    def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         if self.execute(cursor, self.TAKE, asked).rowcount == 1:
             return self.granted(cursor, claim, asked)
         row = self.execute(cursor, self.LEFT, asked).fetchone()
         return busy(row[0]) if row else None
+
+    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
+        made = self.execute(cursor, self.INSERT, asked).rowcount == 1
+        return self.granted(cursor, claim, asked) if made else None
+
+    def granted(self, cursor: Cursor, claim: Claim, asked: Named) -> Grant | None:
+        """Read the fence of a row that the last statement made ours."""
+        row = self.execute(cursor, self.FENCE, asked).fetchone()
+        return Grant(claim, fence=row[0]) if row else None
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         statement, values = marked(self.EXTEND_PAIRS, "(?, ?)", pairs)

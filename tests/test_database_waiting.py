@@ -1,0 +1,331 @@
+"""Waiting for a row of the lock table in the server's own queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from time import monotonic, sleep
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import OperationalError, connection, connections
+
+from distlock_app import Lock, LockTimeout, waiting
+from distlock_app.backends.database import DatabaseBackend
+from distlock_app.claims import Busy, Grant
+from distlock_app.registry import registry
+from tests.database_workers import claim, grab
+from tests.test_database_connections import kill
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "locks"]),
+    pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server"),
+]
+
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def only_told(monkeypatch):
+    """Waiters who are told by the server do not look by themselves."""
+    monkeypatch.setattr(waiting, "LOOK_EVERY", 10 * DEADLINE)
+
+
+@pytest.fixture
+def backend():
+    """The lock table as a process has it that holds the locks."""
+    backend = DatabaseBackend(alias="default", location="locks")
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def places():
+    """The connections that stay with the claims of those who wait by `Lock(using="locks")`."""
+    return registry["locks"].backend._sessions
+
+
+class Waiter(threading.Thread):
+    """Somebody else who wants the lock; `order` gets its number when it has it."""
+
+    def __init__(self, number=0, order=(), wait=2 * DEADLINE):
+        super().__init__(daemon=True)
+        self.number, self.order, self.wait = number, order, wait
+        self.error = self.got_at = None
+
+    def run(self):
+        try:
+            with Lock("a", using="locks", wait=self.wait):
+                self.got_at = monotonic()
+                if self.order != ():
+                    self.order.append(self.number)
+        except Exception as error:
+            self.error = error
+
+    def served(self):
+        self.join(DEADLINE)
+        assert self.error is None
+        return self.got_at is not None
+
+
+def eventually(condition):
+    deadline = monotonic() + DEADLINE
+    while not condition():
+        assert monotonic() < deadline, "still not so"
+        sleep(0.005)
+
+
+def in_queue(number=1):
+    """Wait until so many wait on the server."""
+    asked = {
+        "mysql": "SELECT count(*) FROM information_schema.processlist"
+        " WHERE db = DATABASE() AND state = 'User lock'",
+        "postgresql": "SELECT count(*) FROM pg_locks JOIN pg_database ON database = oid"
+        " WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()",
+    }[connection.vendor]
+
+    def there():
+        with connections["locks"].cursor() as cursor:
+            cursor.execute(asked)
+            return cursor.fetchone()[0] == number
+
+    eventually(there)
+
+
+def in_queue_once():
+    in_queue()
+    connections.close_all()  # those of this thread
+
+
+def waiting_in(places):
+    return list(places._places.values())
+
+
+def test_a_release_wakes_the_waiter(backend, places, only_told):
+    held = grab(backend, "a")
+    waiter = Waiter()
+    waiter.start()
+    in_queue()
+
+    assert backend.release(held) is True
+
+    assert waiter.served()
+    assert places.parked == 0
+
+
+def test_a_release_wakes_a_waiting_task_without_a_thread_of_its_own(backend, places, only_told):
+    held = grab(backend, "a")
+
+    async def wait():
+        task = asyncio.create_task(Lock("a", using="locks", wait=2 * DEADLINE).aacquire())
+        await asyncio.to_thread(in_queue_once)
+        assert not [thread for thread in threading.enumerate() if "wait" in thread.name]
+        await asyncio.to_thread(backend.release, held)
+        hold = await asyncio.wait_for(task, DEADLINE)
+        await hold.arelease()
+
+    asyncio.run(wait())
+
+
+def test_waiters_are_served_in_order_of_arrival(backend, places, only_told):
+    held = grab(backend, "a")
+    order = []
+    waiters = [Waiter(number, order) for number in range(5)]
+    for number, waiter in enumerate(waiters):
+        waiter.start()
+        in_queue(number + 1)
+    backend.release(held)
+
+    assert all(waiter.served() for waiter in waiters)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_who_comes_at_the_hand_over_does_not_overtake(backend, places, only_told):
+    held = grab(backend, "a")
+    waiting_for = claim("a")
+    refused = registry["locks"].backend.acquire(waiting_for, 30)
+    in_queue()
+    backend.release(held)
+
+    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+    assert isinstance(registry["locks"].backend.acquire(waiting_for, 30), Grant)
+    assert refused.place is not None
+
+
+def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_anybodys(backend, places):
+    held = grab(backend, "a")
+    hangs = registry["locks"].backend.acquire(claim("a"), 30)
+    in_queue()
+    backend.release(held)
+
+    taken = grab(backend, "a")
+
+    assert hangs.place is not None
+    assert backend.release(taken) is True
+
+
+@pytest.mark.parametrize("end", ["dropped", "last try", "release"])
+def test_who_gives_up_leaves_no_place(backend, places, end):
+    held = grab(backend, "a")
+    waits = registry["locks"].backend
+    wanted = claim("a")
+    refused = waits.acquire(wanted, 30)
+    in_queue()
+    assert places.parked == 1
+
+    if end == "last try":
+        assert not waits.acquire(wanted, 0)
+    elif end == "release":
+        assert waits.release(Grant(wanted)) is False
+    del refused
+
+    assert places.parked == 0
+    backend.release(held)
+    if end == "dropped":  # which the server finds out
+        grab(backend, "a")
+    else:
+        assert isinstance(backend.acquire(claim("a"), 0), Grant)
+
+
+def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, places):
+    held = grab(backend, "a")
+    with pytest.raises(LockTimeout) as timeout:
+        Lock("a", using="locks", wait=0.3).acquire()
+    assert 29 < timeout.value.free_in + 0.3 <= 30.3
+
+    async def cancel():
+        task = asyncio.create_task(Lock("a", using="locks", wait=DEADLINE).aacquire())
+        await asyncio.to_thread(in_queue_once)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    eventually(lambda: places.parked == 0)
+    assert backend.release(held) is True
+
+
+def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, places, only_told):
+    held = grab(backend, "a")
+    waiter = Waiter()
+    waiter.start()
+    in_queue()
+    (place,) = waiting_in(places)
+    wrapper = place.session.wrapper
+    first = (
+        wrapper.connection.thread_id()
+        if connection.vendor == "mysql"
+        else wrapper.connection.info.backend_pid
+    )
+    del place
+
+    kill(first)
+    eventually(lambda: [one for one in waiting_in(places) if one.session.wrapper is not wrapper])
+    in_queue()
+    backend.release(held)
+
+    assert waiter.served()
+
+
+def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, places):
+    held = grab(backend, "a")
+    backend.close()  # its queue lock is gone with the connection
+    waiter = Waiter()
+    waiter.start()
+    eventually(lambda: [one for one in waiting_in(places) if one.news is None])  # its turn
+
+    assert waiter.got_at is None
+    assert backend.extend(held, 30) is True
+    assert backend.release(held) is True
+    assert waiter.served()
+
+
+def test_a_dead_holder_is_waited_for_until_its_row_expires(backend, places):
+    grab(backend, "a", ttl=1.5)
+    died_at = monotonic()
+    waiters = [Waiter() for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+
+    assert all(waiter.served() for waiter in waiters)
+    assert min(waiter.got_at for waiter in waiters) >= died_at + 1.5 - 0.5
+
+
+def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, places):
+    held = grab(backend, "a")
+    waiter = Waiter()
+    waiter.start()
+    in_queue()
+
+    assert registry["locks"].backend.clear(held.claim.key) == 1
+
+    assert waiter.served()
+    assert backend.release(held) is False
+
+
+def test_beyond_its_connections_a_process_polls(backend, places, monkeypatch):
+    monkeypatch.setattr(registry["locks"].backend, "_queue", 1)
+    held = grab(backend, "a")
+    waiters = [Waiter() for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+        in_queue()
+
+    backend.release(held)
+
+    assert all(waiter.served() for waiter in waiters)
+    assert places.parked == 0
+
+
+def test_a_server_without_connections_to_spare_gets_back_those_of_the_queue(backend, monkeypatch):
+    held = grab(backend, "a")
+    sessions = backend._sessions
+    real, refused = sessions._open, []
+
+    def full():
+        if sessions.parked:
+            refused.append(True)
+            raise OperationalError("too many connections")
+        return real()
+
+    monkeypatch.setattr(sessions, "_open", full)
+
+    assert backend.extend(held, 30) is True
+
+    assert refused
+    assert grab(backend, "b").session is None
+    assert backend.release(held) is True
+
+
+def test_with_queue_0_nothing_stays_with_claims():
+    backend = DatabaseBackend(alias="default", location="locks", queue=0)
+    held = grab(backend, "a")
+
+    refused = backend.acquire(claim("a"), 30)
+
+    assert held.session is None
+    assert refused.place is None
+    assert backend.release(held) is True
+    backend.close()
+
+
+@pytest.mark.parametrize("queue", [-1, "8", None])
+def test_a_number_of_connections_that_is_none_is_refused(queue):
+    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*QUEUE"):
+        DatabaseBackend(alias="x", queue=queue)
+
+
+def test_a_server_that_cannot_queue_is_polled(backend, places, monkeypatch):
+    held = grab(backend, "a")
+    registry["locks"].backend.ping()
+    dialect = places.dialect
+    monkeypatch.setattr(type(dialect), "can_queue", lambda *args: False)
+    registry["locks"].backend.close()
+    waiter = Waiter()
+    waiter.start()
+    eventually(lambda: places._idle)
+
+    backend.release(held)
+
+    assert waiter.served()
+    assert places.parked == 0
