@@ -173,17 +173,21 @@ class VersionedModel(models.Model):
         self, cls: Any, force_insert: Any, force_update: bool, using: str, update_fields: Any
     ) -> Any:
         """Save the table that has the version; the version in memory moves when that is done."""
-        name = self._version_field.attname
+        field = self._version_field
+        name = field.attname
         if update_fields:
             update_fields = frozenset((*update_fields, name))
         before = self.__dict__.get(name, MISSING)
         state: Any = self._state
         state.expected = state.written = None
         try:
-            if not force_insert and _has_key(self, cls):
-                state.expected = self._version_to_rely_on(using)
-                if state.expected is not None:
-                    state.written = self._version_field.after(state.expected)
+            if not force_insert:
+                expected = None if before is MISSING else before
+                # Read from here: nothing to look at. This is how nearly every save comes.
+                if expected is None or state.db != using:
+                    expected = self._version_to_rely_on(using) if _has_key(self, cls) else None
+                if expected is not None:
+                    state.expected, state.written = expected, field.after(expected)
             saved = super()._save_table(  # type: ignore[misc]
                 False, cls, force_insert, force_update, using, update_fields
             )
@@ -209,7 +213,8 @@ class VersionedModel(models.Model):
         expected = state.expected
         if expected is None:
             return self._update_unread(base_qs, using, pk_val, values, *args)
-        base_qs.query.where.add(self._version_field.guard(expected, using), AND)
+        # Its own, and empty as yet: `where.add()` would look for the same condition first.
+        base_qs.query.where.children.append(self._version_field.guard(expected, using))
         updated = super()._do_update(base_qs, using, pk_val, values, *args)
         if not updated:
             found = self._find_version(using, expected)
