@@ -10,6 +10,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from distlock_app import Lock
+from distlock_app.backends import redlock
 from distlock_app.backends.redlock import RedlockBackend, ServerClock
 from distlock_app.backends.redlock_scripts import RELEASE
 from distlock_app.claims import Busy, Grant
@@ -392,6 +393,18 @@ def test_many_holds_are_extended_in_few_round_trips(backend):
 
     assert backend.extend_many([*work, stranger]) == [True] * 100 + [False]
     assert all(backend.release(grant) for grant, _ in work)
+
+
+def test_names_that_are_free_again_are_forgotten(backend, nodes, monkeypatch):
+    monkeypatch.setattr(redlock, "PARTS", 1)
+    held = wait_for(backend, 5, "held")
+    for number in range(1500):
+        backend.release(backend.acquire(claim(f"once-{number}"), 0))
+
+    # All of them are dropped each 128th time or so.
+    assert max(client.hlen("distlock:redlock:part:0") for client in nodes.clients) < 1300
+    assert [holding.name for holding in backend.holders(held.claim.key)] == ["held"]
+    assert backend.release(held) is True
 
 
 def test_holders_are_what_a_majority_says(backend, nodes):

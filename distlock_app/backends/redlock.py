@@ -42,6 +42,8 @@ PARTS = 256
 BATCH = 32
 # What the clocks of two hosts may differ in rate.
 RATE_DRIFT = 0.001
+# How often the nodes are asked for it.
+LEARN_SECONDS = 1.0
 # A clock that jumped by so many microseconds was set: what was learned before says nothing.
 SET_BY = 50_000
 
@@ -78,9 +80,9 @@ class RedlockBackend(BaseLockBackend):
             grant = self._try(claim)
             if grant:
                 return grant
-        channel = listener.channel if listener.works() else b"-"
+        listener.start()
         ticket = listener.expect(claim, self._clock.stamp())
-        result = self._try(claim, channel, b"%d" % ticket)
+        result = self._try(claim, listener.channel, b"%d" % ticket)
         if result:
             listener.forget(claim.owner)
         return result
@@ -92,14 +94,15 @@ class RedlockBackend(BaseLockBackend):
         if len(name) > SHOWN_LENGTH or not name.isprintable():
             name = shown(name)
         stamp = self._clock.stamp(asked)
+        tell_time = (b"", b"") if self._clock.due(asked) else ()
         ballot = self._ballot(
-            ACQUIRE_OR_WAIT if place else ACQUIRE,
+            ACQUIRE_OR_WAIT if place or tell_time else ACQUIRE,
             claim.key,
             claim.owner.encode(),
             _milliseconds(claim.ttl),
             f"{claim.holder} {name}".encode(),
             b"%d" % stamp,
-            *place,
+            *(place or tell_time),
         )
 
         def undo_unless_won(panel: Panel) -> None:
@@ -109,7 +112,8 @@ class RedlockBackend(BaseLockBackend):
         self._quorum.ask([ballot], undo_unless_won)
         yes = [line.split() for line in ballot.yes.values()]
         no = [line.split() for line in ballot.no.values()]
-        self._clock.learn(asked, [int(w[2]) * 1_000_000 + int(w[3]) for w in yes + no])
+        times = [int(words[2]) * 1_000_000 + int(words[3]) for words in yes + no if words[3:]]
+        self._clock.learn(asked, times)
         if len(yes) >= ballot.majority:
             fence = self._agree(claim, stamp, [int(words[1]) for words in yes])
             return Grant(claim, fence=fence, asked_at=asked, session=stamp)
@@ -335,6 +339,10 @@ class ServerClock:
             guess = int((monotonic() if at is None else at) * 1e6 + self._ahead)
         self._last = max(guess, self._last + 1)
         return self._last
+
+    def due(self, at: float) -> bool:
+        """Tell whether the nodes should be asked for the time again."""
+        return self._ahead is None or at - self._learned > LEARN_SECONDS
 
     def learn(self, sent: float, times: Sequence[int]) -> None:
         """Take what nodes said in answers to a request that left at our time `sent`.

@@ -17,8 +17,8 @@ logger = logging.getLogger("distlock_app")
 
 # Without waiters for so long, thread and connections go; the next waiter brings them back.
 IDLE_SECONDS = 60.0
-# How long a waiter waits for a majority of subscriptions.
-SUBSCRIBE_SECONDS = 1.0
+# How long the first waiter of a process waits for the subscriptions.
+SUBSCRIBE_SECONDS = 0.25
 # A call that not even a majority of the nodes sent is taken for one after so long.
 CALL_SECONDS = 0.01
 # How often the thread looks whether it is needed, and whether its connections are alive.
@@ -54,28 +54,29 @@ class Listener:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._settled = threading.Event()  # the first attempt to subscribe has ended
-        self._subscribed = False
 
     @property
     def running(self) -> bool:
         """Whether the thread has been started."""
         return self._thread is not None
 
-    def works(self) -> bool:
-        """Start the thread if need be; tell whether a majority of the nodes can call."""
+    def start(self) -> None:
+        """Start the thread if need be, and wait a moment for its subscriptions.
+
+        Without them waiters are passed over, and ask by themselves.
+        """
         with self._lock:
             if self._thread is None and not self._closed:
                 self._settled.clear()
-                self._subscribed = False
                 thread = threading.Thread(
                     target=self._run, name=f"distlock {self.channel.decode()}", daemon=True
                 )
                 try:
                     thread.start()
                 except RuntimeError:  # no more threads, or the interpreter is ending
-                    return False
+                    return
                 self._thread = thread
-        return self._settled.wait(SUBSCRIBE_SECONDS) and self._subscribed
+        self._settled.wait(SUBSCRIBE_SECONDS)
 
     def expect(self, claim: Claim, ticket: int) -> int:
         """Note that `claim` is about to ask and to wait; return the ticket of its first time."""
@@ -110,7 +111,7 @@ class Listener:
             while not self._ends(idle=monotonic() - needed):
                 if self._waiters:
                     needed = monotonic()
-                self._subscribed = ears.mend(needed=bool(self._waiters)) >= self._quorum.majority
+                ears.mend(needed=bool(self._waiters))
                 self._settled.set()
                 for node, owner in ears.hear(CALL_SECONDS if self._half_called else LOOK_SECONDS):
                     self._called(node, owner)
@@ -120,7 +121,6 @@ class Listener:
             with self._lock:
                 self._thread = None
         finally:
-            self._subscribed = False
             self._settled.set()
             ears.close()
 
@@ -181,8 +181,8 @@ class Ears:
         self._at: dict[int, int] = {}
         self._poll = select.poll()
 
-    def mend(self, *, needed: bool) -> int:
-        """Subscribe where a connection is missing or dead; return at how many nodes we listen."""
+    def mend(self, *, needed: bool) -> None:
+        """Subscribe where a connection is missing or dead."""
         now = monotonic()
         for at, link in enumerate(self._links):
             if link is None:
@@ -193,7 +193,6 @@ class Ears:
             elif needed and now - self._heard[at] > LOOK_SECONDS:
                 self._pinged[at] = now
                 self._send(at, PING)
-        return len(self._at)
 
     def hear(self, seconds: float) -> list[tuple[int, bytes]]:
         """Return what owners were called and by which node, after at most `seconds`."""

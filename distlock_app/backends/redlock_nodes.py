@@ -221,17 +221,25 @@ class Panel:
             if link is not None and link.owed and link.owed[0][1] < now - self._nodes[at].timeout:
                 self._drop(at, "silent")
 
-    def vote(self, ballots: Sequence[Ballot], deadline: float, *, grace: float = 0.0) -> None:
-        """Ask each node what it has not answered yet, until all ballots are decided.
+    def vote(
+        self,
+        ballots: Sequence[Ballot],
+        deadline: float,
+        *,
+        grace: float = 0.0,
+        again: bool = False,
+    ) -> None:
+        """Ask each node, `again` only what it has not answered, until all ballots are decided.
 
         The answers of the other nodes are waited for `grace` seconds more.
         """
         for at in range(len(self._nodes)):
-            asked = [b for b in ballots if at not in b.yes and at not in b.no]
+            asked = ballots
+            if again:
+                asked = [b for b in ballots if at not in b.yes and at not in b.no]
             for ballot in asked:
                 ballot.waiting += 1
-            if asked:
-                self._send(at, asked)
+            self._send(at, asked)
         self._collect(ballots, deadline)
         if grace:
             self._collect(ballots, min(deadline, monotonic() + grace), from_all=True)
@@ -338,7 +346,7 @@ class Quorum:
                 # A server had closed its connection, or was restarted: every script may be
                 # repeated.
                 self.mend(panel)
-                panel.vote(ballots, deadline)
+                panel.vote(ballots, deadline, again=True)
             for ballot in ballots:
                 ballot.over = True
             if after is not None:

@@ -7,9 +7,9 @@ import hashlib
 from .redis_scripts import bulks, pack
 
 # KEYS of every script: 1 lock: "token fence stamp holder name"; 2 part: a hash with the last fence,
-# ":", and the locks taken lately. Beside the lock, while somebody waits, its queue of owners by
-# ticket and what is known of them; they are named here, as nodes are single servers and each word
-# more costs as much as a command.
+# ":", and the locks taken lately, 'q' if somebody waited for them. Beside the lock, while somebody
+# waits, its queue of owners by ticket and what is known of them; they are named here, as nodes are
+# single servers and each word more costs as much as a command.
 # ARGV of every script: 1 token
 #
 # The stamp numbers the tries of an owner: what undoes a try may come late, over a connection of
@@ -55,6 +55,7 @@ end
 
 -- Keep a place. The ticket is the stamp of the waiter's first try.
 local function enqueue(channel, ticket)
+  redis.call('HSET', part, lock, 'q')
   redis.call('ZADD', queue, 'NX', ticket, token)
   redis.call('HSET', waiters, token, text(now) .. ' ' .. channel)
   redis.call('PEXPIRE', queue, QUEUE_MS)
@@ -73,21 +74,33 @@ end
 """
 
 # ARGV 2 ttl, 3 "holder name", 4 stamp, which is also the proposed fence; of one who waits also:
-#      5 channel to be called on, '-' without one, 6 ticket
-# -> "1 fence seconds microseconds" mine; "0 milliseconds seconds microseconds": it may be free
-#    after so many; and the time
+#      5 channel to be called on, '-' without one, 6 ticket; '' and '' only ask for the time
+# -> "1 fence" mine, or "0 milliseconds", after which it may be free; and mostly the time, in
+#    seconds and microseconds
 #
 # When the nodes agree on a fence there is nothing to write back to them. So each takes the number
-# that the client proposes, its guess of this node's time, if it is close enough to that: the fence
-# then goes on growing, as the time does, even if this node has forgotten the last one.
+# that the client proposes, its guess of this node's time, if it is not far ahead of the last one. A
+# node that does not know the last one compares its own time, and so the fence goes on growing.
 _ACQUIRE = (
     _BEGIN
     + """
 local ttl, about, stamp, channel, ticket = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local CLOSE, AHEAD = 50000, 10000000  -- microseconds
+local sweeps = stamp % 128 == 0  -- now and then: drop from the part what is free again
+
+-- Most locks are free. What follows takes longer to define than this to run.
+local known = redis.call('HMGET', part, ':', lock)
+local ahead = known[1] and stamp - known[1]
+if ahead and ahead > 0 and ahead < AHEAD and known[2] ~= 'q' and not channel and not sweeps then
+  local value = token .. ' ' .. stamp .. ' ' .. stamp .. ' ' .. about
+  if redis.call('SET', lock, value, 'NX', 'PX', ttl) then
+    redis.call('HSET', part, ':', stamp, lock, '')
+    return {ok = '1 ' .. stamp}
+  end
+end
 """
     + _CLOCK
     + """
-local CLOSE = 50000  -- microseconds
 
 local function take()
   local fence, last = tonumber(stamp), tonumber(redis.call('HGET', part, ':') or 0)
@@ -95,17 +108,18 @@ local function take()
   if fence <= last then fence = last + 1 end
   fence = text(fence)
   redis.call('SET', lock, token .. ' ' .. fence .. ' ' .. stamp .. ' ' .. about, 'PX', ttl)
-  redis.call('HSET', part, ':', fence, lock, '')
-  if now % 64 == 0 then  -- now and then: drop from the part what is free again
+  local mark = redis.call('EXISTS', lock .. ':q') == 1 and 'q' or ''
+  redis.call('HSET', part, ':', fence, lock, mark)
+  if sweeps then
     for _, key in ipairs(redis.call('HKEYS', part)) do
-      if key ~= ':' and redis.call('EXISTS', key) == 0 then redis.call('HDEL', part, key) end
+      if key ~= ':' and redis.call('EXISTS', key, key .. ':q') == 0 then
+        redis.call('HDEL', part, key)
+      end
     end
   end
   return {ok = '1 ' .. fence .. ' ' .. time[1] .. ' ' .. time[2]}
 end
 
--- Most locks are free. What follows takes longer to define than this to run.
-if redis.call('EXISTS', lock, lock .. ':q') == 0 then return take() end
 """
     + _MINE
     + _QUEUE
@@ -126,7 +140,7 @@ if not held then
     return take()
   end
 end
-if channel then enqueue(channel, ticket) else forget(token) end
+if channel and channel ~= '' then enqueue(channel, ticket) else forget(token) end
 return {ok = '0 ' .. redis.call('PTTL', lock) .. ' ' .. time[1] .. ' ' .. time[2]}
 """
 )
