@@ -44,7 +44,7 @@ BATCH = 32
 RATE_DRIFT = 0.001
 # How often the nodes are asked for it.
 LEARN_SECONDS = 1.0
-# A clock that jumped by so many microseconds was set: what was learned before says nothing.
+# A clock that went back by so many microseconds was set: what was learned before says nothing.
 SET_BY = 50_000
 
 
@@ -113,7 +113,7 @@ class RedlockBackend(BaseLockBackend):
         yes = [line.split() for line in ballot.yes.values()]
         no = [line.split() for line in ballot.no.values()]
         times = [int(words[2]) * 1_000_000 + int(words[3]) for words in yes + no if words[3:]]
-        self._clock.learn(asked, times)
+        self._clock.learn(monotonic(), times)
         if len(yes) >= ballot.majority:
             fence = self._agree(claim, stamp, [int(words[1]) for words in yes])
             return Grant(claim, fence=fence, asked_at=asked, session=stamp)
@@ -344,19 +344,19 @@ class ServerClock:
         """Tell whether the nodes should be asked for the time again."""
         return self._ahead is None or at - self._learned > LEARN_SECONDS
 
-    def learn(self, sent: float, times: Sequence[int]) -> None:
-        """Take what nodes said in answers to a request that left at our time `sent`.
+    def learn(self, heard: float, times: Sequence[int]) -> None:
+        """Take what nodes said in answers that had come at our time `heard`.
 
-        A request that took long makes a clock look fast, so that the least is next to the truth;
-        it is given up slowly, as clocks may run at rates that differ, and when one was set.
+        An answer that took long makes their clocks look slow, so that the greatest guess is next
+        to the truth; it is given up slowly, as clocks may run at rates that differ, and at once
+        when a clock was set back.
         """
         if not times:
             return
-        ahead = min(times) - sent * 1e6
-        if self._ahead is not None and abs(ahead - self._ahead) < SET_BY:
-            creep = (sent - self._learned) * 1e6 * RATE_DRIFT
-            ahead = min(ahead, self._ahead + max(0.0, creep))
-        self._ahead, self._learned = ahead, sent
+        ahead = min(times) - heard * 1e6
+        if self._ahead is not None and ahead > self._ahead - SET_BY:
+            ahead = max(ahead, self._ahead - (heard - self._learned) * 1e6 * RATE_DRIFT)
+        self._ahead, self._learned = ahead, heard
 
 
 def _checked(where: str, location: Any) -> list[tuple[str, Any]]:

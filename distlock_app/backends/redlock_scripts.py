@@ -80,7 +80,8 @@ end
 #
 # When the nodes agree on a fence there is nothing to write back to them. So each takes the number
 # that the client proposes, its guess of this node's time, if it is not far ahead of the last one. A
-# node that does not know the last one compares its own time, and so the fence goes on growing.
+# node that does not know the last one takes its own time, which no guess is ahead of: so the fence
+# goes on growing even if all nodes forget.
 _ACQUIRE = (
     _BEGIN
     + """
@@ -103,8 +104,8 @@ end
     + """
 
 local function take()
-  local fence, last = tonumber(stamp), tonumber(redis.call('HGET', part, ':') or 0)
-  if fence > now or fence < now - CLOSE then fence = now end
+  local fence, last = tonumber(stamp), tonumber(known[1] or 0)
+  if last == 0 or fence > now or fence < now - CLOSE then fence = now end
   if fence <= last then fence = last + 1 end
   fence = text(fence)
   redis.call('SET', lock, token .. ' ' .. fence .. ' ' .. stamp .. ' ' .. about, 'PX', ttl)
