@@ -72,7 +72,8 @@ def acquiring(
             answer = yield ("pause", deadline.cap(pause), news)
         if answer:
             began = asked_at if answer.asked_at is None else answer.asked_at
-            if monotonic() < began + claim.ttl - drift(claim.ttl):
+            ttl = answer.claim.ttl  # an engine may give less than it was asked for
+            if monotonic() < began + ttl - drift(ttl):
                 return answer, began
             # The process or the network slept for longer than the lease: it may be over.
             try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic, sleep
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from django.conf import settings
@@ -15,11 +16,13 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockLost
+from distlock_app.backends.etcd_gateway import encoded
 from distlock_app.claims import Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
 from tests.engines import until
+from tests.launching import free_port
 from tests.proxy import proxy_to
 from tests.servers import EtcdServer, ZooKeeperServer
 
@@ -141,6 +144,7 @@ def test_who_is_cut_off_is_told_before_another_gets_the_lock(engine):
     engine.proxy.silent = False
     engine.proxy.cut()
 
+    print(f"{engine.name}: told {had_it[0] - told[0]:.2f} s before another had it")
     assert told[0] < had_it[0]
     with pytest.raises((LockLost, BackendError)):
         held.release()
@@ -353,19 +357,20 @@ def test_a_cleared_waiter_does_not_believe_that_it_has_the_lock(engine):
 
 def test_fences_grow_when_the_data_is_lost(private_server, running_server):
     name, _ = running_server
-    kind = {"etcd": EtcdServer, "zookeeper": ZooKeeperServer}[name]
-    with kind() as server, proxy_to(server.port) as proxy:
-        made = Engine(name, server, proxy)
-        fences = []
-        for _ in range(2):
-            with override_settings(DISTLOCK=made.settings()):
+    server = private_server({"etcd": EtcdServer, "zookeeper": ZooKeeperServer}[name])
+    with proxy_to(server.port) as proxy:
+        with override_settings(DISTLOCK=Engine(name, server, proxy).settings()):
+            fences = []
+            for _ in range(2):
                 for _ in range(3):
-                    with Lock("a", using="other", ttl=TTL, wait=20) as hold:
-                        fences.append(hold.fence)
-                other().close()
-            server.stop()
-            wipe(server.home / "data")
-            server.start()
+                    grant = until_granted(lambda: other().acquire(a_claim("a", ttl=TTL), 0))
+                    fences.append(grant.fence)
+                    other().release(grant)
+                server.stop()
+                wipe(server.home / "data")
+                server.start()
+            other().close()
+    server.close()
 
     assert fences == sorted(set(fences))
 
@@ -399,3 +404,59 @@ def test_a_missing_kazoo_is_named(monkeypatch):
     with override_settings(DISTLOCK={"default": setting}):
         with pytest.raises(ImproperlyConfigured, match=r"distlock_app\[zookeeper\]"):
             registry["default"]
+
+
+def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):
+    if engine.name != "etcd":
+        return  # kazoo does that
+    engine.proxy.silent = True
+    places = [free_port(), engine.proxy.port, engine.server.port]
+    setting = engine.setting(0) | {"LOCATION": [f"http://127.0.0.1:{port}" for port in places]}
+    with override_settings(DISTLOCK={"own": setting}):
+        for _ in range(2):
+            with Lock("a", using="own", ttl=TTL):
+                assert [h.name for h in own().holders(key_of("a"))] == ["a"]
+        own().close()
+
+
+def test_a_user_logs_in(running_server, private_server):
+    name, server = running_server
+    if name == "etcd":
+        server = private_server(EtcdServer)
+        protect_etcd(server.url)
+    login = {"USER": "locks", "PASSWORD": "opensesame", "PREFIX": "secured", "TIMEOUT": 1}
+    setting = {"BACKEND": BACKENDS[name], "LOCATION": server.url, "OPTIONS": login}
+    wrong = setting | {"OPTIONS": login | {"PASSWORD": "wrong"}}
+    with override_settings(DISTLOCK={"own": setting, "other": wrong}):
+        with ThreadPoolExecutor(1) as pool, Lock("a", using="own", ttl=TTL) as hold:
+            waiter = pool.submit(Lock("a", using="own", ttl=TTL).acquire, wait=20)
+            until(lambda: [h.waiters for h in own().holders(key_of("a"))] == [1])
+            with pytest.raises(BackendError) as raised:
+                Lock("a", using="other", ttl=TTL).acquire(wait=0)
+            hold.release()
+            waiter.result(30).release()
+        for entry in registry.made():
+            entry.backend.close()
+
+    assert "wrong" not in str(raised.value)
+    if name == "etcd":
+        server.close()
+
+
+def protect_etcd(url):
+    """Let only the user `locks` at the keys that begin with "secured", and only there."""
+
+    def ask(path, **body):
+        request = Request(f"{url}/v3/auth/{path}", json.dumps(body).encode())
+        with urlopen(request, timeout=10) as response:
+            response.read()
+
+    ask("user/add", name="root", password="secret")
+    ask("role/add", name="root")
+    ask("user/grant", user="root", role="root")
+    ask("user/add", name="locks", password="opensesame")
+    ask("role/add", name="locks")
+    keys = {"key": encoded("secured"), "range_end": encoded("securee")}
+    ask("role/grant", name="locks", perm={"permType": "READWRITE", **keys})
+    ask("user/grant", user="locks", role="locks")
+    ask("enable")

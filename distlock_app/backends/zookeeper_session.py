@@ -6,6 +6,7 @@ import atexit
 import math
 import select
 import threading
+from time import monotonic
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -17,6 +18,7 @@ try:
     from kazoo.client import KazooClient
     from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
     from kazoo.protocol.serialization import Connect
+    from kazoo.protocol.states import KazooState
     from kazoo.retry import KazooRetry
 except ImportError:  # the extra is not installed: said when an engine is made
     KazooClient = None
@@ -79,9 +81,10 @@ class Session:
 
     def _reset(self) -> None:
         self._opening = threading.Lock()
-        self._client: Any = None
-        self._live: Any = None  # set while there is a connection
+        # kazoo's client, and its event that is set while there is a connection.
+        self._client: tuple[Any, Any] | None = None
         self._granted = 0.0  # seconds that the server lets the session live
+        self._cut_at = float("inf")  # a monotonic time: there is no connection since then
         self._epoch: tuple[int, int] | None = None  # of which session, and its value
 
     @property
@@ -138,34 +141,41 @@ class Session:
 
     def close(self) -> None:
         """End the session, and with it all of its nodes."""
-        client = self._client
+        found = self._client
         self._reset()
-        if client is not None and client.connected:
+        if found is None:
+            return
+        client, live = found
+        if live.is_set():
             _end(client)
-        elif client is not None:  # kazoo waits until its attempt to connect has ended
+        else:  # kazoo waits until its attempt to connect has ended
             threading.Thread(target=_end, args=(client,), daemon=True).start()
 
     def forget(self) -> None:
         """Leave, in a child of fork(), the parent's session alone."""
         if self._client is not None:
             _graveyard.append(self._client)
-            atexit.unregister(self._client.handler.stop)
+            atexit.unregister(self._client[0].handler.stop)
         self._reset()
 
     def _connected(self) -> Any:
-        if self._client is None:
+        found = self._client
+        if found is None:
             with self._opening:
-                if self._client is None:
-                    self._open()
-        client = self._client
-        if not self._live.wait(self._timeout):
+                found = self._client or self._open()
+        client, live = found
+        if not live.wait(self._timeout):
             if client.client_state == "AUTH_FAILED":  # kazoo has given up
                 self.close()
                 raise BackendError(f"ZooKeeper {self._alias!r} did not let us in.")
+            if monotonic() - self._cut_at > self._granted:
+                # The session is over. A server that lost its data would refuse this client for
+                # ever, which has seen later changes than there are: a new one has seen none.
+                self.close()
             raise BackendError(f"ZooKeeper {self._alias!r} could not be reached.")
         return client
 
-    def _open(self) -> None:
+    def _open(self) -> tuple[Any, Any]:
         retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
         client = KazooClient(connection_retry=retry, handler=Handler(), **self._options)
         invoke = client._connection._invoke
@@ -177,9 +187,14 @@ class Session:
                 self._granted = answer[0].time_out / 1000
             return answer
 
+        def note(state: str) -> None:
+            if self._client is not None and self._client[0] is client:
+                self._cut_at = float("inf") if state == KazooState.CONNECTED else monotonic()
+
         client._connection._invoke = listen
-        self._live = client.start_async()
-        self._client = client
+        client.add_listener(note)
+        self._client = (client, client.start_async())
+        return self._client
 
 
 def _end(client: Any) -> None:
