@@ -410,3 +410,64 @@ def test_a_stable_owner_is_refused():
 def test_busy_is_busy():
     with held_elsewhere("a", using=ALIAS), pytest.raises(LockBusy):
         lock("a").acquire(wait=0)
+
+
+# Many processes.
+
+REQUESTS = {
+    "mysql": "SHOW GLOBAL STATUS LIKE 'Questions'",
+    "postgresql": "SELECT '', sum(xact_commit + xact_rollback) FROM pg_stat_database",
+}
+
+
+@pytest.fixture
+def own_server(request, django_db_blocker):
+    """A server of this test alone, as alias `own`: nobody else's statements are counted."""
+    fixture, name = {
+        "mysql": ("own_mariadb", "mysql"),
+        "postgresql": ("own_postgresql", "postgres"),
+    }[connection.vendor]
+    server = request.getfixturevalue(fixture)
+    user = {"mysql": "root", "postgresql": "postgres"}[connection.vendor]
+    place = {"HOST": "127.0.0.1", "PORT": server.port, "USER": user, "NAME": name}
+    connections.settings["own"] = {**connections.settings["default"], **place}
+    with django_db_blocker.unblock():
+        yield server
+        connections["own"].close()
+    del connections["own"]
+    del connections.settings["own"]
+
+
+def requests_so_far():
+    with connections["own"].cursor() as cursor:
+        cursor.execute(REQUESTS[connection.vendor])
+        return int(cursor.fetchone()[1])
+
+
+@pytest.mark.slow
+def test_16_processes_take_turns_with_two_requests_each(own_server, processes):
+    variable = f"DISTLOCK_TEST_{settings.ENGINE.upper()}_URL"
+    url = own_server.url.rpartition("/")[0] + "/" + connections["own"].settings_dict["NAME"]
+    before = requests_so_far()
+    waits = processes.run(
+        "tests.lock_workers:contend",
+        count=16,
+        env={variable: url, "DISTLOCK_TEST_DB_NAME": ""},
+        name="contended",
+        using=ALIAS,
+        seconds=8,
+    )
+    connections["own"].close()
+    time.sleep(1.5)  # PostgreSQL's counters come late
+    sent = requests_so_far() - before
+
+    # The first and last second do not count: processes come and go then.
+    begin = max(one[0][0] for one in waits) + 1
+    end = min(one[-1][1] for one in waits) - 1
+    counts = [sum(begin < got < end for _, got in one) for one in waits]
+    each = sent / sum(len(one) for one in waits)
+    print(f"{each:.2f} requests each, {min(counts)} to {max(counts)} acquisitions")
+    # Connecting takes some of its own, 16 times.
+    assert each <= 2.1 + 16 * 10 / sum(len(one) for one in waits)
+    # Within 1.1 on an idle machine; a busy one keeps a process from asking again.
+    assert max(counts) <= 1.25 * min(counts)

@@ -1,0 +1,115 @@
+"""Named locks of MySQL and MariaDB: their names, and what differs between the two."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection, connections
+
+from distlock_app.backends.mysql import NamedLockBackend
+from distlock_app.registry import registry
+from distlock_app.sharing_contract import a_claim
+from tests.engines import running, until
+
+# As on MySQL by default.
+INSTRUMENTED = {
+    "performance-schema": "ON",
+    "performance-schema-instrument": "wait/lock/metadata/sql/mdl=ON",
+    "performance-schema-consumer-events-statements-current": "ON",
+}
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.skipif(connection.vendor != "mysql", reason="about MySQL and MariaDB"),
+]
+
+
+@pytest.fixture
+def backend():
+    return registry["named"].backend
+
+
+def test_the_names_obey_mysql_and_have_the_schema_in_them(backend):
+    grant = backend.acquire(a_claim("x" * 300 + "JOB\x00é"), 0)
+    name = grant.session.prefix + grant.claim.key
+
+    assert len(name) <= 64
+    assert name == name.lower()
+    assert grant.session.ask(f"SELECT IS_USED_LOCK('{name}') = CONNECTION_ID()") == [(1,)]
+    assert backend.release(grant)
+    # The same name in another schema is another lock.
+    settings = {"NAME": "elsewhere", "OPTIONS": {}}
+    grant.session.adapt(settings)
+    assert not name.startswith(grant.session.prefix)
+    backend.close()
+
+
+def test_the_server_ends_a_session_that_says_nothing_and_only_ours(backend):
+    grant = backend.acquire(a_claim("a", ttl=7.5), 0)
+
+    assert grant.session.ask("SELECT @@wait_timeout") == [(10,)]
+    backend.extend(grant, 60)
+    assert grant.session.ask("SELECT @@wait_timeout") == [(62,)]
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT @@wait_timeout")
+        assert cursor.fetchone()[0] > 62
+    backend.release(grant)
+
+
+def test_on_mysql_the_statement_has_the_exact_limit(backend):
+    """MySQL rounds GET_LOCK's seconds; the hint is MySQL's own."""
+    line = backend._lend()
+    line.is_mariadb = False
+
+    statement = line._locking(a_claim("a"), 0.3)
+
+    assert statement.startswith("SELECT /*+ MAX_EXECUTION_TIME(300) */ /* distlock ")
+    assert ", 1), TIMESTAMPDIFF" in statement
+    assert "MAX_EXECUTION_TIME" not in line._locking(a_claim("a"), 0)
+    backend._pool.drop(line)
+
+
+def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
+    """As MAX_EXECUTION_TIME does it on MySQL."""
+    held = backend.acquire(a_claim("a"), 0)
+    line, answers = backend._lend(), []
+    line.is_mariadb = False
+
+    with running(lambda: answers.append(line.take(a_claim("a"), 20))):
+        until(lambda: [h.waiters for h in backend.holders(held.claim.key)] == [1])
+        backend._question(lambda other: other.ask(f"KILL QUERY {line.number}"))
+
+    assert answers == [None]
+    assert line.ask("SELECT 1") == [(1,)]
+    assert backend.release(held)
+    backend._pool.drop(line)
+
+
+def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
+    monkeypatch.setattr(backend.line, "_locking", lambda *args: "SELECT NULL, 1")
+
+    with pytest.raises(Exception, match="NULL"):
+        backend.acquire(a_claim("a"), 0)
+
+    assert backend._taken == {}
+
+
+@pytest.mark.slow
+def test_with_performance_schema_all_locks_are_listed(private_server, django_db_blocker):
+    from tests.servers import MariaDBServer
+
+    server = private_server(MariaDBServer, config=INSTRUMENTED)
+    place = {"HOST": "127.0.0.1", "PORT": server.port, "USER": "root", "NAME": "mysql"}
+    connections.settings["own"] = {**connections.settings["default"], **place}
+    mine, other = (NamedLockBackend(alias="own", location="own") for _ in range(2))
+    with django_db_blocker.unblock():
+        grant = other.acquire(a_claim("seen from afar"), 0)
+        (holding,) = mine.holders()
+
+        assert holding.name == "seen from afar"
+        assert holding.holder["host"] == "elsewhere"
+        assert mine.clear(holding.key, holding.seen) == 1
+        assert other.release(grant) is False
+        mine.close()
+        other.close()
+    del connections.settings["own"]
+    server.close()
