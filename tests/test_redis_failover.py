@@ -191,8 +191,8 @@ def through_failure(processes, tmp_path, fail, **arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [0, 1])
-def test_sentinels_make_a_new_master_under_load(private_server, processes, tmp_path, replicas):
+@pytest.mark.parametrize(("replicas", "how"), [(0, "pause"), (1, "kill")])
+def test_sentinels_make_a_new_master_under_load(private_server, processes, tmp_path, replicas, how):
     master = private_server(RedisServer, config=QUICK)
     config = {**QUICK, "replicaof": f"127.0.0.1 {master.port}"}
     others = [private_server(RedisServer, config=config) for _ in range(2)]
@@ -216,7 +216,7 @@ def test_sentinels_make_a_new_master_under_load(private_server, processes, tmp_p
     }
 
     turns, gap = through_failure(
-        processes, tmp_path, master.kill, caches={"own": cache}, params=params
+        processes, tmp_path, getattr(master, how), caches={"own": cache}, params=params
     )
 
     if replicas:

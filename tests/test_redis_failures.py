@@ -8,8 +8,8 @@ import pytest
 
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
-from tests.redis_workers import Waiter, backend_at, claim, client_of, wait_for
-from tests.servers import RedisServer, SentinelServer
+from tests.redis_workers import Waiter, backend_at, claim
+from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -196,43 +196,3 @@ def test_no_error_shows_the_password(private_server):
     for error in (refused.value, gone.value):
         text = text_of(error)
         assert "horse" not in text and "redis://" not in text
-
-
-@pytest.mark.slow
-def test_a_sentinel_alias_finds_the_new_master(private_server):
-    master = private_server(RedisServer)
-    replica = private_server(RedisServer, config={"replicaof": f"127.0.0.1 {master.port}"})
-    sentinel = private_server(SentinelServer, master)
-    watcher = client_of(sentinel.url)
-    deadline = time.monotonic() + 30
-    while not watcher.sentinel_slaves("locks"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    backend = backend_at(
-        "redis://locks/0",
-        CLIENT_CLASS="django_redis.client.SentinelClient",
-        CONNECTION_FACTORY="django_redis.pool.SentinelConnectionFactory",
-        SENTINELS=[("127.0.0.1", sentinel.port)],
-        SOCKET_TIMEOUT=1,
-    )
-    before = wait_for(backend, 5, "a")
-    waiter = Waiter(backend, "a")
-    waiter.ask()
-    client_of(master.url).wait(1, 1000)
-
-    master.kill()
-    grant = None
-    deadline = time.monotonic() + 40
-    while not grant:
-        assert time.monotonic() < deadline
-        try:
-            backend.release(before)
-            grant = backend.acquire(waiter.claim, 0)
-        except BackendError:
-            time.sleep(0.1)
-
-    assert grant.fence > before.fence
-    assert client_of(replica.url).role()[0] == "master"
-    assert backend.release(grant)
-    backend.close()
-    watcher.close()
