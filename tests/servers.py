@@ -123,6 +123,18 @@ class RedisCluster:
 
     def start(self) -> RedisCluster:
         """Start, and return when the cluster has found itself: Redis takes two seconds for it."""
+        for attempt in range(3):
+            try:
+                self._start()
+                self.settle()
+                return self
+            except DidNotStart:  # somebody took one of the ports meanwhile
+                self.close()
+                if attempt == 2:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _start(self) -> None:
         ports = [(free_port(), free_port()) for _ in range(6)]
         names = [secrets.token_hex(20) for _ in ports]
         for me, (port, bus) in enumerate(ports):
@@ -143,8 +155,6 @@ class RedisCluster:
             node = RedisServer(directory=home, port=port, config=config, detached=self.detached)
             self.nodes.append(node)
             node.start()
-        self.settle()
-        return self
 
     def settle(self, within: float = START_TIMEOUT) -> None:
         """Wait until every node that runs says that all is well, and replicas are up to date."""
@@ -165,8 +175,8 @@ class RedisCluster:
 
     def close(self) -> None:
         """End the nodes and remove their directories."""
-        for node in self.nodes:
-            node.close()
+        while self.nodes:
+            self.nodes.pop().close()
 
     @property
     def pids(self) -> list[int]:
