@@ -17,6 +17,7 @@ from distlock_app.optimistic import (
     StaleObjectError,
     VersionedManager,
     VersionedModel,
+    VersionedQuerySet,
     VersionField,
 )
 from tests.app.versioned_models import Account, Article, ProxyAccount, SavingsAccount, Seat
@@ -130,6 +131,12 @@ def test_migrations_say_nothing_of_managers(model: Any) -> None:
 
     assert state.managers == []
     assert "base_manager_name" not in state.options
+
+
+def test_a_model_that_is_added_later_does_not_take_the_base_manager_away() -> None:
+    Account._meta._expire_cache()
+
+    assert isinstance(Account._base_manager.get_queryset(), VersionedQuerySet)
 
 
 @isolate_apps("tests.app")
