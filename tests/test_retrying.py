@@ -116,10 +116,28 @@ def test_pauses_grow_with_the_attempts(account: Account, monkeypatch: Any) -> No
 
     with pytest.raises(RetriesExhausted):
         Account.objects.retrying(
-            account.pk, Interrupted(9), attempts=5, lock_from=None, pause=0.1, max_pause=0.3
+            account.pk, Interrupted(9), attempts=5, lock_from=None, pause=100, max_pause=300
         )
 
-    assert pauses == [0.1, 0.2, 0.3, 0.3, 0.0]
+    assert pauses == [100, 200, 300, 300, 0.0]
+
+
+def test_a_slow_attempt_is_followed_by_a_longer_pause(account: Account, monkeypatch: Any) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    nap = time.sleep
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    def change(obj: Account) -> None:
+        nap(0.05)
+        Interrupted(9)(obj)
+
+    with pytest.raises(RetriesExhausted):
+        Account.objects.retrying(
+            account.pk, change, attempts=2, lock_from=None, pause=0.001, max_pause=60
+        )
+
+    assert pauses[0] >= 0.4
 
 
 def test_the_row_is_locked_from_the_nth_attempt_on(account: Account) -> None:
