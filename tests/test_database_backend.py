@@ -11,6 +11,7 @@ from django.db import connection, connections, transaction
 from django.utils import timezone
 
 from distlock_app.backends.database import DatabaseBackend
+from distlock_app.backends.sql.base import PAGE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -178,6 +179,15 @@ def test_holders_of_one_key_are_only_its_own(backend):
     grab(backend, "b")
 
     assert [shown.key for shown in backend.holders(held.claim.key)] == [held.claim.key]
+
+
+def test_holders_are_read_page_by_page(backend, monkeypatch):
+    keys = {grab(backend, f"n{number}").claim.key for number in range(5)}
+    dialect = backend._sessions.dialect
+    monkeypatch.setattr(dialect, "HOLDERS", dialect.HOLDERS.replace(f"LIMIT {PAGE}", "LIMIT 2"))
+    monkeypatch.setattr("distlock_app.backends.database.PAGE", 2)
+
+    assert sorted(shown.key for shown in backend.holders()) == sorted(keys)
 
 
 def test_many_are_extended_at_once_and_the_lost_ones_are_named(backend):

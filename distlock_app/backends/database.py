@@ -20,7 +20,7 @@ from .base import BaseLockBackend
 from .database_checks import check_sharing, check_table
 from .sessions import Place, Session, Sessions
 from .sql import dialect_for
-from .sql.base import MAX_FENCE
+from .sql.base import MAX_FENCE, PAGE
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class DatabaseBackend(BaseLockBackend):
             return dialect.extend(cursor, grant.claim, ttl)
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        for row in self._ask(lambda s: s.dialect.holders(s.cursor, key)):
+        for row in self._rows(key):
             key_of_row, name, fence, holder, left_us, held_us = row
             yield Holding(
                 name=name,
@@ -148,6 +148,16 @@ class DatabaseBackend(BaseLockBackend):
                 held_for=None if held_us is None else held_us / 1e6,
                 holder=_as_mapping(holder),
             )
+
+    def _rows(self, key: str | None) -> Iterator[Any]:
+        # Keys are lower-case hex digits, which "g" follows.
+        first, last = key or "", key or "g"
+        while True:
+            read = partial(_read_holders, first, last)
+            yield from (rows := self._ask(read))
+            if key is not None or len(rows) < PAGE:
+                return
+            first = rows[-1][0] + "0"  # what follows that key
 
     def clear(self, key: str, seen: str | None = None) -> int:
         try:
@@ -358,6 +368,10 @@ class DatabaseBackend(BaseLockBackend):
                     " and would wait for itself. Take the lock before atomic(), or give the"
                     " locks a database file of their own (LOCATION)."
                 ) from error
+
+
+def _read_holders(first: str, last: str, session: Session) -> Any:
+    return session.dialect.holders(session.cursor, first, last)
 
 
 def _who(claim: Claim) -> tuple[str, str]:

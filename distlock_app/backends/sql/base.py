@@ -34,6 +34,8 @@ HANDOVER_US = 250_000
 # How often the row may come and go (purge) under one try before it is called busy.
 ROUNDS = 3
 
+PAGE = 5_000  # rows that one statement reads for people, who rarely want all
+
 MAX_FENCE = 2**63 - 1
 
 Named = Mapping[str, Any]
@@ -78,6 +80,7 @@ class Dialect:
         for word in dir(type(self)):
             if word.isupper() and isinstance(text := getattr(self, word), str):
                 text = text.replace("{table}", table).replace("{handover_us}", str(HANDOVER_US))
+                text = text.replace("{page}", str(PAGE))
                 setattr(self, word, text)
 
     def adapt(self, settings: dict[str, Any]) -> None:
@@ -180,10 +183,12 @@ class Dialect:
         asked = {"key": grant.claim.key, "fence": grant.fence}
         return self.execute(cursor, self.RELEASED, asked).fetchone() is not None
 
-    def holders(self, cursor: Cursor, key: str | None) -> Any:
-        """Read the live rows: key, name, fence, holder, microseconds left, microseconds held."""
-        # Keys are lower-case hex digits, which "g" follows.
-        asked = {"first": key or "", "last": key or "g"}
+    def holders(self, cursor: Cursor, first: str, last: str) -> Any:
+        """Read a page of the live rows with keys from `first` to `last`, in their order.
+
+        Each is key, name, fence, holder, microseconds left, microseconds held.
+        """
+        asked = {"first": first, "last": last}
         return self.execute(cursor, self.HOLDERS, asked).fetchall()
 
     def clear(self, cursor: Cursor, key: str, fences: tuple[int, int]) -> int:

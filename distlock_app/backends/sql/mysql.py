@@ -100,7 +100,9 @@ class MySQL(Dialect):
                TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6))
           FROM {table}
          WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)
-           AND `key` BETWEEN %(first)s AND %(last)s"""
+           AND `key` BETWEEN %(first)s AND %(last)s
+         ORDER BY `key`
+         LIMIT {page}"""
     CLEAR = """
         UPDATE {table}
            SET owner = '', expiry = UTC_TIMESTAMP(6) - INTERVAL {handover_us} MICROSECOND,

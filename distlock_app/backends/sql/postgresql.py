@@ -104,7 +104,9 @@ class PostgreSQL(Dialect):
                (extract(epoch FROM clock_timestamp() - acquired_at) * 1000000)::bigint
           FROM {table}
          WHERE owner <> '' AND expiry > clock_timestamp()
-           AND key BETWEEN %(first)s AND %(last)s"""
+           AND key BETWEEN %(first)s AND %(last)s
+         ORDER BY key
+         LIMIT {page}"""
     CLEAR = """
         UPDATE {table}
            SET owner = '', expiry = clock_timestamp() - {handover_us} * interval '1 microsecond',

@@ -72,7 +72,9 @@ class SQLite(Dialect):
                CAST(round((julianday('now') - julianday(acquired_at)) * 86400000) AS INTEGER) * 1000
           FROM {table}
          WHERE owner <> '' AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')
-           AND key BETWEEN :first AND :last"""
+           AND key BETWEEN :first AND :last
+         ORDER BY key
+         LIMIT {page}"""
     CLEAR = """
         UPDATE {table}
            SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now'),
