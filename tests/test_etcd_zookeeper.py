@@ -334,6 +334,29 @@ def test_waiters_are_served_in_order_of_arrival(engine):
     assert order == sorted(order, key=lambda item: item[1])
 
 
+def test_a_free_lock_costs_few_requests(engine):
+    lock = Lock("a", using="other", ttl=TTL)
+    lock.acquire().release()
+    before = engine.requests()
+    for _ in range(20):
+        lock.acquire().release()
+
+    # A lease of etcd serves many locks; a sign of life may come in between.
+    assert engine.requests() - before <= 20 * {"etcd": 2, "zookeeper": 3}[engine.name] + 8
+
+
+def test_a_hold_is_extended_beyond_its_ttl_only_where_the_engine_can(engine):
+    with Lock("a", using="own", ttl=TTL) as hold:
+        if engine.name == "etcd":
+            hold.extend(60)
+            assert hold.expires_in > 30
+        else:
+            with pytest.raises(BackendError, match="SESSION"):
+                hold.extend(60)
+        hold.extend()
+        assert not other().acquire(a_claim("a", ttl=TTL), 0)
+
+
 def test_a_waiter_who_gives_up_leaves_no_place(engine):
     held = Lock("a", using="other", ttl=TTL).acquire()
     with pytest.raises(Exception, match="was held by others"):
