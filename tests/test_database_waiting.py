@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from time import monotonic, sleep
 
@@ -225,6 +227,36 @@ def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, places, on
     backend.release(held)
 
     assert waiter.served()
+
+
+def test_dead_waiters_hold_nobody_up(backend, places, only_told, processes):
+    held = grab(backend, "a")
+    options = {"name": "a", "using": "locks", "ttl": 30, "wait": DEADLINE}
+    dead = processes.start_many("tests.lock_workers:take_once", count=3, **options)
+    in_queue(3)
+    waiter = Waiter()
+    waiter.start()
+    in_queue(4)
+
+    for one in dead:
+        one.kill()
+    backend.release(held)
+    released_at = monotonic()
+
+    assert waiter.served()
+    print(f"{(waiter.got_at - released_at) * 1000:.0f} ms")
+
+
+def test_ctrl_c_ends_a_wait_on_the_server(backend, processes):
+    held = grab(backend, "a")
+    options = {"name": "a", "using": "locks", "ttl": 30, "wait": DEADLINE}
+    worker = processes.start("tests.lock_workers:take_once", **options)
+    in_queue()
+
+    os.kill(worker.pid, signal.SIGINT)
+
+    in_queue(0)
+    assert backend.release(held) is True
 
 
 def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, places):
