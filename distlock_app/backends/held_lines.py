@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -385,10 +386,15 @@ def tag_of(claim: Claim) -> str:
 
 def note(claim: Claim, fence: int | None = None) -> str:
     """Return a comment for the statements of `claim`: people see it beside the session."""
-    name = json.dumps(shown(claim.name))
+    name = _quoted(claim.name)
     # ASCII JSON without an asterisk cannot end the comment.
     text = f"{name} {claim.holder}".replace("*", "\\u002a")
     return f"/* distlock {tag_of(claim)} {claim.key} {fence or 0} {text} */"
+
+
+@lru_cache(maxsize=1024)
+def _quoted(name: str) -> str:
+    return json.dumps(shown(name))
 
 
 def _from_note(statement: str | None) -> dict[str, Any]:
