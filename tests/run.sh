@@ -205,7 +205,6 @@ if [ -n "$quick$only" ]; then
     other_pairs=
 fi
 if [ -n "$quick" ]; then
-    set -- "$@" -m 'not slow'
     skip 'tests marked slow; MariaDB, PostgreSQL, etcd, ZooKeeper and the browser (--quick)'
     for pair in $main_pairs; do last=$pair; done
     [ "$main_pairs" = "$last" ] || skip "every pair but $last (--quick)"
@@ -279,31 +278,19 @@ start_servers() {
     [ -z "$browser" ] || DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE chromium"
 }
 
-# run_lane NAME [PYTEST ARGUMENTS]: the suites of a main pair on every database, with `old` those
-# of the other pairs too, one after the other, on servers of their own.
+# run_lane NAME PAIR MARKS [PYTEST ARGUMENTS]: the suite of a pair, or the tests with these marks,
+# on one database after the other, on servers of its own; with `old` also the other pairs.
 run_lane() {
-    lane="$work/$1" lanes='' child=''
-    shift
+    lane="$work/$1" pair=$2 marks=$3 lanes='' child=''
+    shift 3
     trap - EXIT
     trap '[ -z "$child" ] || kill -TERM "$child"; exit 143' TERM
     mkdir -m 711 "$lane" "$lane/servers" "$lane/tmp"
     export TMPDIR="$lane/tmp" DISTLOCK_TEST_VAR="$lane/var" DISTLOCK_TEST_TOTALS="$lane/totals"
     start_servers
-    if [ "${lane##*/}" = new ]; then pairs=$new_pair; else pairs=$old_pair; fi
-    for pair in $pairs; do
-        for database in $databases; do
-            marks=
-            [ "$database" = sqlite ] || marks='not once'
-            if [ "${lane##*/}" = old ]; then
-                marks="${marks:+$marks and }not slow"
-                skip "slow tests on $pair, $database: the pair $new_pair runs them"
-            fi
-            if [ -n "$marks" ] && [ -z "$quick" ]; then
-                run_suite "$pair" "$database" -m "$marks" "$@"
-            else
-                run_suite "$pair" "$database" "$@"
-            fi
-        done
+    for database in ${pair:+$databases}; do
+        [ "$database" = sqlite ] || once=' and not once'
+        run_suite "$pair" "$database" "$@" ${marks:+-m "$marks${once:-}"}
     done
     [ "${lane##*/}" = old ] || return 0
     for pair in $other_pairs; do
@@ -318,17 +305,25 @@ done
 
 new_pair=${main_pairs##* }
 old_pair=${main_pairs%"$new_pair"}
-if [ -n "$old_pair$other_pairs" ]; then
-    run_lane old "$@" > "$work/old.log" 2>&1 &
-    lanes=$!
+start_lane() {
+    run_lane "$@" > "$work/$1.log" 2>&1 &
+    lanes="$lanes $!"
     # On a server that somebody gave us, the lanes would meet.
-    [ -z "$given" ] || wait "$lanes"
+    [ -z "$given" ] || wait "$!"
+}
+if [ -n "$quick" ]; then
+    run_lane new "$new_pair" 'not slow' "$@" &
+    lanes=$!
+else
+    [ -z "$old_pair" ] || skip "slow tests on $old_pair: the pair $new_pair runs them"
+    [ -z "$old_pair$other_pairs" ] || start_lane old "${old_pair% }" 'not slow' "$@"
+    start_lane slow "$new_pair" slow "$@"
+    run_lane new "$new_pair" 'not slow' "$@" &
+    lanes="$lanes $!"
 fi
-run_lane new "$@" &
-lanes="$lanes $!"
 for process in $lanes; do wait "$process"; done
 lanes=
-cat "$work/old.log" 2>/dev/null
+cat "$work/old.log" "$work/slow.log" 2>/dev/null
 
 pair=${main_pairs##* }
 bin="$here/.venv-tests/$pair/bin"

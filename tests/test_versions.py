@@ -134,7 +134,7 @@ def test_migrations_say_nothing_of_managers(model: Any) -> None:
 
 
 def test_a_model_that_is_added_later_does_not_take_the_base_manager_away() -> None:
-    Account._meta._expire_cache()
+    Account._meta._expire_cache()  # type: ignore[attr-defined]
 
     assert isinstance(Account._base_manager.get_queryset(), VersionedQuerySet)
 
