@@ -149,8 +149,8 @@ def test_only_the_databases_that_were_named_are_asked(settings):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "distlock_app.backends.database.DatabaseBackend._check_server",
-            lambda self: asked.append(self.using) or [],
+            "distlock_app.backends.database.check_table",
+            lambda alias, sessions: asked.append(sessions.using) or [],
         )
         check_servers(databases=["default"])
         assert asked == []
