@@ -8,6 +8,7 @@ import re
 import select
 import socket
 import ssl
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from io import BufferedReader
@@ -176,6 +177,7 @@ class Gateway:
         self._login = {"name": user, "password": password} if user else None
         self._token = ""
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+        weakref.finalize(self, _close_all, self._idle)  # what came back after close()
 
     def ask(self, path: str, body: dict[str, Any], *, repeat: bool = True) -> dict[str, Any]:
         """Return the answer to one request; raise BackendError.
@@ -219,11 +221,7 @@ class Gateway:
 
     def close(self) -> None:
         """Close what is idle; in a child of fork(), only its copies of the parent's."""
-        while self._idle:
-            try:
-                self._idle.pop().close()
-            except IndexError:
-                return
+        _close_all(self._idle)
 
     def _send(self, path: str, data: bytes, *, repeat: bool = True) -> dict[str, Any]:
         failure: Exception | None = None
@@ -294,6 +292,14 @@ class Gateway:
 
     def _unreachable(self, error: Exception | None) -> BackendError:
         return BackendError(f"etcd {self._alias!r} did not answer: {type(error).__name__}.")
+
+
+def _close_all(links: deque[Link]) -> None:
+    while links:
+        try:
+            links.pop().close()
+        except IndexError:
+            return
 
 
 def encoded(text: str) -> str:
