@@ -279,7 +279,8 @@ start_servers() {
 }
 
 # run_lane NAME PAIR MARKS [PYTEST ARGUMENTS]: the suite of a pair, or the tests with these marks,
-# on one database after the other, on servers of its own; with `old` also the other pairs.
+# on one database after the other, on servers of its own; the lane of the slow tests, which is the
+# first to be done, then tests the other pairs.
 run_lane() {
     lane="$work/$1" pair=$2 marks=$3 lanes='' child=''
     shift 3
@@ -292,7 +293,7 @@ run_lane() {
         [ "$database" = sqlite ] || once=' and not once'
         run_suite "$pair" "$database" "$@" ${marks:+-m "$marks${once:-}"}
     done
-    [ "${lane##*/}" = old ] || return 0
+    [ "${lane##*/}" = slow ] || return 0
     for pair in $other_pairs; do
         skip "$pair on MariaDB, PostgreSQL and Redis alone, its slow tests and crowds: the main pairs run them"
         run_suite "$pair" sqlite "$@" -m 'not slow and not once and not crowd'
@@ -316,7 +317,7 @@ if [ -n "$quick" ]; then
     lanes=$!
 else
     [ -z "$old_pair" ] || skip "slow tests on $old_pair: the pair $new_pair runs them"
-    [ -z "$old_pair$other_pairs" ] || start_lane old "${old_pair% }" 'not slow' "$@"
+    [ -z "$old_pair" ] || start_lane old "${old_pair% }" 'not slow' "$@"
     start_lane slow "$new_pair" slow "$@"
     run_lane new "$new_pair" 'not slow' "$@" &
     lanes="$lanes $!"
