@@ -37,8 +37,8 @@ class Grant:
     # A monotonic time at which the lease cannot have begun yet. None: the engine only tried,
     # and the core takes the moment at which it asked.
     asked_at: float | None = None
-    # Whatever the engine wants back at extend and release, such as a session. JSON if the
-    # claim outlives the session: then Hold.dump() hands it to another process.
+    # Whatever the engine wants back at extend and release, such as a session. Hold.dump() hands
+    # a number or a text to the next process; anything else stays behind.
     session: Any = None
 
 

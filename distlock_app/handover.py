@@ -16,7 +16,9 @@ FIELDS = ("name", "owner", "ttl", "shared", "fair", "limit", "stable")
 def packed(alias: str, grant: Grant) -> str:
     """Return `grant` as text for `unpacked`. Whoever has the text can release the lock."""
     claim = {field: getattr(grant.claim, field) for field in FIELDS}
-    return signing.dumps([alias, claim, grant.fence, grant.session], salt=SALT)
+    # An object, such as a connection, stays behind.
+    session = grant.session if isinstance(grant.session, (int, str)) else None
+    return signing.dumps([alias, claim, grant.fence, session], salt=SALT)
 
 
 def unpacked(text: str) -> tuple[str, dict[str, Any], int | None, Any]:

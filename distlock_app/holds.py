@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -150,8 +151,7 @@ class Hold:
         try:
             self.extend(max(seconds, MIN_TTL))
         finally:
-            if self._lease.part(self):
-                renewer.unwatch(self._lease)
+            self._leave_claim()
 
     def dump(self, ttl: float | None = None) -> str:
         """Hand the lock over: return a text by which `Lock.resume` goes on holding it elsewhere.
@@ -336,10 +336,16 @@ class Hold:
             raise LockError("a lock is not handed over inside atomic(): dump it after the commit")
 
     def _dumped(self) -> str:
-        self._lease.part(self)
-        renewer.unwatch(self._lease)
-        grant, self._lease.grant = self._lease.grant, Grant(self._lease.grant.claim)
-        return packed(self._lease.alias, grant)
+        return packed(self._lease.alias, self._leave_claim())
+
+    def _leave_claim(self) -> Grant:
+        """End the hold without a release, and let go of what the engine keeps with it here."""
+        lease = self._lease
+        grant = lease.grant
+        if lease.part(self):
+            renewer.unwatch(lease)
+            lease.grant = replace(grant, session=None)
+        return grant
 
     def _extended(self, ttl: float, asked_at: float, answer: bool) -> None:
         if not answer:

@@ -361,3 +361,15 @@ def test_a_server_that_cannot_queue_is_polled(backend, places, monkeypatch):
 
     assert waiter.served()
     assert places.parked == 0
+
+
+@pytest.mark.parametrize("leave", ["dump", "leave_for"])
+def test_a_lock_that_is_left_to_itself_keeps_no_connection(places, leave):
+    hold = Lock("a", using="locks", ttl=0.5).acquire()
+    assert places.parked == 1
+
+    getattr(hold, leave)(0.6)
+
+    assert places.parked == 0
+    assert Lock("a", using="locks").locked()
+    Lock("a", using="locks", wait=DEADLINE).acquire().release()
