@@ -183,25 +183,39 @@ def keep_taking(name, using, ttl):
                     held.release()
 
 
+INTERRUPTED, HELPLESS = 10, 11  # exit codes
+
+
 def interrupt_children(number, using, ttl):
-    """Fork children that take and release a lock for ever; interrupt each; return how many."""
+    """Fork children that take and release a lock for ever; interrupt each; tell how they ended.
+
+    Return how many said that they were interrupted, and the locks of those who were so at the
+    call of `__exit__`, before its first line: there Python lets no code of ours run.
+    """
     chance = random.Random(3)
-    interrupted = 0
+    interrupted, helpless = 0, []
     for child in range(number):
+        name = f"interrupted-{child}"
         ready, told = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _take_until_interrupted(f"interrupted-{child}", using, ttl, told)
+            _take_until_interrupted(name, using, ttl, told)
         os.close(told)
         os.read(ready, 1)
         os.close(ready)
         sleep(chance.uniform(0.0, 0.02))
-        interrupted += _interrupt(pid)
-    return interrupted
+        ended_by = _interrupt(pid)
+        interrupted += ended_by in (INTERRUPTED, HELPLESS)
+        if ended_by == HELPLESS:
+            helpless.append(name)
+    return {"interrupted": interrupted, "helpless": helpless}
 
 
 def _interrupt(pid):
-    """Press Ctrl-C until the child ends: Python ignores an exception inside a finalizer."""
+    """Press Ctrl-C until the child ends, and return its exit code.
+
+    Once is not enough: Python ignores an exception inside a finalizer.
+    """
     deadline = monotonic() + 20
     while monotonic() < deadline:
         os.kill(pid, signal.SIGINT)
@@ -209,11 +223,10 @@ def _interrupt(pid):
         while monotonic() < patience:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                return status == 0
+                return os.waitstatus_to_exitcode(status)
             sleep(0.001)
     os.kill(pid, signal.SIGABRT)  # says where it hangs
-    os.waitpid(pid, 0)
-    return False
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _take_until_interrupted(name, using, ttl, told):
@@ -227,8 +240,11 @@ def _take_until_interrupted(name, using, ttl, told):
             with lock:
                 pass
         os._exit(2)
-    except KeyboardInterrupt:
-        os._exit(0)
+    except KeyboardInterrupt as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        leaving = Lock.__exit__.__code__
+        at_the_call = frame.f_code is leaving and line == leaving.co_firstlineno
+        os._exit(HELPLESS if at_the_call else INTERRUPTED)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
