@@ -11,6 +11,7 @@ from distlock_app.backends import redis_listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import LockTimeout
 from distlock_app.waiting import Bell, acquiring, run
+from tests.engines import until
 from tests.redis_workers import Waiter, backend_at, claim, wait_for
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -86,10 +87,7 @@ def test_the_thread_ends_when_nobody_waits_for_long(backend, server, prefix, mon
     backend.release(grant)
     second = waiter.granted()
 
-    deadline = time.monotonic() + 10
-    while listeners(server, prefix):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not listeners(server, prefix))
 
     third = Waiter(backend, "a")
     third.ask()
@@ -97,7 +95,7 @@ def test_the_thread_ends_when_nobody_waits_for_long(backend, server, prefix, mon
     assert third.granted().claim is third.claim
 
 
-def test_a_waiter_whose_process_died_is_skipped_at_once(backend, processes, prefix):
+def test_a_waiter_whose_process_died_is_skipped_at_once(backend, server, processes, prefix):
     grant = backend.acquire(claim("a"), 0)
     dead = processes.start_many("tests.redis_workers:wait_once", count=3, prefix=prefix, name="a")
     for worker in dead:
@@ -107,7 +105,7 @@ def test_a_waiter_whose_process_died_is_skipped_at_once(backend, processes, pref
 
     for worker in dead:
         worker.kill()
-    time.sleep(0.1)
+    until(lambda: len(listeners(server, prefix)) == 1)
     backend.release(grant)
 
     assert living.granted(within=1).claim is living.claim
