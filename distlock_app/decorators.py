@@ -69,6 +69,9 @@ def locked(
             )
         naming = Naming.of(function, template, name)
         wrapper: F = kind(function, naming, lock_options, on_busy)
+        if naming.signature is not None:
+            # Celery checks what is sent to a task against the outermost function.
+            wrapper.__signature__ = naming.signature  # type: ignore[attr-defined]
         return wrapper
 
     return decorate if function is None else decorate(function)

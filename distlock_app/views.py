@@ -10,7 +10,7 @@ from functools import partial, wraps
 from typing import Any
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 from django.http import HttpResponse, JsonResponse
 from django.utils.translation import gettext
 from django.views.generic import View
@@ -29,6 +29,7 @@ from .placeholders import (
     signature_of,
     text_of,
 )
+from .rest_requests import as_the_view_sees_it
 
 # "The request was refused because the resource is locked": RFC 4918, 11.3.
 LOCKED = 423
@@ -99,6 +100,7 @@ class _Call:
     kwargs: Mapping[str, Any]
     fields: Callable[[], Mapping[str, Any]]
     aliases: tuple[str, ...]  # databases on which the view runs in a transaction
+    owner: Any  # the instance of the class, or the function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,9 @@ class _Guard:
                 with in_transactions(call.aliases):
                     response = refuse_coroutine(call.view(), call.view)
                     hold.check()
+                    if getattr(response, "exception", False):  # REST framework answered an error
+                        for alias in call.aliases:
+                            transaction.set_rollback(True, using=alias)
             except BaseException as error:
                 hold.leave(error)
                 raise
@@ -162,20 +167,20 @@ class _Guard:
 
     def _about(self, call: _Call) -> tuple[str, str]:
         """Return the name of the lock, and what to show of its holder."""
-        request = call.request
+        request = as_the_view_sees_it(call.request, call.owner, *call.args, **call.kwargs)
         user = getattr(request, "user", None)
         known = bool(getattr(user, "is_authenticated", False))
         who = f"{user.get_username() if user and known else 'anonymous'} {request.path}"
         if self.name is not None:
             return self.name(request, *call.args, **call.kwargs), who
         if self.template is None:
-            return _default_name(call), who
+            return _default_name(call, request), who
 
         def absent(field: str) -> str | None:
             # An anonymous user has no pk; the view may well refuse it, but that comes later.
             return None if known or not field.startswith("request.user.") else visitor(request)
 
-        return self.template.fill(call.fields(), absent=absent), who
+        return self.template.fill({**call.fields(), "request": request}, absent=absent), who
 
     def _busy(self, request: Any, busy: LockBusy) -> Any:
         if self.busy_response is not None:
@@ -209,7 +214,7 @@ def visitor(request: Any) -> str:
     return f"address={request.META.get('REMOTE_ADDR', '')}"
 
 
-def _default_name(call: _Call) -> str:
+def _default_name(call: _Call, request: Any) -> str:
     match = getattr(call.request, "resolver_match", None)
     path, captured = call.path, call.kwargs
     if match is not None:
@@ -218,12 +223,13 @@ def _default_name(call: _Call) -> str:
         captured = match.captured_kwargs or {}
     parts = [f"{key}={quoted(text_of(captured[key]), '%:')}" for key in sorted(captured)]
     parts += [quoted(text_of(value), "%:") for value in call.args]
-    return ":".join([path, *parts, quoted(visitor(call.request), "%:")])
+    return ":".join([path, *parts, quoted(visitor(request), "%:")])
 
 
 def _around_function(guard: _Guard, view: Any) -> Any:
     # What as_view() returns poses as the `dispatch` that it wraps, whose arguments are others.
-    signature = None if hasattr(view, "view_class") else signature_of(view)
+    made = hasattr(view, "view_class") or hasattr(view, "cls")  # REST framework's name for it
+    signature = None if made else signature_of(view)
     if guard.template is not None:
         known = parameters_of(signature)
         known = None if known is None else {*known, "request"}
@@ -231,18 +237,15 @@ def _around_function(guard: _Guard, view: Any) -> Any:
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         at, request = _request_in(args, kwargs)
-
-        def fields() -> Mapping[str, Any]:
-            return {**arguments(signature, args, kwargs), "request": request}
-
         return _Call(
             request=request,
             view=partial(view, *args, **kwargs),
             path=path_of(view),
             args=args[at + 1 :],
             kwargs=kwargs,
-            fields=fields,
+            fields=partial(arguments, signature, args, kwargs),
             aliases=exempt.aliases(guard.atomic),
+            owner=view,
         )
 
     if _is_async(view):
@@ -271,8 +274,9 @@ def _around_dispatch(guard: _Guard, inner: Any) -> Any:
                 path=path_of(type(self)),
                 args=args,
                 kwargs=kwargs,
-                fields=lambda: {**kwargs, "request": request},
+                fields=lambda: kwargs,
                 aliases=exempt.aliases(guard.atomic),
+                owner=self,
             )
         )
 

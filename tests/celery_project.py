@@ -1,0 +1,72 @@
+"""A project with queues: its Celery, the tasks of docs/how-to/tasks.md, and one that counts."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from celery import Celery, shared_task
+
+from distlock_app import LockBusy, locked
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/how-to/tasks.md"
+
+# Messages are in memory, for a worker in this process, or in files.
+app = Celery("tests")
+app.conf.update(
+    broker_url="memory://",
+    broker_transport_options={"polling_interval": 0.02},
+    result_backend="cache+memory://",
+    broker_connection_retry_on_startup=False,
+    worker_hijack_root_logger=False,
+)
+if directory := os.environ.get("TESTS_CELERY_DIRECTORY"):
+    app.conf.update(
+        broker_url="filesystem://",
+        broker_transport_options={
+            "data_folder_in": directory,
+            "data_folder_out": directory,
+            "control_folder": directory,
+            "polling_interval": 0.05,
+        },
+        result_backend=f"file://{directory}",
+    )
+app.set_default()
+
+
+def documented() -> ModuleType:
+    """Make a module of the samples of the page, those for Django Tasks where these are."""
+    module = ModuleType("tests.documented_tasks")
+    sys.modules[module.__name__] = module
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M):
+        if "django.tasks" not in block or find_spec("django.tasks"):
+            exec(compile(block, str(PAGE), "exec"), module.__dict__)
+    return module
+
+
+@shared_task(autoretry_for=(LockBusy,), default_retry_delay=0.2, max_retries=None)
+@locked("count:{name}", wait=0, ttl=0.5)
+def count(name: str) -> int:
+    """Raise a counter for longer than the ttl of the lock."""
+    from tests.app.models import Counter
+
+    value = Counter.objects.get(name=name).value
+    time.sleep(1.2)
+    Counter.objects.filter(name=name).update(value=value + 1)
+    return os.getpid()
+
+
+def work() -> None:
+    """Be a Celery worker with two child processes, until SIGTERM."""
+    app.worker_main(["worker", "--pool=prefork", "--concurrency=2", "--loglevel=warning"])
+
+
+def send(name: str, times: int) -> list[int]:
+    """Have the counter raised; return the ids of the processes that did it."""
+    results = [count.delay(name) for _ in range(times)]
+    return [result.get(timeout=100) for result in results]
