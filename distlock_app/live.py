@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -14,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.utils.translation import gettext
 
+from .backends.base import BaseLockBackend
 from .claims import Holding
 from .errors import BackendError
 from .names import shown
@@ -43,11 +43,17 @@ class Health:
     alias: str
     ping_ms: float | None = None  # one round trip; None: it did not answer
     error: BaseException | None = None  # why not; None: it said nothing in time
-    truncated: bool = False  # it holds more than was read
+    total: int | None = None  # locks that it holds; None: not known
+    looked: int = 0  # how many of them were read
 
     @property
     def up(self) -> bool:
         return self.ping_ms is not None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it holds more locks than were read."""
+        return self.up and (self.total is None or self.total > self.looked)
 
     @property
     def reason(self) -> str:
@@ -70,15 +76,71 @@ class Reading:
     engines: list[Health] = field(default_factory=list)
 
 
-def read(wanted: Mapping[str, Sequence[str] | None] | None = None) -> Reading:
+def read(wanted: Mapping[str, Iterable[str] | None] | None = None, *, most: int = MOST) -> Reading:
     """Ask the engines of these aliases for what they hold of these keys (None: everything).
 
-    Without `wanted` ask all that settings name. Return within `ANSWER_WITHIN` seconds.
+    Without `wanted` ask all that settings name, each for the first `most` locks. Return within
+    `ANSWER_WITHIN` seconds, as all that follow here.
     """
     if wanted is None:
         wanted = dict.fromkeys(registry)
+    every = _page(0, most)
+    return _read({alias: every if keys is None else _of(keys) for alias, keys in wanted.items()})
+
+
+def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
+    """Ask for a number of locks (start, count) of each alias, in the engine's own order."""
+    return _read({alias: _page(*pair) for alias, pair in ranges.items()})
+
+
+def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
+    """Return `reading` with as many locks of these aliases as can be read in so many seconds."""
+    more = _read(dict.fromkeys(aliases, _within(seconds)))
+    engines = {engine.alias: engine for engine in reading.engines}
+    for engine in more.engines:
+        if engine.up and engine.total is None:  # cut short again
+            engine = replace(engine, total=engines[engine.alias].total)
+        engines[engine.alias] = engine
+    kept = [held for held in reading.holdings if held.alias not in set(aliases)]
+    return Reading([*kept, *more.holdings], list(engines.values()))
+
+
+# What an engine holds, how many locks that is of how many (None: not known).
+Part = tuple[Sequence[Holding], int, int | None]
+Question = Callable[[BaseLockBackend], Part]
+
+
+def _page(start: int, count: int) -> Question:
+    def ask(backend: BaseLockBackend) -> Part:
+        holdings, total = backend.page(start, count)
+        return holdings, count if total is None else min(total, start + count) - start, total
+
+    return ask
+
+
+def _of(keys: Iterable[str]) -> Question:
+    def ask(backend: BaseLockBackend) -> Part:
+        holdings = [holding for key in keys for holding in backend.holders(key)]
+        return holdings, len(holdings), len(holdings)
+
+    return ask
+
+
+def _within(seconds: float) -> Question:
+    def ask(backend: BaseLockBackend) -> Part:
+        deadline, holdings = Deadline(seconds), []
+        for holding in backend.holders():
+            holdings.append(holding)
+            if deadline.remaining() == 0:
+                return holdings, len(holdings), None
+        return holdings, len(holdings), len(holdings)
+
+    return ask
+
+
+def _read(wanted: Mapping[str, Question]) -> Reading:
     deadline = Deadline(ANSWER_WITHIN)
-    questions = [_ask(alias, keys) for alias, keys in wanted.items()]
+    questions = [_ask(alias, question) for alias, question in wanted.items()]
     reading = Reading()
     for question in questions:
         holdings, health = question.answer(deadline)
@@ -95,6 +157,11 @@ def state_of(holding: Holding) -> str:
         if left < whole * EXPIRING_BELOW:
             return EXPIRING
     return WAITED_ON if holding.waiters else HELD
+
+
+def host_of(holder: Mapping[str, Any]) -> str:
+    """Return the holder's host, as printable text; empty if it did not say."""
+    return shown(str(holder.get("host") or ""))
 
 
 def place_of(holder: Mapping[str, Any]) -> str:
@@ -115,13 +182,13 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-class _Question(threading.Thread):
+class _Asked(threading.Thread):
     """One engine asked on a thread of its own; a daemon, for it may never end."""
 
-    def __init__(self, alias: str, keys: Sequence[str] | None) -> None:
+    def __init__(self, alias: str, question: Question) -> None:
         super().__init__(name=f"distlock-read-{alias}", daemon=True)
         self._alias = alias
-        self._keys = keys
+        self._question = question
         self._holdings: Sequence[Holding] = ()
         self._health = Health(alias=alias)
         self._answered = threading.Event()
@@ -150,14 +217,9 @@ class _Question(threading.Thread):
         started = monotonic()
         backend.ping()
         ping_ms = (monotonic() - started) * 1000
-        found: Iterable[Holding]
-        if self._keys is None:
-            found = backend.holders()
-        else:
-            found = (holding for key in self._keys for holding in backend.holders(key))
-        holdings = list(islice(found, MOST + 1))
-        truncated = len(holdings) > MOST
-        return holdings[:MOST], Health(alias=self._alias, ping_ms=ping_ms, truncated=truncated)
+        holdings, looked, total = self._question(backend)
+        health = Health(alias=self._alias, ping_ms=ping_ms, looked=looked, total=total)
+        return holdings, health
 
 
 class _Silence:
@@ -170,13 +232,13 @@ class _Silence:
         return (), Health(alias=self._alias)
 
 
-_overdue: dict[str, _Question] = {}
+_overdue: dict[str, _Asked] = {}
 
 
-def _ask(alias: str, keys: Sequence[str] | None) -> _Question | _Silence:
+def _ask(alias: str, question: Question) -> _Asked | _Silence:
     earlier = _overdue.get(alias)
     if earlier is not None and earlier.is_alive():
         return _Silence(alias)
-    question = _Question(alias, keys)
-    question.start()
-    return question
+    asked = _Asked(alias, question)
+    asked.start()
+    return asked

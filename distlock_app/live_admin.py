@@ -18,9 +18,11 @@ from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from . import clearing, live
-from .live_columns import AliasFilter, KindFilter, LiveColumns, StateFilter
-from .live_list import LiveLocks, id_of, parts_of, row_of
+from .claims import Holding
+from .live_columns import AliasFilter, HostFilter, KindFilter, LiveColumns, StateFilter
+from .live_list import LiveLocks, PagedLocks, id_of, parts_of
 from .models import LiveLock
+from .names import key_of, shown
 
 if TYPE_CHECKING:
     _Admin = admin.ModelAdmin[LiveLock]
@@ -30,6 +32,12 @@ else:
 # Nobody reads a longer confirmation, and a form may have no more than 1,000 fields.
 MOST_CLEARED = 200
 
+# Locks of one alias that are read, sorted and filtered for every page.
+MOST_SORTED = 1_000
+
+# Seconds in which more of them are looked through where that is asked for.
+LOOKED_FOR = 0.4
+
 FACTS = ("alias", "state", "time_left", "held_for", "holder", "waiters", "kind", "fence")
 
 
@@ -37,7 +45,7 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
     """Everything of the pages; put it before the ModelAdmin of the theme that is in use."""
 
     list_display = ("name", *FACTS)
-    list_filter = (AliasFilter, StateFilter, KindFilter)
+    list_filter = (AliasFilter, StateFilter, KindFilter, HostFilter)
     search_fields = ("name",)
     search_help_text = _("Words of the name, or of the holder")
     ordering = ("name",)
@@ -69,19 +77,30 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
     # Where the rows come from.
 
     def get_queryset(self, request: HttpRequest) -> Any:
-        return LiveLocks(row_of(holding) for holding in self._reading(request).holdings)
+        reading = self.reading(request)
+        if _looks_through(request) or not _cut(request, reading):
+            return LiveLocks(reading.holdings)
+        return PagedLocks([e for e in reading.engines if _chosen(request, e.alias)])
 
     def get_search_results(
         self, request: HttpRequest, queryset: Any, search_term: str
     ) -> tuple[Any, bool]:
-        """Keep the rows in whose name or holder each of the words is."""
+        """Keep those in whose name or holder each of the words is."""
         words = search_term.casefold().split()
+        if not words:
+            return queryset, False
 
-        def wanted(row: LiveLock) -> bool:
-            text = f"{row.name} {row.place} {row.activity}".casefold()
+        def wanted(held: Holding) -> bool:
+            parts = (shown(held.name), live.place_of(held.holder), live.activity_of(held.holder))
+            text = " ".join(parts).casefold()
             return all(word in text for word in words)
 
-        return queryset.where(wanted), False
+        found = queryset.where(wanted)
+        if cut := _cut(request, self.reading(request)):
+            # Whatever else was not looked at: a lock is found by its whole name.
+            key = key_of(search_term)
+            found = found.with_these(live.read(dict.fromkeys(cut, [key])).holdings)
+        return found, False
 
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
@@ -90,12 +109,15 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
         row: LiveLock | None = getattr(request, "distlock_row", None)
         return row
 
-    def _reading(self, request: Any) -> live.Reading:
-        """Ask the engines, once for each request."""
+    def reading(self, request: Any) -> live.Reading:
+        """Ask the engines, once for each request; longer to look through many locks."""
         if not hasattr(request, "distlock_reading"):
-            request.distlock_reading = live.read()
-        reading: live.Reading = request.distlock_reading
-        return reading
+            reading = live.read(most=MOST_SORTED)
+            if _looks_through(request):
+                reading = live.read_more(reading, _cut(request, reading), LOOKED_FOR)
+            request.distlock_reading = reading
+        found: live.Reading = request.distlock_reading
+        return found
 
     # The pages.
 
@@ -108,9 +130,14 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
     ) -> HttpResponse:
         if not self.has_view_permission(request):
             raise PermissionDenied
+        reading = self.reading(request)
+        cut = _cut(request, reading)
+        looks = _looks_through(request)
         more = {
             "title": _("Live locks"),
-            "engines": self._reading(request).engines,
+            "engines": reading.engines,
+            "looked_through": [e for e in reading.engines if looks and e.alias in cut],
+            "paged": cut and not looks,
             "read_at": timezone.now(),
         }
         return super().changelist_view(request, {**more, **(extra_context or {})})
@@ -157,11 +184,12 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
     @admin.action(permissions=["clear"], description=_("Force release of selected locks"))
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         """Ask for confirmation; what changed hands since the list was shown is left out."""
-        rows = list(queryset)
         if request.POST.get("select_across", "0") == "0":
-            held = {row.pk for row in rows}
-            gone = set(request.POST.getlist(ACTION_CHECKBOX_NAME)) - held
-            self._warn(request, clearing.rows_of(gone).problems)
+            found = clearing.rows_of(request.POST.getlist(ACTION_CHECKBOX_NAME))
+            self._warn(request, found.problems)
+            rows = found.rows
+        else:
+            rows = list(queryset[: MOST_CLEARED + 1])
         return self._confirm(request, rows, clearing.ReasonForm()) if rows else None
 
     def clear_view(self, request: HttpRequest) -> HttpResponse:
@@ -224,3 +252,17 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
     def _url(self, page: str) -> str:
         name = f"admin:distlock_app_livelock_{page}"
         return reverse(name, current_app=self.admin_site.name)
+
+
+def _looks_through(request: HttpRequest) -> bool:
+    """Tell whether locks are picked or sorted, so that each has to be looked at."""
+    return any(request.GET.get(name) for name in ("q", "o", "state", "kind", "host"))
+
+
+def _chosen(request: HttpRequest, alias: str) -> bool:
+    return request.GET.get("alias") in (None, "", alias)
+
+
+def _cut(request: HttpRequest, reading: live.Reading) -> list[str]:
+    """Return the aliases asked for that hold more than was read."""
+    return [e.alias for e in reading.engines if e.truncated and _chosen(request, e.alias)]

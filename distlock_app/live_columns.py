@@ -12,39 +12,48 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from .live import EXPIRING, HELD, WAITED_ON, clock
+from .claims import Holding
+from .live import EXPIRING, HELD, WAITED_ON, clock, host_of, state_of
+from .live_list import PagedLocks
 from .models import LiveLock
 from .registry import registry
 
 STATES = {HELD: _("held"), WAITED_ON: _("waited-on"), EXPIRING: _("expiring")}
 KINDS = {"exclusive": _("exclusive"), "shared": _("shared"), "permit": _("permit")}
 
+# Choices of the filter by host: more would be longer than the list.
+MOST_HOSTS = 40
+
 
 class _Filter(admin.SimpleListFilter):
-    """Choices known beforehand: nothing is asked to offer them."""
+    """Choices that cost no question of their own."""
 
-    value_of: Callable[[LiveLock], str]
+    value_of: Callable[[Holding], str]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         wanted = self.value()
         if wanted is None:
             return queryset
-        return queryset.where(lambda row: type(self).value_of(row) == wanted)
+        return queryset.where(lambda held: type(self).value_of(held) == wanted)
 
 
 class AliasFilter(_Filter):
     title = _("alias")
     parameter_name = "alias"
-    value_of = staticmethod(lambda row: row.holding.alias)
+    value_of = staticmethod(lambda held: held.alias)
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         return [(alias, alias) for alias in registry]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        # Reading has chosen already where there is more than can be read.
+        return queryset if isinstance(queryset, PagedLocks) else super().queryset(request, queryset)
 
 
 class StateFilter(_Filter):
     title = _("state")
     parameter_name = "state"
-    value_of = staticmethod(lambda row: row.state)
+    value_of = staticmethod(state_of)
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
         return list(STATES.items())
@@ -53,10 +62,23 @@ class StateFilter(_Filter):
 class KindFilter(_Filter):
     title = _("kind")
     parameter_name = "kind"
-    value_of = staticmethod(lambda row: row.holding.kind)
+    value_of = staticmethod(lambda held: held.kind)
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
         return list(KINDS.items())
+
+
+class HostFilter(_Filter):
+    """Hosts of the locks that were read."""
+
+    title = _("host")
+    parameter_name = "host"
+    value_of = staticmethod(lambda held: host_of(held.holder))
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        holdings = model_admin.reading(request).holdings
+        hosts = {host_of(held.holder) for held in holdings} | {request.GET.get("host", "")}
+        return [(host, host) for host in sorted(hosts - {""})[:MOST_HOSTS]]
 
 
 class LiveColumns:

@@ -247,6 +247,24 @@ class LockBackendContract(SharingContract):
         for grant in grants:
             self.backend.release(grant)
 
+    def test_pages_have_every_lock_once_and_tell_how_many_there_are(self) -> None:
+        held = {self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)}
+
+        ours = {grant.claim.key for grant in held}
+
+        def agree() -> bool:  # what other tests left behind may end meanwhile
+            page, total = self.backend.page(0, 10_000)
+            parts = [self.backend.page(start, 2) for start in range(0, (total or 0) + 2, 2)]
+            keys = sorted(holding.key for holding in page)
+            assert ours <= set(keys)
+            return sorted(h.key for part, _ in parts for h in part) == keys and all(
+                known in (None, total) for _, known in parts
+            )
+
+        self.eventually(agree, within=10)
+        for grant in held:
+            self.backend.release(grant)
+
     def test_clear_spares_a_lock_that_changed_hands(self) -> None:
         name = self.name()
         first = self.backend.acquire(a_claim(name), 0)

@@ -26,6 +26,7 @@ from tests.failing_engines import HangingBackend
 
 LIST = "/admin/distlock_app/livelock/"
 CLEAR = f"{LIST}clear/"
+HOST = identity.holder_fields(identity.holder_text())["host"]
 NASTY = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "\u202ekcol", "a\x00b",
          "x" * 10_000, "{{ 7|add:7 }}", "%s %(name)s", " ", "../../etc", "日本",
          "\ud800"]  # fmt: skip
@@ -172,6 +173,8 @@ def claim_of_a_waiter(lock):
         ("q=bob+/reports", {"report"}),
         ("q=nothing", set()),
         ("alias=nonsense", set()),
+        (f"host={HOST}", {"invoice:1", "report", "nightly"}),
+        ("host=elsewhere", set()),
         ("nonsense=1", {"invoice:1", "report", "nightly"}),
     ],
 )
@@ -414,7 +417,7 @@ def test_a_lock_that_changes_hands_in_the_last_moment_is_left_alone(clearer, mon
         old = row_id("a")
         answers = [live.read()]
     really = live.read
-    monkeypatch.setattr(live, "read", lambda *args: answers.pop() if answers else really(*args))
+    monkeypatch.setattr(live, "read", lambda *a, **k: answers.pop() if answers else really(*a, **k))
     with identity.activity("bob /b"), Lock("a") as hold:
         response = post(clearer, old)
         hold.extend()

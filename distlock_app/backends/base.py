@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -106,6 +107,15 @@ class BaseLockBackend:
     def holders(self, key: str | None = None) -> Iterable[Holding]:
         """Yield what is held now, of one key or of all."""
         raise NotImplementedError
+
+    def page(self, start: int, count: int) -> tuple[list[Holding], int | None]:
+        """Return what is held of `count` locks from place `start`, and how many locks are.
+
+        In an order of the engine's own. None: more than those, it is not known how many.
+        """
+        held = list(islice(self.holders(), start + count + 1))
+        more = len(held) > start + count
+        return held[start : start + count], None if more else len(held)
 
     def clear(self, key: str, seen: str | None = None) -> int:
         """Take away the claims on `key`; return how many. Their fences stay behind the next.

@@ -27,6 +27,9 @@ T = TypeVar("T")
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
 BATCH = 400
 
+# Keys are lower-case hex digits, which "g" follows.
+ALL_KEYS = ("", "g")
+
 # Seconds without a queue after the server refused a connection.
 POLLS_FOR = 60.0
 
@@ -136,22 +139,32 @@ class DatabaseBackend(BaseLockBackend):
             return dialect.extend(cursor, grant.claim, ttl)
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        for row in self._rows(key):
-            key_of_row, name, fence, holder, left_us, held_us = row
-            yield Holding(
-                name=name,
-                key=key_of_row,
-                alias=self.alias,
-                seen=str(fence),
-                fence=fence,
-                expires_in=left_us / 1e6,
-                held_for=None if held_us is None else held_us / 1e6,
-                holder=_as_mapping(holder),
-            )
+        yield from map(self._holding, self._rows(key))
+
+    def page(self, start: int, count: int) -> tuple[list[Holding], int]:
+        def read(session: Session) -> tuple[Any, int]:
+            dialect, cursor = session.dialect, session.cursor
+            rows = dialect.holders(cursor, *ALL_KEYS, start=start, count=count)
+            return rows, dialect.count(cursor)
+
+        rows, total = self._ask(read)
+        return list(map(self._holding, rows)), total
+
+    def _holding(self, row: Any) -> Holding:
+        key, name, fence, holder, left_us, held_us = row
+        return Holding(
+            name=name,
+            key=key,
+            alias=self.alias,
+            seen=str(fence),
+            fence=fence,
+            expires_in=left_us / 1e6,
+            held_for=None if held_us is None else held_us / 1e6,
+            holder=_as_mapping(holder),
+        )
 
     def _rows(self, key: str | None) -> Iterator[Any]:
-        # Keys are lower-case hex digits, which "g" follows.
-        first, last = key or "", key or "g"
+        first, last = (key, key) if key else ALL_KEYS
         while True:
             read = partial(_read_holders, first, last)
             yield from (rows := self._ask(read))

@@ -251,6 +251,23 @@ class RedisBackend(BaseLockBackend):
             for at in range(0, len(keys), BATCH):
                 yield from self._holdings(keys[at : at + BATCH])
 
+    def page(self, start: int, count: int) -> tuple[list[Holding], int]:
+        seconds, micros = self._pool.ask(pack(b"TIME"))[0]
+        now_ms = b"%d" % ((int(seconds) * 1_000_000 + int(micros)) // 1000)
+        live = (now_ms, b"+inf")
+        counts = self._ask([pack(b"ZCOUNT", self._index(part), *live) for part in range(PARTS)])
+        ranges, skipped = [], 0
+        for part, size in enumerate(counts):
+            first = max(start - skipped, 0)
+            last = min(start + count - skipped, size)
+            if first < last:
+                window = (b"LIMIT", b"%d" % first, b"%d" % (last - first))
+                ranges.append(pack(b"ZRANGEBYSCORE", self._index(part), *live, *window))
+            skipped += size
+        keys = [member.decode() for page in self._ask(ranges) for member in page]
+        batches = (keys[at : at + BATCH] for at in range(0, len(keys), BATCH))
+        return [h for batch in batches for h in self._holdings(batch)], sum(counts)
+
     def clear(self, key: str, seen: str | None = None) -> int:
         request = fill(self._template(CLEAR, key), b"" if seen is None else seen.encode())
         return int(self._pool.run(CLEAR, request))
@@ -300,6 +317,11 @@ class RedisBackend(BaseLockBackend):
             made = Listener(channel, node.connect, self.release, grants=not self._replicas)
             listener = self._listeners.setdefault(node, made)
         return listener
+
+    def _ask(self, requests: Sequence[bytes]) -> list[Any]:
+        """Do as the pool's `ask`, in round trips of a fair size."""
+        batches = (requests[at : at + BATCH] for at in range(0, len(requests), BATCH))
+        return [answer for batch in batches for answer in self._pool.ask(*batch)]
 
     def _forget(self, owner: str) -> None:
         # Of all: keys may have moved to another server while their claim waited.

@@ -70,6 +70,7 @@ class Dialect:
     RELEASE: str
     RELEASED: str  # a row, if this is how our own release left it
     HOLDERS: str
+    COUNT: str  # of the rows that HOLDERS would read
     CLEAR: str
     PURGE: str
 
@@ -80,7 +81,6 @@ class Dialect:
         for word in dir(type(self)):
             if word.isupper() and isinstance(text := getattr(self, word), str):
                 text = text.replace("{table}", table).replace("{handover_us}", str(HANDOVER_US))
-                text = text.replace("{page}", str(PAGE))
                 setattr(self, word, text)
 
     def adapt(self, settings: dict[str, Any]) -> None:
@@ -183,13 +183,19 @@ class Dialect:
         asked = {"key": grant.claim.key, "fence": grant.fence}
         return self.execute(cursor, self.RELEASED, asked).fetchone() is not None
 
-    def holders(self, cursor: Cursor, first: str, last: str) -> Any:
-        """Read a page of the live rows with keys from `first` to `last`, in their order.
+    def holders(
+        self, cursor: Cursor, first: str, last: str, *, start: int = 0, count: int = PAGE
+    ) -> Any:
+        """Read `count` of the live rows with keys from `first` to `last`, in their order.
 
         Each is key, name, fence, holder, microseconds left, microseconds held.
         """
-        asked = {"first": first, "last": last}
+        asked = {"first": first, "last": last, "start": start, "count": count}
         return self.execute(cursor, self.HOLDERS, asked).fetchall()
+
+    def count(self, cursor: Cursor) -> int:
+        """Count the live rows."""
+        return int(self.execute(cursor, self.COUNT, {}).fetchone()[0])
 
     def clear(self, cursor: Cursor, key: str, fences: tuple[int, int]) -> int:
         """Free the row, whoever owns it, if its fence is in between; move the fence on."""

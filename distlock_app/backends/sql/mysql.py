@@ -102,7 +102,9 @@ class MySQL(Dialect):
          WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)
            AND `key` BETWEEN %(first)s AND %(last)s
          ORDER BY `key`
-         LIMIT {page}"""
+         LIMIT %(count)s OFFSET %(start)s"""
+    COUNT = """
+        SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)"""
     CLEAR = """
         UPDATE {table}
            SET owner = '', expiry = UTC_TIMESTAMP(6) - INTERVAL {handover_us} MICROSECOND,

@@ -106,7 +106,9 @@ class PostgreSQL(Dialect):
          WHERE owner <> '' AND expiry > clock_timestamp()
            AND key BETWEEN %(first)s AND %(last)s
          ORDER BY key
-         LIMIT {page}"""
+         LIMIT %(count)s OFFSET %(start)s"""
+    COUNT = """
+        SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > clock_timestamp()"""
     CLEAR = """
         UPDATE {table}
            SET owner = '', expiry = clock_timestamp() - {handover_us} * interval '1 microsecond',

@@ -74,7 +74,11 @@ class SQLite(Dialect):
          WHERE owner <> '' AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')
            AND key BETWEEN :first AND :last
          ORDER BY key
-         LIMIT {page}"""
+         LIMIT :count OFFSET :start"""
+    COUNT = """
+        SELECT count(*)
+          FROM {table}
+         WHERE owner <> '' AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')"""
     CLEAR = """
         UPDATE {table}
            SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now'),

@@ -1,0 +1,132 @@
+"""A hundred thousand held locks in the admin: what a page reads of them, and finds among them.
+
+`python -m pytest -s tests/test_admin_many.py` prints how long each page took.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from django.contrib.auth.models import User
+from django.db import connection
+from django.utils import timezone
+
+from distlock_app import live
+from distlock_app.live_admin import MOST_SORTED
+from distlock_app.models import DistLock
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from tests.database_workers import claim
+
+pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
+
+LIST = "/admin/distlock_app/livelock/"
+MANY = 100_000
+# Generous, for machines that do other work: alone, each page takes well under a second.
+WITHIN = 10.0
+
+
+@pytest.fixture
+def pages(client, settings, monkeypatch):
+    """Return a function that gets a page of the list, in time, and prints how long it took."""
+    monkeypatch.setattr(live, "ANSWER_WITHIN", WITHIN)
+    client.force_login(User.objects.create_superuser("ann"))
+    settings.DISTLOCK = {"memory": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}}
+
+    def get(query=""):
+        started = time.perf_counter()
+        response = client.get(f"{LIST}?{query}")
+        took = time.perf_counter() - started
+        print(f"{took * 1000:5.0f} ms {LIST}?{query}")
+        assert response.status_code == 200
+        assert took < WITHIN
+        return response
+
+    return get
+
+
+def names(response):
+    return [row.name for row in response.context["cl"].result_list]
+
+
+def check_pages(pages):
+    first, last, beyond = pages(), pages("p=1000"), pages("alias=memory")
+    assert first.context["cl"].result_count == MANY + 1
+    assert "100,000 locks" in first.content.decode()
+    assert "too many to sort" in first.content.decode()
+    assert len(names(first)) == len(names(last)) == 100
+    assert not set(names(first)) & set(names(last))
+    assert names(beyond) == ["of memory"]
+    assert "of memory" in names(pages("p=1001"))
+
+    assert names(pages("q=order:77777")) == ["order:77777"]
+    looked = pages("q=of+memory")
+    assert names(looked) == ["of memory"]
+    assert "looked through in time" in looked.content.decode()
+    numbers = [int(name.removeprefix("order:")) for name in names(pages("o=-3&host=web7"))]
+    assert numbers and {number % 20 for number in numbers} == {7}
+
+
+def in_the_table():
+    begun = timezone.now().replace(tzinfo=None)
+    ends = begun + timedelta(hours=1)
+    rows = [
+        (key_of(f"order:{n}"), f"order:{n}", f"{n:032x}", str(ends), n + 1, str(begun), holder(n))
+        for n in range(MANY)
+    ]
+    columns = [field.column for field in DistLock._meta.fields]
+    quoted = ", ".join(map(connection.ops.quote_name, columns))
+    marks = ", ".join(["%s"] * len(columns))
+    with connection.cursor() as cursor:
+        cursor.executemany(
+            f"INSERT INTO {DistLock._meta.db_table} ({quoted}) VALUES ({marks})", rows
+        )
+
+
+def holder(number):
+    return f'{{"host":"web{number % 20}","pid":{number % 999},"thread":"MainThread"}}'
+
+
+def in_redis():
+    backend = registry["many"].backend
+    for start in range(0, MANY, 500):
+        claims = [
+            replace(claim(f"order:{n}", ttl=3600), holder=holder(n))
+            for n in range(start, start + 500)
+        ]
+        assert backend.acquire_all(claims)
+
+
+def add(settings, **params):
+    settings.DISTLOCK = {"many": params, **settings.DISTLOCK}
+    registry["memory"].backend.acquire(claim("of memory", ttl=600), 0)
+
+
+def test_the_lock_table_is_paged_searched_and_sorted(pages, settings):
+    add(settings, BACKEND="distlock_app.backends.database.DatabaseBackend", LOCATION="default")
+    in_the_table()
+
+    check_pages(pages)
+
+
+def test_redis_is_paged_searched_and_sorted_without_a_scan(own_redis, pages, settings):
+    settings.CACHES = {
+        **settings.CACHES,
+        "many": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": own_redis.url},
+    }
+    add(settings, BACKEND="distlock_app.backends.redis.RedisBackend", LOCATION="many")
+    in_redis()
+    pages()
+
+    own_redis.tell("CONFIG RESETSTAT")
+    pages("p=500")
+    stats = own_redis.tell("INFO commandstats").decode()
+
+    [read] = re.findall(r"cmdstat_get:calls=(\d+)", stats)
+    assert int(read) == MOST_SORTED + 100
+    assert "cmdstat_scan" not in stats and "cmdstat_keys" not in stats
+    check_pages(pages)
