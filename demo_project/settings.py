@@ -3,6 +3,8 @@
 DEMO_ENGINE        database (default): the lock table; redis: the server of DEMO_REDIS_URL
 DEMO_REDIS_URL     redis://:password@host:6379/0
 DEMO_DATABASE_URL  mysql://user:password@host:3306/name or postgresql://...; without it, SQLite
+DEMO_REDLOCK_URL, DEMO_ETCD_URL, DEMO_ZOOKEEPER_URL  more engines for the race lab: the URLs of
+                   three or more Redis servers, of etcd, host:port of ZooKeeper
 DEMO_VAR           the directory of the files of SQLite and of the secret key
 DEMO_DEBUG         1 shows Django's error pages
 """
@@ -78,29 +80,56 @@ else:
     LOCK_TABLE_IN = "locks"
 
 ENGINE = os.environ.get("DEMO_ENGINE", "database")
-if ENGINE == "database":
-    DISTLOCK = {
-        "default": {
-            "BACKEND": "distlock_app.backends.database.DatabaseBackend",
-            "LOCATION": LOCK_TABLE_IN,
-        }
-    }
-elif ENGINE == "redis":
-    CACHES = {
-        "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"},
-        "locks": {
-            "BACKEND": "django_redis.cache.RedisCache",
-            "LOCATION": os.environ.get("DEMO_REDIS_URL", "redis://127.0.0.1:6379/0"),
-        },
-    }
-    DISTLOCK = {
-        "default": {
-            "BACKEND": "distlock_app.backends.redis.RedisBackend",
-            "LOCATION": "locks",
-        }
-    }
-else:
+if ENGINE not in ("database", "redis"):
     raise ImproperlyConfigured(f"DEMO_ENGINE is database or redis, not {ENGINE!r}")
+
+CACHES: dict[str, dict[str, Any]] = {
+    "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "database": {
+        "BACKEND": "distlock_app.backends.database.DatabaseBackend",
+        "LOCATION": LOCK_TABLE_IN,
+    }
+}
+
+
+def on_redis(alias: str, url: str) -> str:
+    """Add a cache, which is how locks find a Redis server; return its alias."""
+    CACHES[alias] = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+    return alias
+
+
+# The shop has its locks on `default`; the race lab tries every engine that there is.
+if ENGINE == "redis" or "DEMO_REDIS_URL" in os.environ:
+    url = os.environ.get("DEMO_REDIS_URL", "redis://127.0.0.1:6379/0")
+    ENGINES["redis"] = {
+        "BACKEND": "distlock_app.backends.redis.RedisBackend",
+        "LOCATION": on_redis("locks", url),
+    }
+if urls := os.environ.get("DEMO_REDLOCK_URL"):
+    ENGINES["redlock"] = {
+        "BACKEND": "distlock_app.backends.redlock.RedlockBackend",
+        "LOCATION": [on_redis(f"node{n}", url) for n, url in enumerate(urls.split(","), start=1)],
+    }
+if url := os.environ.get("DEMO_ETCD_URL"):
+    ENGINES["etcd"] = {"BACKEND": "distlock_app.backends.etcd.EtcdBackend", "LOCATION": url}
+if url := os.environ.get("DEMO_ZOOKEEPER_URL"):
+    ENGINES["zookeeper"] = {
+        "BACKEND": "distlock_app.backends.zookeeper.ZooKeeperBackend",
+        "LOCATION": url,
+    }
+if DATABASES["default"]["ENGINE"].endswith("mysql"):
+    ENGINES["named"] = {
+        "BACKEND": "distlock_app.backends.mysql.NamedLockBackend",
+        "LOCATION": "default",
+    }
+if DATABASES["default"]["ENGINE"].endswith("postgresql"):
+    ENGINES["advisory"] = {
+        "BACKEND": "distlock_app.backends.postgresql.AdvisoryLockBackend",
+        "LOCATION": "default",
+    }
+DISTLOCK = {"default": ENGINES.pop(ENGINE), **ENGINES}
 
 SECRET_KEY = secret_key()
 DEBUG = os.environ.get("DEMO_DEBUG") == "1"

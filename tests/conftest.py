@@ -44,6 +44,7 @@ ONCE = (
         "test_servers",
     ),
     *("test_etcd_", "test_redlock", "test_translations"),
+    "test_race",
 )
 
 

@@ -39,8 +39,9 @@ def environment(**variables: str) -> dict[str, str]:
 class Shop:
     """A shop with files of its own."""
 
-    def __init__(self, var: Path) -> None:
+    def __init__(self, var: Path, **variables: str) -> None:
         self.var = var
+        self.variables = {"DEMO_VAR": str(var), **variables}
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -48,10 +49,11 @@ class Shop:
         process = launch(
             [sys.executable, "-W", "error", "manage.py", *arguments],
             cwd=ROOT,
-            env=environment(DEMO_VAR=str(self.var)),
+            env=environment(**self.variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         self.started.append(process)
         return process

@@ -10,6 +10,8 @@ from django.urls import reverse
 
 from distlock_app.optimistic import VersionedModel
 
+from .race_models import Race, RaceItem, RaceOrder  # noqa: F401
+
 
 def money(cents: int) -> str:
     """Return an amount as people write it."""

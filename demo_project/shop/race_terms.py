@@ -1,0 +1,72 @@
+"""What one can choose for a race, within limits that keep a page from starting too much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from django.utils.translation import gettext_lazy as _
+
+
+class Limits(NamedTuple):
+    """The smallest and the largest value, and how a form counts."""
+
+    low: float
+    high: float
+    step: float = 1
+
+
+LIMITS = {
+    "buyers": Limits(1, 16),
+    "purchases": Limits(1, 2000),
+    "stock": Limits(1, 2000),
+    "think": Limits(0, 0.5, 0.001),
+    "hot": Limits(0, 1, 0.05),
+    "buckets": Limits(1, 16),
+    "seconds": Limits(1, 20),
+}
+LABELS = {
+    "buyers": _("Buyers"),
+    "purchases": _("Purchases"),
+    "stock": _("In stock"),
+    "think": _("Think time"),
+    "hot": _("Hot-spot share"),
+    "buckets": _("Buckets"),
+    "seconds": _("At most"),
+}
+HELP = {
+    "buyers": _("processes of the operating system"),
+    "purchases": _("tried by all buyers together"),
+    "stock": _("units, before each strategy"),
+    "think": _("seconds between reading and writing"),
+    "hot": _("of the purchases want one and the same product; the others one of eight"),
+    "buckets": _("rows that the hot product’s stock is split over"),
+    "seconds": _("seconds for each strategy; then its buyers are stopped"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The terms of a race; raise ValueError if one is out of its limits."""
+
+    buyers: int = 8
+    purchases: int = 90
+    stock: int = 60
+    think: float = 0.005
+    hot: float = 1.0
+    buckets: int = 1
+    seconds: int = 10
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, limits = getattr(self, field.name), LIMITS[field.name]
+            # Not-a-number is in no limits.
+            if not limits.low <= value <= limits.high or not math.isfinite(value):
+                raise ValueError(f"{field.name} must be {limits.low} to {limits.high}: {value!r}")
+
+    @classmethod
+    def typed(cls, values: dict[str, Any]) -> Terms:
+        """Return the terms of what somebody typed; raise ValueError."""
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        return cls(**{name: kinds[name](value) for name, value in values.items()})

@@ -1,0 +1,141 @@
+"""The race lab of the demo: real processes, and books that tell what became of the stock."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.conftest import missing
+from tests.engines import until
+from tests.test_demo import Shop, open_up
+
+pytestmark = pytest.mark.slow
+
+BUYERS = 3
+# One unit, which each buyer wants once: without a guard all have read "1 left" before anybody
+# writes, however slow this machine is.
+LAST_ONE = [f"--buyers={BUYERS}", f"--purchases={BUYERS}", "--stock=1", "--think=0"]
+
+
+# Goes on until it is stopped.
+LONG = ["--only", "none", "f", "--purchases=2000", "--stock=2000", "--think=0.5", "--seconds=20"]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    """A shop that is open, for all tests of this file."""
+    shop = Shop(tmp_path_factory.mktemp("shop"))
+    try:
+        open_up(shop)
+        yield shop
+    finally:
+        shop.close()
+
+
+def server_of(kind: str) -> str:
+    url = os.environ.get(f"DISTLOCK_TEST_{kind.upper()}_URL", "")
+    if not url:
+        missing(kind, f"DISTLOCK_TEST_{kind.upper()}_URL is not set")
+    return url
+
+
+@contextmanager
+def database_on(kind: str) -> Iterator[str]:
+    """A database of its own on one of the suite's servers; its URL."""
+    parts = urlsplit(server_of(kind))
+    name = "test_demo" + os.environ.get("DISTLOCK_TEST_SUFFIX", "")
+    if kind == "mysql":
+        import MySQLdb
+
+        connection: Any = MySQLdb.connect(
+            host=parts.hostname, port=parts.port, user=parts.username, passwd=parts.password or ""
+        )
+    else:
+        import psycopg
+
+        connection = psycopg.connect(parts.geturl(), autocommit=True)
+    try:
+        cursor = connection.cursor()
+        cursor.execute(f"DROP DATABASE IF EXISTS {name}")
+        cursor.execute(f"CREATE DATABASE {name}")
+        yield parts._replace(path=f"/{name}").geturl()
+        cursor.execute(f"DROP DATABASE {name}")
+    finally:
+        connection.close()
+
+
+def raced(shop: Shop, *arguments: str) -> dict[str, dict[str, Any]]:
+    said = shop.run("race", "--json", *arguments)
+    return {result["strategy"]: result for result in json.loads(said)}
+
+
+def check_the_last_one(results: dict[str, dict[str, Any]]) -> None:
+    """Without a guard everybody got it; with any guard one did, and the books say so."""
+    naive = results.pop("none")
+    assert (naive["sold"], naive["oversold"], naive["lost"]) == (BUYERS, BUYERS - 1, BUYERS - 1)
+    assert results["optimistic"]["conflicts"] >= BUYERS - 1
+    for key, result in results.items():
+        books = [result[name] for name in ("sold", "left", "oversold", "lost", "skipped")]
+        assert (key, books) == (key, [1, 0, 0, 0, ""])
+        assert result["wait_p50"] is not None and sum(result["per_buyer"]) == 1
+
+
+def test_the_last_one_is_sold_once_by_every_guard_on_sqlite(shop):
+    results = raced(shop, *LAST_ONE)
+
+    assert list(results) == ["none", "f", "optimistic", "pessimistic", "table"]
+    check_the_last_one(results)
+    assert shop.ask("SELECT COUNT(*) FROM shop_order") == [(5,)], "the shop's own books"
+
+
+def test_a_second_race_is_refused_and_the_end_of_the_first_ends_its_buyers(shop):
+    before = shop.ask("SELECT MAX(id) FROM shop_raceorder")
+    first = shop.start("race", *LONG)
+    until(lambda: shop.ask("SELECT MAX(id) FROM shop_raceorder") != before)
+
+    second = shop.start("race", *LAST_ONE)
+    said, _ = second.communicate(timeout=120)
+    first.terminate()
+    first.communicate(timeout=60)
+
+    assert (second.returncode, first.returncode) == (75, 143)
+    assert "a race is running already" in said
+    until(lambda: not alive(first.pid))
+    assert shop.ask("SELECT state FROM shop_race ORDER BY id DESC LIMIT 1") == [("cancelled",)]
+    raced(shop, *LAST_ONE, "--only=f")  # the lock is free
+
+
+def alive(group: int) -> bool:
+    """Whether any process of this group is there."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["mysql", "postgresql"])
+def test_the_last_one_is_sold_once_by_every_engine_that_settings_name(kind, tmp_path):
+    redis = urlsplit(server_of("redis"))
+    redis = redis._replace(path="/" + os.environ.get("DISTLOCK_TEST_REDIS_DB", "0"))
+    urls = {"DEMO_REDIS_URL": redis.geturl()}
+    for engine in ("REDLOCK", "ETCD", "ZOOKEEPER"):
+        if url := os.environ.get(f"DISTLOCK_TEST_{engine}_URL"):
+            urls[f"DEMO_{engine}_URL"] = url
+    with database_on(kind) as url:
+        shop = Shop(tmp_path, DEMO_DATABASE_URL=url, **urls)
+        try:
+            shop.run("migrate", "--verbosity=0", "--skip-checks")
+            results = raced(shop, *LAST_ONE)
+        finally:
+            shop.close()
+
+    assert {"mysql": "named", "postgresql": "advisory"}[kind] in results
+    assert len(results) == 6 + len(urls)
+    check_the_last_one(results)
