@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,6 +18,9 @@ class Proxy:
         self.lose = 0.0
         self.lost = 0  # answers lost so far
         self.silent = False  # passes nothing on any more, and cuts nothing: a black hole
+        self.delay = 0.0  # seconds before each piece is passed on
+        self.clear = threading.Event()  # unless set, everything waits, and nothing is lost
+        self.clear.set()
         self._chance = random.Random(seed)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -37,6 +41,7 @@ class Proxy:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self.clear.set()
         self.cut()
 
     def _accept(self) -> None:
@@ -60,6 +65,9 @@ class Proxy:
     def _pass_on(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
+                self.clear.wait()
+                if self.delay:
+                    time.sleep(self.delay)
                 if self.silent:
                     continue
                 if answers and self.lose and self._chance.random() < self.lose:

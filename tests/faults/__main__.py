@@ -1,0 +1,104 @@
+"""The command `python -m tests.faults`: random faults over engines, and a table of the results."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from tests.faults.engines import ENGINES
+from tests.processes import Processes, Worker
+
+COLUMNS = [
+    *("engine", "fault", "times", "acquisitions", "overlaps", "unexplained"),
+    *("stale writes refused", "accepted", "stuck", "other", "longest gap, s"),
+]
+STUCK = ("free again", "wakes waiters", "starves nobody", "ends in time")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of faults on each engine")
+    known = f"of: default (the lock table of DISTLOCK_TEST_DATABASE), {', '.join(ENGINES)}"
+    parser.add_argument("--engines", default="redis,default,redlock", help=known)
+    parser.add_argument("--processes", type=int, default=8, help="workers on each engine")
+    parser.add_argument("--seed", type=int, default=1, help="the same faults in the same order")
+    parser.add_argument("--keep", default="", help="directory for the histories")
+    found = parser.parse_args()
+    default = os.environ.get("DISTLOCK_TEST_DATABASE", "sqlite")
+    found.engines = [default if e == "default" else e for e in found.engines.split(",")]
+    if unknown := set(found.engines) - set(ENGINES):
+        parser.error(f"unknown engine: {', '.join(sorted(unknown))}")
+    return found
+
+
+def start(group: Processes, engine: str, **options: Any) -> Worker:
+    """Start the run of an engine in a process of its own, with its servers."""
+    deadline = 2 * options["seconds"] + 600
+    return group.start("tests.faults.run:run", deadline=deadline, engine=engine, **options)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Return the figures of all engines as Markdown."""
+    lines = [COLUMNS, ["---"] * 2 + ["---:"] * (len(COLUMNS) - 2)]
+    for engine, result in results.items():
+        rows = dict(sorted(result["rows"].items()))
+        for kind, row in [*rows.items(), ("all", total(list(rows.values())))]:
+            accused = dict(row["accused"])
+            figures = [
+                *(row["times"], row["acquisitions"], row["overlaps"]),
+                accused.pop("one at a time", 0),
+                row["refused"],
+                accused.pop("refuses late writers", 0),
+                sum(accused.pop(promise, 0) for promise in STUCK),
+                sum(accused.values()),
+                f"{row['longest_gap']:.1f}",
+            ]
+            lines.append([engine, kind, *map(str, figures)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def total(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sum of rows; of the gaps the longest."""
+    sums = {
+        key: sum(row[key] for row in rows)
+        for key in ("times", "acquisitions", "overlaps", "refused")
+    }
+    promises = {promise for row in rows for promise in row["accused"]}
+    accused = {one: sum(row["accused"].get(one, 0) for row in rows) for one in promises}
+    longest = max((row["longest_gap"] for row in rows), default=0.0)
+    return {**sums, "accused": accused, "longest_gap": longest}
+
+
+def result_of(worker: Worker, engine: str) -> dict[str, Any]:
+    """Return the result of a run, telling meanwhile how far it is."""
+    while True:
+        line = worker._next(600)
+        if "result" in line:
+            found: dict[str, Any] = line["result"]
+            return found
+        said = line["said"]
+        print(f"{engine}: {said['faults']} faults, {said['left']:.0f} s left", file=sys.stderr)
+
+
+def main() -> int:
+    """Run the command; 1 if a promise was broken."""
+    given = arguments()
+    options = {key: getattr(given, key) for key in ("seconds", "processes", "seed", "keep")}
+    print(f"seed {given.seed}: the same seed plays the same faults again", file=sys.stderr)
+    group = Processes()
+    try:
+        workers = {engine: start(group, engine, **options) for engine in given.engines}
+        results = {engine: result_of(worker, engine) for engine, worker in workers.items()}
+    finally:
+        group.close()
+    print(table(results))
+    accusations = [(e, text) for e, result in results.items() for text in result["accusations"]]
+    for engine, text in accusations[:50]:
+        print(f"{engine}: {text}", file=sys.stderr)
+    return 1 if accusations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

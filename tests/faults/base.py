@@ -1,0 +1,166 @@
+"""What every engine under test has: servers behind proxies, and what may be done to those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from random import Random
+from typing import Any
+
+from tests.launching import Server, scratch_directory
+from tests.proxy import Proxy, proxy_to
+
+# What happens inside of it happens while the fault lasts.
+Act = Callable[[Random], AbstractContextManager[None]]
+
+BACKENDS = "distlock_app.backends"
+
+
+class Engine:
+    """An engine without a server, whose workers alone can be hurt."""
+
+    name = "sqlite"
+    backend = f"{BACKENDS}.database.DatabaseBackend"
+    ttl = 1.0
+    migrate = True
+    share = 0.25  # of the workers, hit by each fault
+    plan: dict[str, Any] = {"names": ["a", "b", "c"]}  # see workers.Worker
+    # Faults after which the engine may have forgotten who has a lock.
+    forgetful: frozenset[str] = frozenset()
+    # Faults that no request notices.
+    harmless = frozenset({"kill", "stop", "clock", "script flush", "flushall"})
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+
+    def start(self) -> None:
+        """Start the servers and the proxies."""
+
+    def close(self) -> None:
+        self.stack.close()
+
+    @property
+    def server(self) -> str:
+        """What tests/run.sh calls its server."""
+        return "sqlite"
+
+    @property
+    def locks(self) -> dict[str, Any]:
+        """The entry of DISTLOCK."""
+        return {"BACKEND": self.backend, "LOCATION": "default", "WAIT": 5}
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """What CACHES has beside."""
+        return {}
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of the workers."""
+        home = str(scratch_directory())
+        return {
+            "DISTLOCK_TEST_DATABASE": "sqlite",
+            "DISTLOCK_TEST_VAR": home,
+            "DISTLOCK_TEST_DB_NAME": "",
+        }
+
+    def faults(self) -> dict[str, Act]:
+        """What can be done to the servers and the paths to them, by kind."""
+        return {}
+
+
+class Served(Engine):
+    """An engine on servers, each behind a proxy."""
+
+    kind: type[Server]
+    config: dict[str, str] | None = None
+    count = 1
+    migrate = False
+
+    @property
+    def server(self) -> str:
+        return self.kind.name
+
+    def start(self) -> None:
+        self.servers: list[Any] = []
+        for _ in range(self.count):
+            self.servers.append(self.stack.enter_context(self.kind(config=self.config)))
+        self.proxies = [self.stack.enter_context(proxy_to(one.port)) for one in self.servers]
+
+    def faults(self) -> dict[str, Act]:
+        return {
+            "cut": self.cut,
+            "hole": self.hole,
+            "silence": self.silence,
+            "delay": self.delay,
+            "lost replies": self.lose,
+            "crash": self.crash,
+        }
+
+    def some(self, chance: Random) -> list[int]:
+        """Return the places of the servers that a fault hits."""
+        return [0]
+
+    def paths(self, chance: Random) -> list[Proxy]:
+        return [self.proxies[at] for at in self.some(chance)]
+
+    @contextmanager
+    def cut(self, chance: Random) -> Iterator[None]:
+        """Close every connection, and soon again."""
+        paths = self.paths(chance)
+        for path in paths:
+            path.cut()
+        yield
+        for path in paths:
+            path.cut()
+
+    @contextmanager
+    def hole(self, chance: Random) -> Iterator[None]:
+        """Hold everything back, and deliver it late: packets are sent again and again."""
+        paths = self.paths(chance)
+        for path in paths:
+            path.clear.clear()
+        yield
+        for path in paths:
+            path.clear.set()
+
+    @contextmanager
+    def silence(self, chance: Random) -> Iterator[None]:
+        """Lose everything both ways without a word; cut the connections at the end."""
+        paths = self.paths(chance)
+        for path in paths:
+            path.silent = True
+        yield
+        for path in paths:
+            path.silent = False
+            path.cut()
+
+    @contextmanager
+    def delay(self, chance: Random) -> Iterator[None]:
+        """Let each way take its time."""
+        paths = self.paths(chance)
+        for path in paths:
+            path.delay = chance.uniform(0.01, 0.15)
+        yield
+        for path in paths:
+            path.delay = 0.0
+
+    @contextmanager
+    def lose(self, chance: Random) -> Iterator[None]:
+        """Lose answers, with their connections."""
+        paths = self.paths(chance)
+        for path in paths:
+            path.lose = chance.uniform(0.05, 0.5)
+        yield
+        for path in paths:
+            path.lose = 0.0
+
+    @contextmanager
+    def crash(self, chance: Random) -> Iterator[None]:
+        """Kill servers, and start them again on the same port and data."""
+        servers = [self.servers[at] for at in self.some(chance)]
+        for server in servers:
+            server.kill()
+        yield
+        for server in servers:
+            server.start()

@@ -1,0 +1,187 @@
+"""Redis alone, with Sentinel, as a Cluster, and Redlock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from random import Random
+from typing import Any
+
+from tests.faults.base import BACKENDS, Act, Engine, Served
+from tests.servers import RedisCluster, RedisServer, SentinelServer
+
+FAILOVER_WITHIN = 30.0
+
+
+class Redis(Served):
+    """One Redis that keeps nothing on disk."""
+
+    name = "redis"
+    kind = RedisServer
+    backend = f"{BACKENDS}.redis.RedisBackend"
+    forgetful = frozenset({"crash", "flushall"})
+
+    @property
+    def locks(self) -> dict[str, Any]:
+        return {**super().locks, "LOCATION": "own0"}
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        return {
+            f"own{at}": {
+                "BACKEND": "django_redis.cache.RedisCache",
+                "LOCATION": f"redis://127.0.0.1:{path.port}/0",
+            }
+            for at, path in enumerate(self.proxies)
+        }
+
+    def faults(self) -> dict[str, Act]:
+        return {
+            **super().faults(),
+            "script flush": self.telling("SCRIPT FLUSH"),
+            "flushall": self.telling("FLUSHALL"),
+            "killed connections": self.telling(
+                "CLIENT KILL TYPE normal", "CLIENT KILL TYPE pubsub"
+            ),
+        }
+
+    def telling(self, *commands: str) -> Act:
+        """Return the fault of an operator who enters these commands."""
+
+        @contextmanager
+        def act(chance: Random) -> Iterator[None]:
+            for at in self.some(chance):
+                for command in commands:
+                    self.servers[at].tell(command)
+            yield
+
+        return act
+
+
+class RedisOnDisk(Redis):
+    """One Redis that has every lock on disk before it says so."""
+
+    name = "redis-aof"
+    config = {"appendonly": "yes", "appendfsync": "always"}
+    forgetful = frozenset({"flushall"})
+
+
+class Redlock(Redis):
+    """Five servers, of which at most two fail at a time; they come back after the ttl."""
+
+    name = "redlock"
+    backend = f"{BACKENDS}.redlock.RedlockBackend"
+    count = 5
+    forgetful = frozenset({"flushall"})
+
+    @property
+    def locks(self) -> dict[str, Any]:
+        return {**super().locks, "LOCATION": list(self.caches)}
+
+    def some(self, chance: Random) -> list[int]:
+        return chance.sample(range(5), chance.choice([1, 2, 2]))
+
+    @contextmanager
+    def crash(self, chance: Random) -> Iterator[None]:
+        """Kill servers, which come back empty, but not before what they knew is over."""
+        with super().crash(chance):
+            yield
+            time.sleep(self.ttl + 0.2)
+
+
+class Sentinel(Redis):
+    """A master with two replicas, and a Sentinel that makes one of them the next master."""
+
+    name = "sentinel"
+    forgetful = frozenset({"failover", "flushall"})
+
+    def start(self) -> None:
+        quick = {"repl-diskless-sync-delay": "0"}
+        master = RedisServer(config=quick)
+        self.stack.enter_context(master)
+        follow = {**quick, "replicaof": f"127.0.0.1 {master.port}"}
+        replicas = [self.stack.enter_context(RedisServer(config=follow)) for _ in range(2)]
+        self.servers = [master, *replicas]
+        self.sentinel = SentinelServer(master)
+        self.stack.enter_context(self.sentinel)
+        self.proxies = []
+        self._until(lambda: b"num-slaves\r\n$1\r\n2" in self.sentinel.tell("SENTINEL masters"))
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        options = {
+            "CLIENT_CLASS": "django_redis.client.SentinelClient",
+            "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+            "SENTINELS": [("127.0.0.1", self.sentinel.port)],
+            "SOCKET_TIMEOUT": 1,
+            "SOCKET_CONNECT_TIMEOUT": 1,
+        }
+        cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": "redis://locks/0"}
+        return {"own0": {**cache, "OPTIONS": options}}
+
+    def faults(self) -> dict[str, Act]:
+        kinds = super().faults()
+        told = ("script flush", "flushall", "killed connections")
+        return {"failover": self.failover, **{kind: kinds[kind] for kind in told}}
+
+    def some(self, chance: Random) -> list[int]:
+        return [self._master()]
+
+    def _master(self) -> int:
+        answer = self.sentinel.tell("SENTINEL get-master-addr-by-name locks")
+        port = int(answer.split(b"\r\n")[4])
+        return next(at for at, server in enumerate(self.servers) if server.port == port)
+
+    @contextmanager
+    def failover(self, chance: Random) -> Iterator[None]:
+        """Kill the master; it comes back as a replica when another one has its place."""
+        old = self._master()
+        self.servers[old].kill()
+        yield
+        self._until(lambda: self._master() != old)
+        self.servers[old].start()
+
+    @staticmethod
+    def _until(condition: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + FAILOVER_WITHIN
+        while True:
+            with suppress(OSError):
+                if condition():
+                    return
+            assert time.monotonic() < give_up, "the Sentinel does not agree"
+            time.sleep(0.05)
+
+
+class Cluster(Engine):
+    """Three masters with a replica each."""
+
+    name = "cluster"
+    backend = f"{BACKENDS}.redis.RedisBackend"
+    migrate = False
+    server = RedisCluster.name
+    forgetful = frozenset({"failover"})
+
+    def start(self) -> None:
+        self.cluster = RedisCluster()
+        self.stack.callback(self.cluster.close)
+        self.cluster.start()
+
+    @property
+    def locks(self) -> dict[str, Any]:
+        nodes = [f"{node.url}?socket_timeout=1" for node in self.cluster.nodes]
+        return {"BACKEND": self.backend, "WAIT": 5, "OPTIONS": {"CLUSTER": nodes}}
+
+    def faults(self) -> dict[str, Act]:
+        return {"failover": self.failover}
+
+    @contextmanager
+    def failover(self, chance: Random) -> Iterator[None]:
+        """Kill a master; it comes back as the replica of the one that was its own."""
+        masters = [n for n in self.cluster.nodes if b"role:master" in n.tell("INFO replication")]
+        gone = chance.choice(masters)
+        gone.kill()
+        yield
+        self.cluster.settle(FAILOVER_WITHIN)
+        gone.start()
+        self.cluster.settle(FAILOVER_WITHIN)
