@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlencode
 
 from django import forms
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from . import live, locks
+from .backends.database import DatabaseBackend
 from .errors import BackendError
 from .live_list import parts_of, row_of
 from .models import LiveLock
 from .names import SHOWN_LENGTH, shown
+from .registry import MAX_TTL, registry
 
 
 class ReasonForm(forms.Form):
@@ -29,6 +34,26 @@ class ReasonForm(forms.Form):
     def clean_reason(self) -> str:
         """Return one printable line: it goes into logs."""
         return shown(" ".join(self.cleaned_data["reason"].split()))
+
+
+class ExtendForm(forms.Form):
+    """How long a lock shall last."""
+
+    seconds = forms.IntegerField(label=_("Seconds"), min_value=1, max_value=int(MAX_TTL))
+
+
+CLEAR_EXPIRED, PURGE = "clear-expired", "purge"
+
+
+class LeftoverForm(forms.Form):
+    """What to do with what a lock table keeps; `days` is for PURGE.
+
+    Not less than a day: fences go on from the server's clock, and it may be set back a little.
+    """
+
+    alias = forms.ChoiceField(choices=lambda: [(a, a) for a in tables()])
+    action = forms.ChoiceField(choices=[(CLEAR_EXPIRED, ""), (PURGE, "")])
+    days = forms.IntegerField(label=_("Days"), min_value=1, max_value=36_500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +118,55 @@ def clear(row: LiveLock, user: str, reason: str) -> str:
         return text % {"name": row.name, "alias": held.alias, "reason": why}
     found = rows_of([row.pk])
     return found.problems[0] if found.problems else _changed_hands(row)
+
+
+def extend(row: LiveLock, seconds: float, user: str) -> str:
+    """Let the lock end so many seconds from now or later; return why not, or nothing."""
+    held = row.holding
+    if not may_extend(row):
+        return gettext("Locks of “%(alias)s” cannot be extended here.") % {"alias": held.alias}
+    try:
+        if locks.prolong(held.alias, held.key, row.name, held.seen, seconds, user):
+            return ""
+    except BackendError as error:
+        return live.Health(alias=held.alias, error=error).reason
+    found = rows_of([row.pk])
+    return found.problems[0] if found.problems else _changed_hands(row)
+
+
+def may_extend(row: LiveLock) -> bool:
+    """Tell whether the engine can let this lock end later."""
+    return row.holding.expires_in is not None and registry[row.holding.alias].backend.prolongs
+
+
+def tables() -> list[str]:
+    """Return the aliases whose engine keeps something of locks that ended."""
+    found = []
+    for alias in registry:
+        with suppress(ImproperlyConfigured):  # said by the system checks
+            if isinstance(registry[alias].backend, DatabaseBackend):
+                found.append(alias)
+    return found
+
+
+def leftovers(older_than: float) -> list[tuple[live.Health, tuple[int, int] | None]]:
+    """Count for each table what CLEAR_EXPIRED and PURGE would find."""
+
+    def count(backend: Any) -> tuple[int, int]:
+        found: tuple[int, int] = backend.left_over(older_than)
+        return found
+
+    return live.ask(dict.fromkeys(tables(), count))
+
+
+def clear_up(alias: str, action: str, older_than: float) -> tuple[live.Health, int | None]:
+    """Do CLEAR_EXPIRED or PURGE; return how many rows that were, None if it went wrong."""
+    backend: Any = registry[alias].backend
+    try:
+        count = backend.clear_expired() if action == CLEAR_EXPIRED else backend.purge(older_than)
+    except BackendError as error:
+        return live.Health(alias=alias, error=error), None
+    return live.Health(alias=alias), int(count)
 
 
 def holder_of(row: LiveLock) -> str:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
@@ -105,48 +105,65 @@ def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Rea
     return Reading([*kept, *more.holdings], list(engines.values()))
 
 
-# What an engine holds, how many locks that is of how many (None: not known).
-Part = tuple[Sequence[Holding], int, int | None]
-Question = Callable[[BaseLockBackend], Part]
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What was read of one engine: so many locks of so many."""
+
+    holdings: Sequence[Holding]
+    looked: int
+    total: int | None  # None: not known
 
 
-def _page(start: int, count: int) -> Question:
+T = TypeVar("T")
+Question = Callable[[BaseLockBackend], T]
+
+
+def _page(start: int, count: int) -> Question[Part]:
     def ask(backend: BaseLockBackend) -> Part:
         holdings, total = backend.page(start, count)
-        return holdings, count if total is None else min(total, start + count) - start, total
+        return Part(holdings, count if total is None else min(total, start + count), total)
 
     return ask
 
 
-def _of(keys: Iterable[str]) -> Question:
+def _of(keys: Iterable[str]) -> Question[Part]:
     def ask(backend: BaseLockBackend) -> Part:
         holdings = [holding for key in keys for holding in backend.holders(key)]
-        return holdings, len(holdings), len(holdings)
+        return Part(holdings, len(holdings), len(holdings))
 
     return ask
 
 
-def _within(seconds: float) -> Question:
+def _within(seconds: float) -> Question[Part]:
     def ask(backend: BaseLockBackend) -> Part:
         deadline, holdings = Deadline(seconds), []
         for holding in backend.holders():
             holdings.append(holding)
             if deadline.remaining() == 0:
-                return holdings, len(holdings), None
-        return holdings, len(holdings), len(holdings)
+                return Part(holdings, len(holdings), None)
+        return Part(holdings, len(holdings), len(holdings))
 
     return ask
 
 
-def _read(wanted: Mapping[str, Question]) -> Reading:
-    deadline = Deadline(ANSWER_WITHIN)
-    questions = [_ask(alias, question) for alias, question in wanted.items()]
+def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
     reading = Reading()
-    for question in questions:
-        holdings, health = question.answer(deadline)
-        reading.holdings.extend(holdings)
+    for health, part in ask(wanted):
+        if part is not None:
+            health = replace(health, looked=part.looked, total=part.total)
+            reading.holdings.extend(part.holdings)
         reading.engines.append(health)
     return reading
+
+
+def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
+    """Ask the engines of these aliases, all at once; None where none came in time.
+
+    Return within `ANSWER_WITHIN` seconds.
+    """
+    deadline = Deadline(ANSWER_WITHIN)
+    asked = [_ask(alias, question) for alias, question in questions.items()]
+    return [one.answer(deadline) for one in asked]
 
 
 def state_of(holding: Holding) -> str:
@@ -182,20 +199,25 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-class _Asked(threading.Thread):
+class _Asked(threading.Thread, Generic[T]):
     """One engine asked on a thread of its own; a daemon, for it may never end."""
 
-    def __init__(self, alias: str, question: Question) -> None:
+    def __init__(self, alias: str, question: Question[T]) -> None:
         super().__init__(name=f"distlock-read-{alias}", daemon=True)
         self._alias = alias
         self._question = question
-        self._holdings: Sequence[Holding] = ()
         self._health = Health(alias=alias)
+        self._found: T | None = None
         self._answered = threading.Event()
 
     def run(self) -> None:
         try:
-            self._holdings, self._health = self._read()
+            backend = registry[self._alias].backend
+            started = monotonic()
+            backend.ping()
+            ping_ms = (monotonic() - started) * 1000
+            self._found = self._question(backend)
+            self._health = Health(alias=self._alias, ping_ms=ping_ms)
         except Exception as error:  # whatever it is: it must not break a page
             if not isinstance(error, (BackendError, ImproperlyConfigured)):
                 logger.exception("cannot read the locks of alias %r", self._alias)
@@ -204,22 +226,13 @@ class _Asked(threading.Thread):
             self._answered.set()
             connections.close_all()  # those of this thread, which an engine may have opened
 
-    def answer(self, deadline: Deadline) -> tuple[Sequence[Holding], Health]:
+    def answer(self, deadline: Deadline) -> tuple[Health, T | None]:
         """Wait for the answer until `deadline`."""
         if self._answered.wait(deadline.remaining()):
             _overdue.pop(self._alias, None)
-            return self._holdings, self._health
+            return self._health, self._found
         _overdue[self._alias] = self
-        return (), Health(alias=self._alias)
-
-    def _read(self) -> tuple[Sequence[Holding], Health]:
-        backend = registry[self._alias].backend
-        started = monotonic()
-        backend.ping()
-        ping_ms = (monotonic() - started) * 1000
-        holdings, looked, total = self._question(backend)
-        health = Health(alias=self._alias, ping_ms=ping_ms, looked=looked, total=total)
-        return holdings, health
+        return Health(alias=self._alias), None
 
 
 class _Silence:
@@ -228,14 +241,14 @@ class _Silence:
     def __init__(self, alias: str) -> None:
         self._alias = alias
 
-    def answer(self, deadline: Deadline) -> tuple[Sequence[Holding], Health]:
-        return (), Health(alias=self._alias)
+    def answer(self, deadline: Deadline) -> tuple[Health, None]:
+        return Health(alias=self._alias), None
 
 
-_overdue: dict[str, _Asked] = {}
+_overdue: dict[str, _Asked[Any]] = {}
 
 
-def _ask(alias: str, question: Question) -> _Asked | _Silence:
+def _ask(alias: str, question: Question[T]) -> _Asked[T] | _Silence:
     earlier = _overdue.get(alias)
     if earlier is not None and earlier.is_alive():
         return _Silence(alias)

@@ -1,25 +1,23 @@
-"""The admin's pages of live locks: list, detail, history, forced release."""
+"""The admin's pages of live locks: list, detail, history."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from django.contrib import admin, messages
-from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
-from django.urls import URLPattern, path, reverse
+from django.urls import URLPattern
 from django.utils import timezone
-from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from . import clearing, live
 from .claims import Holding
-from .live_columns import AliasFilter, HostFilter, KindFilter, LiveColumns, StateFilter
+from .live_actions import LiveActions
+from .live_columns import AliasFilter, HostFilter, KindFilter, StateFilter
 from .live_list import LiveLocks, PagedLocks, id_of, parts_of
 from .models import LiveLock
 from .names import key_of, shown
@@ -28,9 +26,6 @@ if TYPE_CHECKING:
     _Admin = admin.ModelAdmin[LiveLock]
 else:
     _Admin = object
-
-# Nobody reads a longer confirmation, and a form may have no more than 1,000 fields.
-MOST_CLEARED = 200
 
 # Locks of one alias that are read, sorted and filtered for every page.
 MOST_SORTED = 1_000
@@ -41,7 +36,7 @@ LOOKED_FOR = 0.4
 FACTS = ("alias", "state", "time_left", "held_for", "holder", "waiters", "kind", "fence")
 
 
-class LiveLockAdminMixin(LiveColumns, _Admin):
+class LiveLockAdminMixin(LiveActions, _Admin):
     """Everything of the pages; put it before the ModelAdmin of the theme that is in use."""
 
     list_display = ("name", *FACTS)
@@ -68,11 +63,6 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
 
     def has_delete_permission(self, request: HttpRequest, obj: LiveLock | None = None) -> bool:
         return False
-
-    def has_clear_permission(self, request: HttpRequest) -> bool:
-        """Tell whether this user may force a release: not whoever may look at locks."""
-        allowed = request.user.has_perm("distlock_app.clear_lock")
-        return allowed and self.has_view_permission(request)
 
     # Where the rows come from.
 
@@ -122,8 +112,7 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
     # The pages.
 
     def get_urls(self) -> list[URLPattern]:
-        view = self.admin_site.admin_view(self.clear_view)
-        return [path("clear/", view, name="distlock_app_livelock_clear"), *super().get_urls()]
+        return [*self.action_urls(), *super().get_urls()]
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -139,6 +128,8 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
             "looked_through": [e for e in reading.engines if looks and e.alias in cut],
             "paged": cut and not looks,
             "read_at": timezone.now(),
+            "leftover_url": self._url("leftover"),
+            "may_clear_up": self.has_clear_permission(request) and clearing.tables(),
         }
         return super().changelist_view(request, {**more, **(extra_context or {})})
 
@@ -155,12 +146,15 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
         found = clearing.rows_of([unquote(object_id)])
         if not found.rows:
             self._warn(request, found.problems or [gettext("There is no such lock.")])
-            return HttpResponseRedirect(self._url("changelist"))
+            return HttpResponseRedirect(self._list())
         row = request.distlock_row = found.rows[0]
         more = {
             "title": _("Live lock"),
             "clear_url": f"{self._url('clear')}?{clearing.query_of([row])}",
             "may_clear": self.has_clear_permission(request),
+            "extend_url": self._url("extend"),
+            "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
+            "row": row,
         }
         return super().change_view(
             request, quote(row.pk), form_url, {**more, **(extra_context or {})}
@@ -173,85 +167,13 @@ class LiveLockAdminMixin(LiveColumns, _Admin):
         try:
             alias, key, _seen = parts_of(unquote(object_id))
         except ValueError:
-            return HttpResponseRedirect(self._url("changelist"))
+            return HttpResponseRedirect(self._list())
         lock_id = id_of(alias, key)
         entry = LogEntry.objects.filter(object_id=lock_id).order_by("pk").last()
         rows = [] if entry else clearing.rows_of([lock_id]).rows
         name = entry.object_repr if entry else rows[0].name if rows else key
         request.distlock_row = LiveLock(id=lock_id, name=name)
         return super().history_view(request, quote(lock_id), extra_context)
-
-    @admin.action(permissions=["clear"], description=_("Force release of selected locks"))
-    def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
-        """Ask for confirmation; what changed hands since the list was shown is left out."""
-        if request.POST.get("select_across", "0") == "0":
-            found = clearing.rows_of(request.POST.getlist(ACTION_CHECKBOX_NAME))
-            self._warn(request, found.problems)
-            rows = found.rows
-        else:
-            rows = list(queryset[: MOST_CLEARED + 1])
-        return self._confirm(request, rows, clearing.ReasonForm()) if rows else None
-
-    def clear_view(self, request: HttpRequest) -> HttpResponse:
-        """Show the confirmation; on POST take the locks away."""
-        if not self.has_clear_permission(request):
-            raise PermissionDenied
-        posted = request.method == "POST"
-        form = clearing.ReasonForm(request.POST if posted else None)
-        asked = (request.POST if posted else request.GET).getlist("lock")
-        found = clearing.rows_of(asked[: MOST_CLEARED + 1])
-        self._warn(request, found.problems)
-        if not found.rows:
-            return HttpResponseRedirect(self._url("changelist"))
-        if len(found.rows) > MOST_CLEARED or not form.is_valid():
-            return self._confirm(request, found.rows, form)
-        for row in found.rows:
-            self._clear(request, row, form.cleaned_data["reason"])
-        return HttpResponseRedirect(self._url("changelist"))
-
-    def _clear(self, request: Any, row: LiveLock, reason: str) -> None:
-        facts = {"name": row.name, "holder": clearing.holder_of(row), "reason": reason}
-        problem = clearing.clear(row, request.user.get_username(), reason)
-        if problem:
-            self._warn(request, [problem])
-            return
-        # The history is the lock's, whoever held it.
-        lock = LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)
-        self.log_change(
-            request, lock, gettext("Forced release from %(holder)s: %(reason)s") % facts
-        )
-        done = gettext("“%(name)s” was released; %(holder)s held it.") % facts
-        self.message_user(request, done, messages.SUCCESS)
-
-    def _confirm(
-        self, request: Any, rows: Sequence[LiveLock], form: clearing.ReasonForm
-    ) -> HttpResponse:
-        if len(rows) > MOST_CLEARED:
-            text = gettext("Select at most %(most)d locks at a time.") % {"most": MOST_CLEARED}
-            self._warn(request, [text])
-            return HttpResponseRedirect(self._url("changelist"))
-        context = {
-            **self.admin_site.each_context(request),
-            "title": ngettext("Force release of a lock", "Force release of locks", len(rows)),
-            "opts": self.opts,
-            "rows": [
-                (row, self.holder(row), self.held_for(row), self.time_left(row)) for row in rows
-            ],
-            "form": form,
-            "media": self.media,
-            "clear_url": self._url("clear"),
-            "list_url": self._url("changelist"),
-        }
-        request.current_app = self.admin_site.name
-        return TemplateResponse(request, "admin/distlock_app/livelock/clear.html", context)
-
-    def _warn(self, request: HttpRequest, problems: Iterable[str]) -> None:
-        for problem in problems:
-            self.message_user(request, problem, messages.WARNING)
-
-    def _url(self, page: str) -> str:
-        name = f"admin:distlock_app_livelock_{page}"
-        return reverse(name, current_app=self.admin_site.name)
 
 
 def _looks_through(request: HttpRequest) -> bool:

@@ -270,3 +270,12 @@ def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: 
         facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
         tell(lock_cleared, {"sender": type(registry[alias].backend), **facts})
     return cleared
+
+
+def prolong(alias: str, key: str, name: str, seen: str, ttl: float, user: str) -> bool:
+    """Let the holder `seen` of `key` have it for `ttl` seconds or more; False: it is gone."""
+    done = registry[alias].backend.prolong(key, seen, ttl)
+    if done:
+        text = "%r (alias %r) extended to %g s by %s"
+        logger.warning(text, names.shown(name), alias, ttl, user)
+    return done

@@ -53,7 +53,10 @@ class LiveLock(models.Model):
         verbose_name = _("live lock")
         verbose_name_plural = _("live locks")
         default_permissions = ("view",)
-        permissions = [("clear_lock", _("Can force the release of locks"))]
+        permissions = [
+            ("clear_lock", _("Can force the release of locks")),
+            ("extend_lock", _("Can let locks end later")),
+        ]
 
     def __str__(self) -> str:
         return self.name

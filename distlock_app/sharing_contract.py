@@ -22,6 +22,7 @@ WITHOUT = {
     "limits": "it counts no permits",
     "queues": "it keeps no order of arrival",
     "latches": "it has no latches",
+    "prolongs": "people cannot prolong its claims",
 }
 
 WRITER: dict[str, Any] = {}

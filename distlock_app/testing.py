@@ -200,6 +200,20 @@ class LockBackendContract(SharingContract):
         assert not self.backend.acquire(a_claim(name), 0)
         assert self.backend.release(grant) is True
 
+    def test_people_can_prolong_the_claim_they_see_and_no_other(self) -> None:
+        self.needs("prolongs")
+        name = self.name()
+        grant = self.backend.acquire(a_claim(name, ttl=5), 0)
+        (seen,) = self.backend.holders(grant.claim.key)
+
+        assert self.backend.prolong(grant.claim.key, seen.seen, 60) is True
+        (now,) = self.backend.holders(grant.claim.key)
+        assert now.expires_in > 50 and now.seen == seen.seen
+        assert self.backend.prolong(grant.claim.key, str(seen.fence - 1), 60) is False
+        assert self.backend.prolong(grant.claim.key, "made up", 60) is False
+        assert self.backend.release(grant) is True
+        assert self.backend.prolong(grant.claim.key, seen.seen, 60) is False
+
     def test_fences_grow_with_every_owner(self) -> None:
         self.needs("fences")
         name = self.name()

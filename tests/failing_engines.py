@@ -31,3 +31,9 @@ class StubbornBackend(LocMemBackend):
 
     def clear(self, key, seen=None):
         raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
+
+
+class DullBackend(LocMemBackend):
+    """Has nothing that an engine need not have."""
+
+    prolongs = False

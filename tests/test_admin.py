@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -12,6 +13,7 @@ from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
+from django.utils import timezone
 
 from distlock_app import Lock, identity, live, names
 from distlock_app.claims import Grant, Holding
@@ -513,6 +515,82 @@ def test_no_page_shows_a_token(clearer):
         assert token not in html and "the owner's name" not in html
 
 
+EXTEND = f"{LIST}extend/"
+LEFTOVER = f"{LIST}leftover/"
+
+
+def extended(client, pk, seconds=600):
+    return client.post(EXTEND, {"lock": pk, "seconds": seconds}, follow=True)
+
+
+def left(name, alias="default"):
+    [holding] = registry[alias].backend.holders(key_of(name))
+    return holding.expires_in
+
+
+@pytest.fixture
+def extender(browse):
+    return browse("view_livelock", "extend_lock")
+
+
+def test_a_lock_is_extended_and_that_is_written_down(extender):
+    grant = taken("a", ttl=20)
+    pk = row_id("a")
+    assert EXTEND in extender.get(change_url(pk)).content.decode()
+
+    response = extended(extender, pk)
+
+    assert "at least 600 more seconds" in said(response)
+    assert response.redirect_chain[0][0] == change_url(pk)
+    assert left("a") > 500
+    assert "600" in LogEntry.objects.get().get_change_message()
+    assert registry["default"].backend.release(grant) is True
+
+
+def test_extending_needs_its_permission_a_form_of_ours_and_post(browse, viewer):
+    taken("a", ttl=20)
+    pk = row_id("a")
+    forger = Client(enforce_csrf_checks=True)
+    forger.force_login(User.objects.create_superuser("eve"))
+
+    assert EXTEND not in viewer.get(change_url(pk)).content.decode()
+    assert extended(viewer, pk).status_code == 403
+    assert extended(forger, pk).status_code == 403
+    assert forger.get(EXTEND, {"lock": pk, "seconds": 600}).status_code == 405
+    assert left("a") < 21 and not LogEntry.objects.exists()
+
+
+@pytest.mark.parametrize("seconds", ["", "-1", "0", "1e9", "99999999999", "x", "nan"])
+def test_only_sensible_times_extend_a_lock(extender, seconds):
+    taken("a", ttl=20)
+
+    assert said(extended(extender, row_id("a"), seconds))
+    assert left("a") < 21 and not LogEntry.objects.exists()
+
+
+def test_what_changed_hands_or_cannot_be_extended_is_not(extender, aliases):
+    with Lock("a"):
+        old = row_id("a")
+    aliases("dull", "tests.failing_engines.DullBackend")
+    taken("b", "dull")
+    taken("a", ttl=20)
+
+    assert "changed hands" in said(extended(extender, old))
+    assert "cannot be extended" in said(extended(extender, row_id("b", "dull")))
+    assert EXTEND not in extender.get(change_url(row_id("b", "dull"))).content.decode()
+    assert "no such lock" in said(extended(extender, "made up"))
+    assert left("a") < 21 and not LogEntry.objects.exists()
+
+
+def test_without_a_lock_table_there_is_nothing_to_clear_up(clearer):
+    assert LEFTOVER not in clearer.get(LIST).content.decode()
+    assert clearer.get(LEFTOVER).status_code == 200
+    assert (
+        clearer.post(LEFTOVER, {"alias": "default", "action": "purge", "days": 7}).status_code
+        == 200
+    )
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 class TestLockTable:
     """Locks in the table of a second database, where the rows are shown as well."""
@@ -529,6 +607,50 @@ class TestLockTable:
 
         assert "was released" in said(response)
         assert taken("a", "table").fence > cleared.fence
+
+    def test_its_locks_are_extended(self, extender):
+        grant = taken("a", "table", ttl=20)
+
+        extended(extender, row_id("a", "table"))
+
+        assert left("a", "table") > 500
+        assert registry["table"].backend.release(grant) is True
+
+    def test_what_it_keeps_is_counted_first_and_cleared_or_deleted_then(self, clearer):
+        late = taken("late", "table", ttl=0.1)
+        taken("held", "table")
+        taken("old", "table", ttl=0.1)
+        time.sleep(0.2)
+        long_ago = timezone.now() - timedelta(days=9)
+        DistLock.objects.using("locks").filter(name="old").update(expiry=long_ago)
+
+        assert LEFTOVER in clearer.get(LIST).content.decode()
+        assert clearer.get(LEFTOVER).context["tables"][0][1] == (2, 1)
+        assert clearer.get(LEFTOVER, {"days": 30}).context["tables"][0][1] == (2, 0)
+        clear = {"alias": "table", "action": "clear-expired", "days": 7}
+        assert "2 locks cleared" in said(clearer.post(LEFTOVER, clear, follow=True))
+        assert registry["table"].backend.extend(late, 30) is False
+        DistLock.objects.using("locks").filter(name="old").update(expiry=long_ago)
+        purged = clearer.post(LEFTOVER, {**clear, "action": "purge"}, follow=True)
+
+        assert "1 row deleted" in said(purged)
+        assert {row.name for row in DistLock.objects.using("locks").all()} == {"late", "held"}
+        assert LogEntry.objects.count() == 2
+
+    def test_clearing_up_needs_the_permission_and_a_form_of_ours(self, viewer, browse):
+        forger = Client(enforce_csrf_checks=True)
+        forger.force_login(User.objects.create_superuser("eve"))
+        purge = {"alias": "table", "action": "purge", "days": 1}
+        DistLock.objects.using("locks").create(key="0", name="a", expiry="2001-01-01T00:00Z")
+
+        assert viewer.get(LEFTOVER).status_code == viewer.post(LEFTOVER, purge).status_code == 403
+        assert forger.post(LEFTOVER, purge).status_code == 403
+        assert forger.get(LEFTOVER, purge).status_code == 200
+        for wrong in ({"days": 0}, {"alias": "second"}, {"alias": ""}, {"action": "drop"}):
+            forger.cookies["csrftoken"] = token = "x" * 32
+            told = forger.post(LEFTOVER, {**purge, **wrong, "csrfmiddlewaretoken": token})
+            assert told.status_code == 200
+        assert DistLock.objects.using("locks").exists()
 
     def test_its_rows_are_shown_to_who_may_see_them_without_the_owner(self, browse):
         client = browse("view_distlock")

@@ -137,6 +137,21 @@ def test_a_purge_spares_what_is_held_or_was_held_lately(backend):
     assert rows().get().name == "held"
 
 
+def test_clearing_what_expired_ends_it_for_its_holder_and_spares_what_is_held(backend):
+    late = grab(backend, "late", ttl=0.1)
+    held = grab(backend, "held")
+    backend.release(grab(backend, "free"))
+    time.sleep(0.2)
+
+    assert backend.left_over(3600) == (1, 0)
+    assert backend.left_over(0) == (1, 2)
+    assert backend.clear_expired() == 1
+    assert backend.left_over(0)[0] == 0
+    assert backend.extend(late, 30) is False
+    assert backend.extend(held, 30) is True
+    assert grab(backend, "late").fence > late.fence
+
+
 def test_clear_takes_only_the_claim_that_was_seen(backend):
     seen = grab(backend, "a")
     backend.release(seen)

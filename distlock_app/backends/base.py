@@ -29,6 +29,7 @@ class BaseLockBackend:
     queues = False  # order of arrival
     limits = False  # counting semaphore: claims with a limit above 1
     latches = False  # claims with `latch`, and count_down()
+    prolongs = False  # prolong()
 
     # First and longest pause between two tries of a waiter, in seconds. An engine that calls
     # `claim.wake` is asked again only after `poll_max`, in case a message was lost.
@@ -122,6 +123,10 @@ class BaseLockBackend:
 
         With `seen` (see Holding) only that claim: 0 if the lock changed hands meanwhile.
         """
+        raise NotImplementedError
+
+    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+        """Do as extend() with the claim that people know by `seen`, whoever owns it."""
         raise NotImplementedError
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:

@@ -29,6 +29,8 @@ BATCH = 400
 
 # Keys are lower-case hex digits, which "g" follows.
 ALL_KEYS = ("", "g")
+# They are hashes, so these parts are alike: short statements that read each row once.
+PARTS = [f"{part:02x}" for part in range(256)]
 
 # Seconds without a queue after the server refused a connection.
 POLLS_FOR = 60.0
@@ -50,6 +52,7 @@ class DatabaseBackend(BaseLockBackend):
     """
 
     fences = True
+    prolongs = True
 
     def __init__(self, *, alias: str, location: Any = None, queue: int = 8) -> None:
         """Let at most `queue` connections of a process stay with claims; with 0 waiters poll."""
@@ -183,14 +186,35 @@ class DatabaseBackend(BaseLockBackend):
                 self._ask(partial(self._unlock, place), on=place.session)
         return cleared
 
+    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+        if not seen.isdecimal():
+            return False
+        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, int(seen)))
+        if owner is None:
+            return False
+        return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
+
+    def left_over(self, older_than: float) -> tuple[int, int]:
+        """Count what `clear_expired()` and `purge()` would find."""
+        return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
+
+    def clear_expired(self) -> int:
+        """Free the rows of holders that did not renew them, which may yet try; return how many.
+
+        Others may take such a lock anyway. From now on its holder may not, and is behind the
+        next fence.
+        """
+        clear = [partial(_clear_part, part) for part in PARTS]
+        return sum(self._uncrowded(part) for part in clear)
+
     def purge(self, older_than: float) -> int:
         """Delete the rows of names that nobody has held for `older_than` seconds; return how many.
 
         Their fences go on from the server's clock, so let it be longer than that clock may
         ever be set back.
         """
-        # Keys are hashes, so these parts are alike: short statements that read each row once.
-        return sum(self._purge_part(older_than, f"{part:02x}") for part in range(256))
+        purge = [partial(_purge_part, part, older_than) for part in PARTS]
+        return sum(self._uncrowded(part) for part in purge)
 
     def ping(self) -> None:
         self._ask(lambda s: s.cursor.execute("SELECT 1") and s.cursor.fetchall())
@@ -352,9 +376,9 @@ class DatabaseBackend(BaseLockBackend):
             return grant.fence is not None
         raise BackendError(f"lock table on {self.using!r}: the answer to a release was lost")
 
-    def _purge_part(self, older_than: float, part: str) -> int:
+    def _uncrowded(self, work: Callable[[Session], int]) -> int:
         try:
-            return self._ask(lambda s: s.dialect.purge(s.cursor, older_than, part))
+            return self._ask(work)
         except Crowded:
             return 0
 
@@ -385,6 +409,14 @@ class DatabaseBackend(BaseLockBackend):
 
 def _read_holders(first: str, last: str, session: Session) -> Any:
     return session.dialect.holders(session.cursor, first, last)
+
+
+def _clear_part(part: str, session: Session) -> int:
+    return session.dialect.clear_expired(session.cursor, part)
+
+
+def _purge_part(part: str, older_than: float, session: Session) -> int:
+    return session.dialect.purge(session.cursor, older_than, part)
 
 
 def _who(claim: Claim) -> tuple[str, str]:

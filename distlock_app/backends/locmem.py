@@ -55,6 +55,7 @@ class LocMemBackend(BaseLockBackend):
     queues = True
     limits = True
     latches = True
+    prolongs = True
     pushes = True
     poll_max = 1.0
 
@@ -138,6 +139,12 @@ class LocMemBackend(BaseLockBackend):
                 for held in state.held.values()
                 if held.until > now
             ]
+
+    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+        with self._lock:
+            state = self._states.get(key)
+            claims = [h.claim for h in state.held.values() if str(h.fence) == seen] if state else []
+        return any(self.extend(Grant(claim), ttl) for claim in claims)
 
     def clear(self, key: str, seen: str | None = None) -> int:
         with self._lock:

@@ -55,6 +55,7 @@ class RedisBackend(BaseLockBackend):
     queues = True
     limits = True
     latches = True
+    prolongs = True
     pushes = True
     # The scripts take a waiter who did not ask again for three seconds for dead.
     poll_max = 1.0
@@ -271,6 +272,23 @@ class RedisBackend(BaseLockBackend):
     def clear(self, key: str, seen: str | None = None) -> int:
         request = fill(self._template(CLEAR, key), b"" if seen is None else seen.encode())
         return int(self._pool.run(CLEAR, request))
+
+    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+        lock = self._lock(key)
+        requests = pack(b"GET", lock), pack(b"ZRANGE", lock + b":m", b"0", b"-1")
+        held, owners = self._pool.ask(*requests)
+        if held is not None:
+            owner, fence, _ = held.split(b" ", 2)
+            fences = {fence: owner}
+        elif owners:
+            entries = self._pool.ask(pack(b"HMGET", lock + b":w", *owners))[0]
+            fences = {e.split(b" ", 1)[0]: o for e, o in zip(entries, owners, strict=True) if e}
+        else:
+            fences = {}
+        if (owner := fences.get(seen.encode())) is None:
+            return False
+        request = fill(self._template(EXTEND, key), owner, _milliseconds(ttl))
+        return bool(self._pool.run(EXTEND, request))
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         messages = check_sharing(self.alias, self.location)

@@ -72,6 +72,9 @@ class Dialect:
     HOLDERS: str
     COUNT: str  # of the rows that HOLDERS would read
     CLEAR: str
+    CLEAR_EXPIRED: str  # as CLEAR, whatever nobody renewed
+    OWNER: str  # of a live row with this fence
+    LEFT_OVER: str  # how many rows CLEAR_EXPIRED would change, and PURGE delete
     PURGE: str
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
@@ -201,6 +204,21 @@ class Dialect:
         """Free the row, whoever owns it, if its fence is in between; move the fence on."""
         asked = {"key": key, "first": fences[0], "last": fences[1]}
         return self.execute(cursor, self.CLEAR, asked).rowcount
+
+    def clear_expired(self, cursor: Cursor, part: str) -> int:
+        """Free the rows that nobody renewed, of keys that begin so; move the fences on."""
+        asked = {"first": part, "last": f"{part}g"}
+        return self.execute(cursor, self.CLEAR_EXPIRED, asked).rowcount
+
+    def owner_of(self, cursor: Cursor, key: str, fence: int) -> str | None:
+        """Read the owner of a live row, unless it has another fence."""
+        row = self.execute(cursor, self.OWNER, {"key": key, "fence": fence}).fetchone()
+        return row[0] if row else None
+
+    def left_over(self, cursor: Cursor, age: float) -> tuple[int, int]:
+        """Count the rows that nobody renewed, and those that ended `age` seconds ago."""
+        row = self.execute(cursor, self.LEFT_OVER, {"age_us": round(age * 1e6)}).fetchone()
+        return int(row[0]), int(row[1])
 
     def purge(self, cursor: Cursor, age: float, part: str) -> int:
         """Delete the rows that ended `age` seconds ago or earlier, of keys that begin so."""

@@ -105,12 +105,33 @@ class MySQL(Dialect):
          LIMIT %(count)s OFFSET %(start)s"""
     COUNT = """
         SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)"""
-    CLEAR = """
+    _CLEARED = """
         UPDATE {table}
            SET owner = '', expiry = UTC_TIMESTAMP(6) - INTERVAL {handover_us} MICROSECOND,
                fence = GREATEST(fence + 1,
-                   TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))
+                   TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))"""
+    CLEAR = (
+        _CLEARED
+        + """
          WHERE `key` = %(key)s AND owner <> '' AND fence BETWEEN %(first)s AND %(last)s"""
+    )
+    CLEAR_EXPIRED = (
+        _CLEARED
+        + """
+         WHERE owner <> '' AND expiry <= UTC_TIMESTAMP(6)
+           AND `key` BETWEEN %(first)s AND %(last)s"""
+    )
+    OWNER = """
+        SELECT owner
+          FROM {table}
+         WHERE `key` = %(key)s AND fence = %(fence)s AND owner <> ''
+           AND expiry > UTC_TIMESTAMP(6)"""
+    LEFT_OVER = """
+        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= UTC_TIMESTAMP(6)
+                                 THEN 1 ELSE 0 END), 0),
+               coalesce(sum(CASE WHEN expiry < UTC_TIMESTAMP(6) - INTERVAL %(age_us)s MICROSECOND
+                                 THEN 1 ELSE 0 END), 0)
+          FROM {table}"""
     PURGE = """
         DELETE FROM {table}
          WHERE expiry < UTC_TIMESTAMP(6) - INTERVAL %(age_us)s MICROSECOND

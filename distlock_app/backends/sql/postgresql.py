@@ -109,13 +109,35 @@ class PostgreSQL(Dialect):
          LIMIT %(count)s OFFSET %(start)s"""
     COUNT = """
         SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > clock_timestamp()"""
-    CLEAR = """
+    _CLEARED = """
         UPDATE {table}
            SET owner = '', expiry = clock_timestamp() - {handover_us} * interval '1 microsecond',
                fence = greatest(fence + 1,
-                   (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
+                   (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)"""
+    CLEAR = (
+        _CLEARED
+        + """
          WHERE key = %(key)s AND owner <> ''
            AND fence BETWEEN %(first)s::bigint AND %(last)s::bigint"""
+    )
+    CLEAR_EXPIRED = (
+        _CLEARED
+        + """
+         WHERE owner <> '' AND expiry <= clock_timestamp()
+           AND key BETWEEN %(first)s AND %(last)s"""
+    )
+    OWNER = """
+        SELECT owner
+          FROM {table}
+         WHERE key = %(key)s AND fence = %(fence)s AND owner <> ''
+           AND expiry > clock_timestamp()"""
+    LEFT_OVER = """
+        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= clock_timestamp()
+                                 THEN 1 ELSE 0 END), 0),
+               coalesce(sum(CASE WHEN expiry < clock_timestamp()
+                                      - %(age_us)s::bigint * interval '1 microsecond'
+                                 THEN 1 ELSE 0 END), 0)
+          FROM {table}"""
     PURGE = """
         DELETE FROM {table}
          WHERE key IN (SELECT key

@@ -79,12 +79,34 @@ class SQLite(Dialect):
         SELECT count(*)
           FROM {table}
          WHERE owner <> '' AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')"""
-    CLEAR = """
+    _CLEARED = """
         UPDATE {table}
            SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now'),
                fence = max(fence + 1,
-                   strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000)
+                   strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000)"""
+    CLEAR = (
+        _CLEARED
+        + """
          WHERE key = :key AND owner <> '' AND fence BETWEEN :first AND :last"""
+    )
+    CLEAR_EXPIRED = (
+        _CLEARED
+        + """
+         WHERE owner <> '' AND expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+           AND key BETWEEN :first AND :last"""
+    )
+    OWNER = """
+        SELECT owner
+          FROM {table}
+         WHERE key = :key AND fence = :fence AND owner <> ''
+           AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')"""
+    LEFT_OVER = """
+        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now')
+                                 THEN 1 ELSE 0 END), 0),
+               coalesce(sum(CASE WHEN expiry < strftime('%Y-%m-%d %H:%M:%f', 'now',
+                                                        (:age_us / -1000000.0) || ' seconds')
+                                 THEN 1 ELSE 0 END), 0)
+          FROM {table}"""
     PURGE = """
         DELETE FROM {table}
          WHERE expiry < strftime('%Y-%m-%d %H:%M:%f', 'now', (:age_us / -1000000.0) || ' seconds')
