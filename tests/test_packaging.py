@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import venv
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import django
 import pytest
 from django.core.management import call_command
 
 import distlock_app
+from tests.launching import free_port, launch, mortal
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "distlock_app"
@@ -62,26 +69,102 @@ def test_the_models_have_their_migrations():
     call_command("makemigrations", "distlock_app", check=True, dry_run=True, verbosity=0)
 
 
-@pytest.mark.slow
-def test_the_wheel_carries_every_file_of_the_package(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of the package as it is in the work tree."""
     pytest.importorskip("build")
-    source = tmp_path / "source"
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "source"
     source.mkdir()
     shutil.copytree(PACKAGE, source / "distlock_app", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-
     run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path)],
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(directory)],
         cwd=source,
         deadline=300,
     )
+    [wheel] = directory.glob("*.whl")
+    return wheel
 
-    [wheel] = tmp_path.glob("*.whl")
+
+@pytest.mark.slow
+def test_the_wheel_carries_every_file_of_the_package(wheel):
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     there = {
-        path.relative_to(source).as_posix()
-        for path in (source / "distlock_app").rglob("*")
-        if path.is_file()
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert carried == there
+
+
+@pytest.mark.slow
+def test_the_quickstart_works_as_written_with_nothing_but_django_and_the_wheel(wheel, tmp_path):
+    python = tmp_path / "venv/bin/python"
+    venv.create(tmp_path / "venv")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    run([*pip, str(wheel), f"Django=={django.__version__}"], deadline=300)
+
+    said = follow(ROOT / "docs/quickstart.md", python=python, cwd=tmp_path)
+
+    for words, times in {
+        "order 1 is paid": 1,
+        "order 2 is paid": 1,
+        "This is being worked on already.": 2,  # the second click, and the command's lock
+        "HTTP/1.1 423 Locked": 2,
+        "Retry-After: 10": 2,
+        "invoice:42 is ours, with fence": 1,
+        "settled": 1,
+        "settle runs already: its lock 'command:shop.settle' is held by host": 1,
+        "\n75\n": 1,
+        "distlock run sleep": 1,  # in the list
+        "1 cleared": 1,
+        "shop.Account 1 has version 2, not 1": 1,
+        "\n70\n": 1,
+    }.items():
+        assert said.count(words) == times, f"{words!r} is not said {times} times:\n{said}"
+    assert "Traceback" not in said
+
+
+def follow(page, *, python, cwd):
+    """Do what a page says, in one shell; return what was printed."""
+    port = str(free_port())
+    script = "\n".join(steps(page)).replace(":8000", f":{port}")
+    script = script.replace("runserver", f"runserver --noreload {port}")
+    environment = {key: value for key, value in os.environ.items() if "DJANGO" not in key}
+    environment["PATH"] = f"{python.parent}:{environment['PATH']}"
+    with tempfile.TemporaryFile("w+") as output:
+        shell = launch(
+            mortal(["bash", "-c", script]),
+            cwd=cwd,
+            env=environment | {"PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            shell.wait(240)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait(30)
+            output.seek(0)
+            said = output.read()
+    return said
+
+
+def steps(page):
+    """Yield the shell commands of a page; its other samples go where the page says."""
+    for words, language, code in re.findall(
+        r"([^\n]*)\n\n```(\w+)\n(.*?)^```$", page.read_text(), re.S | re.M
+    ):
+        file = re.fullmatch(r"(At the end of )?`([\w/.]+)`:", words)
+        if language == "sh":
+            yield re.sub(r"^pip install.*", "", code, flags=re.M)
+        elif "manage.py shell" in words:
+            yield f"python manage.py shell <<'END'\n{code}\nEND"
+        else:
+            redirect = ">>" if file[1] else ">"
+            yield f"mkdir -p $(dirname {file[2]}); cat {redirect} {file[2]} <<'END'\n{code}END"
