@@ -13,6 +13,7 @@ from .claims import Claim, Grant
 from .errors import LockBusy, LockLost
 from .holds import Hold
 from .leases import Lease
+from .records import SLOW_WAIT, fields, logger
 from .registry import checked_wait, registry
 from .renewal import renewer
 from .waiting import AsyncBell, Bell
@@ -105,6 +106,7 @@ class Attempt:
         hold = Hold(lease, release_now=self.lock.release == "now")
         _leases[self.place] = lease
         renewer.watch(lease)
+        self.note_wait("slow_wait", grant)
         return hold
 
     def resumed(self, grant: Grant, still_ours: bool) -> Hold:
@@ -112,6 +114,17 @@ class Attempt:
         if not still_ours:
             raise LockLost(f"the lock {names.shown(self.lock.name)!r} was not resumed in time")
         return self.hold(grant, self.started)
+
+    def note_wait(self, event: str, grant: Grant | None = None) -> None:
+        """Log how it ended, if it took long."""
+        waited = monotonic() - self.started
+        if waited >= SLOW_WAIT:
+            name = names.shown(self.lock.name)
+            logger.info(
+                "%s the lock %r (alias %r) after %.3f s",
+                *("got" if grant else "gave up waiting for", name, self.alias, waited),
+                extra=fields(event, self.alias, grant, name=name, key=self.key, waited=waited),
+            )
 
     def facts(self) -> dict[str, Any]:
         """Return what the signals of its beginning say of the lock."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -27,11 +26,10 @@ from .leases import Lease
 from .locks import Lock
 from .names import shown
 from .placeholders import NameTemplate
+from .records import logger
 from .registry import checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .transactions import open_blocks
-
-logger = logging.getLogger("distlock_app")
 
 EX_TEMPFAIL = 75  # sysexits.h: "temporary failure; user is invited to retry"
 # 128 + 15, as shells report a process that SIGTERM ended.
@@ -234,7 +232,11 @@ class _Guard:
         except LockError as problem:
             if error is None and isinstance(problem, LockLost):
                 raise
-            logger.warning("cannot keep %r for %.1f s: %s", shown(hold.name), left, problem)
+            logger.warning(
+                "cannot keep %r for %.1f s: %s",
+                *(shown(hold.name), left, problem),
+                extra=hold.log_fields("not_kept", left=left, error=str(problem)),
+            )
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -19,12 +18,11 @@ from .errors import BackendError, LockError, LockLost, NotHeld
 from .handover import packed
 from .leases import Lease
 from .names import shown
+from .records import fields, logger
 from .registry import MIN_TTL, checked_ttl
 from .renewal import GONE, RENEW_AT, lease_facts, renewer
 from .signals import atell, lock_released, tell
 from .waiting import in_thread
-
-logger = logging.getLogger("distlock_app")
 
 
 class Hold:
@@ -316,6 +314,10 @@ class Hold:
             stacklevel=2,
         )
 
+    def log_fields(self, event: str, **more: Any) -> dict[str, Any]:
+        """Return the `extra` of a log record about this hold."""
+        return fields(event, self._lease.alias, self._lease.grant, **more)
+
     def _lost_error(self) -> LockLost:
         why = self._lease.lost_because or "it was not renewed in time"
         if self._lease.foreign:
@@ -403,13 +405,18 @@ class Hold:
             renewer.give_back(self._lease.backend, self._lease.grant)
             if isinstance(error, BackendError) and not self._lease.lost:
                 # The body ran under the lock: only the release is late.
-                logger.warning("cannot release %r yet: %s", shown(self.name), error)
+                logger.warning(
+                    "cannot release %r yet: %s",
+                    *(shown(self.name), error),
+                    extra=self.log_fields("released_late", error=str(error)),
+                )
                 return
             if isinstance(error, BackendError):
                 error = self._lost_error()
         if exc is None:
             raise error
-        logger.warning("while another error was raised: %s", error)
+        about = self.log_fields("not_raised", error=str(error))
+        logger.warning("while another error was raised: %s", error, extra=about)
 
 
 def release_at_end(lease: Lease) -> None:

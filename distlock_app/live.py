@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,9 @@ from .backends.base import BaseLockBackend
 from .claims import Holding
 from .errors import BackendError
 from .names import shown
+from .records import fields, logger
 from .registry import registry
 from .timing import Deadline
-
-logger = logging.getLogger("distlock_app")
 
 # Seconds that a page waits for an engine: drivers give up after 5 at the earliest.
 ANSWER_WITHIN = 2.0
@@ -220,7 +218,11 @@ class _Asked(threading.Thread, Generic[T]):
             self._health = Health(alias=self._alias, ping_ms=ping_ms)
         except Exception as error:  # whatever it is: it must not break a page
             if not isinstance(error, (BackendError, ImproperlyConfigured)):
-                logger.exception("cannot read the locks of alias %r", self._alias)
+                logger.exception(
+                    "cannot read the locks of alias %r",
+                    self._alias,
+                    extra=fields("not_listed", self._alias),
+                )
             self._health = Health(alias=self._alias, error=error)
         finally:
             self._answered.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -20,12 +19,11 @@ from .entered import enter, entered, forget
 from .errors import LockBusy, LockError, NotHeld
 from .handover import unpacked
 from .holds import Hold
+from .records import fields, logger
 from .registry import MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .signals import atell, lock_acquired, lock_busy, lock_cleared, tell
 from .waiting import AsyncBell, Bell, acquiring, arun, in_thread, run
-
-logger = logging.getLogger("distlock_app")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +106,7 @@ class Lock:
                 tell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
             return hold
         except LockBusy:
+            attempt.note_wait("timeout")
             if lock_busy.receivers:
                 tell(lock_busy, attempt.facts())
             raise
@@ -139,6 +138,7 @@ class Lock:
                 await atell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
             return hold
         except LockBusy:
+            attempt.note_wait("timeout")
             if lock_busy.receivers:
                 await atell(lock_busy, attempt.facts())
             raise
@@ -266,7 +266,12 @@ def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: 
     """Take the lock of `key` away; return from how many holders. Logged and signalled."""
     cleared = registry[alias].backend.clear(key, seen)
     if cleared:
-        logger.warning("%r (alias %r) cleared by %s: %s", names.shown(name), alias, user, reason)
+        shown, because = names.shown(name), f": {reason}" if reason else ""
+        logger.warning(
+            "%r (alias %r) cleared by %s%s",
+            *(shown, alias, user or "a program", because),
+            extra=fields("cleared", alias, name=shown, key=key, user=user, reason=reason),
+        )
         facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
         tell(lock_cleared, {"sender": type(registry[alias].backend), **facts})
     return cleared

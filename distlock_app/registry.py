@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from .backends.base import BaseLockBackend
-
-logger = logging.getLogger("distlock_app")
+from .records import fields, logger
 
 DEFAULT_SETTING: dict[str, dict[str, Any]] = {
     "default": {
@@ -136,7 +134,9 @@ def _robustly(call: Callable[[], None], alias: str) -> None:
     try:
         call()
     except Exception:  # the other backends have to do it all the same
-        logger.exception("the lock engine of alias %r failed", alias)
+        logger.exception(
+            "the lock engine of alias %r failed", alias, extra=fields("engine_failed", alias)
+        )
 
 
 def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:

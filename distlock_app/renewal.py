@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import heapq
 import itertools
-import logging
 import os
 import queue
 import threading
@@ -26,10 +25,9 @@ from .backends.base import BaseLockBackend
 from .claims import Grant
 from .leases import Lease
 from .names import shown
+from .records import fields, logger
 from .signals import lock_lost, lock_released, tell
 from .workers import Worker, started
-
-logger = logging.getLogger("distlock_app")
 
 RENEW_AT = 1 / 3  # of the ttl
 # After an error: tried again this often in what is left of the trust, within these bounds.
@@ -37,6 +35,7 @@ RETRIES_LEFT = 8
 RETRY_MIN = 0.02
 RETRY_MAX = 1.0
 GONE = "the engine says that it is somebody else's or gone"
+FAILED = "the lock renewer failed and goes on"
 EXIT_PATIENCE = 2.0  # seconds that the end of the process waits for releases under way
 
 
@@ -121,7 +120,9 @@ class Renewer:
             work = partial(_call_back, *callback)
             if not started(work, "distlock-lost"):
                 self._telling.put(work)
-        self._telling.put(partial(_tell_lost, lease_facts(lease), reason))
+        facts = lease_facts(lease)
+        about = fields("lost", lease.alias, lease.grant, held=facts["held"], reason=reason)
+        self._telling.put(partial(_tell_lost, facts, reason, about))
 
     def settle(self, lease: Lease | None = None) -> None:
         """Wait for the releases under way, or one; but not for an engine that does not answer."""
@@ -162,7 +163,7 @@ class Renewer:
             try:
                 self._turn()
             except BaseException:
-                logger.exception("the lock renewer failed and goes on")
+                logger.exception(FAILED, extra=fields("worker_failed", ""))
                 sleep(RETRY_MIN)
 
     def _turn(self) -> None:
@@ -174,7 +175,7 @@ class Renewer:
                 else:
                     self._put(*what)
             except Exception:  # the others must not be lost for it
-                logger.exception("the lock renewer failed and goes on")
+                logger.exception(FAILED, extra=fields("worker_failed", ""))
         try:
             # No pause with a lease in this frame: it would keep it alive.
             late = self._inbox.get(timeout=0 if found else pause)
@@ -283,8 +284,12 @@ class Renewer:
         if lease.pins:
             return  # `_look_at` has it in view
         name = shown(lease.grant.claim.name)
-        logger.warning("cannot renew the lock %r (alias %r): %s", name, lease.alias, error)
         left = lease.trusted_until - monotonic()
+        logger.warning(
+            "cannot renew the lock %r (alias %r): %s",
+            *(name, lease.alias, error),
+            extra=fields("not_renewed", lease.alias, lease.grant, left=left, error=str(error)),
+        )
         pause = min(max(left / RETRIES_LEFT, RETRY_MIN), RETRY_MAX)
         self._schedule(lease, min(lease.trusted_until, monotonic() + pause))
 
@@ -296,7 +301,11 @@ class Renewer:
         except BaseException as error:
             if grant.claim.stable or monotonic() >= until:
                 self._owed.discard(number)
-                logger.warning("gave up releasing a lock (alias %r): %s", backend.alias, error)
+                logger.warning(
+                    "gave up releasing a lock (alias %r): %s",
+                    *(backend.alias, error),
+                    extra=fields("not_released", backend.alias, grant, error=str(error)),
+                )
                 return
             job = (backend, "release", number, grant, until, lease)
             with self._lock:
@@ -326,7 +335,9 @@ def _call_all(jobs: list[Callable[[], None]]) -> None:
         try:
             job()
         except BaseException:
-            logger.exception("telling what became of a lock failed")
+            logger.exception(
+                "telling what became of a lock failed", extra=fields("worker_failed", "")
+            )
 
 
 def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], None]) -> None:
@@ -336,14 +347,17 @@ def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], None]) -> N
     try:
         callback(hold)
     except BaseException:  # also SystemExit, which ends no process from here
-        logger.exception("a callback of on_lost failed")
+        logger.exception("a callback of on_lost failed", extra=hold.log_fields("callback_failed"))
     finally:
         connections.close_all()  # those of this thread
 
 
-def _tell_lost(facts: dict[str, Any], reason: str) -> None:
-    name, alias, held = shown(facts["name"]), facts["alias"], facts["held"]
-    logger.warning("lost the lock %r (alias %r) after %.3f s: %s", name, alias, held, reason)
+def _tell_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> None:
+    logger.warning(
+        "lost the lock %r (alias %r) after %.3f s: %s",
+        *(about["lock_name"], facts["alias"], facts["held"], reason),
+        extra=about,
+    )
     tell(lock_lost, {**facts, "reason": reason})
 
 

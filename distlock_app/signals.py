@@ -7,12 +7,11 @@ backend, or of the model for `version_conflict`.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from django.dispatch import Signal
 
-logger = logging.getLogger("distlock_app")
+from .records import fields, logger
 
 lock_acquired = Signal()  # waited, fence
 lock_busy = Signal()  # waited
@@ -27,7 +26,12 @@ def tell(signal: Signal, facts: dict[str, Any]) -> None:
     try:
         signal.send_robust(**facts)
     except Exception:  # such as an async receiver in a thread that runs an event loop
-        logger.exception("a signal of locks could not be sent")
+        _log(facts)
+
+
+def _log(facts: dict[str, Any]) -> None:
+    about = fields("signal_failed", facts.get("alias", ""))
+    logger.exception("a signal of locks could not be sent", extra=about)
 
 
 async def atell(signal: Signal, facts: dict[str, Any]) -> None:
@@ -35,4 +39,4 @@ async def atell(signal: Signal, facts: dict[str, Any]) -> None:
     try:
         await signal.asend_robust(**facts)
     except Exception:
-        logger.exception("a signal of locks could not be sent")
+        _log(facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 from django.db import connections
 
-logger = logging.getLogger("distlock_app")
+from .records import fields, logger
 
 WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connections
 
@@ -20,7 +19,7 @@ def started(work: Callable[[], None], name: str) -> bool:
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError as error:  # too many threads, or the interpreter shuts down
-        logger.error("locks: %s", error)
+        logger.error("locks: %s", error, extra=fields("no_thread", "", error=str(error)))
         return False
     return True
 
@@ -62,6 +61,8 @@ class Worker:
             try:
                 self._work(jobs)
             except BaseException:  # also SystemExit: whoever is next relies on this thread
-                logger.exception("%s failed and goes on", self._name)
+                logger.exception(
+                    "%s failed and goes on", self._name, extra=fields("worker_failed", "")
+                )
             del jobs  # a lease must not live on in this frame
         connections.close_all()  # those of this thread, which receivers may have opened

@@ -332,7 +332,8 @@ class RedisBackend(BaseLockBackend):
         if listener is None:
             channel = self._channels + secrets.token_hex(8)
             # A lock that a release gave us may not be on the replicas: another try asks them.
-            made = Listener(channel, node.connect, self.release, grants=not self._replicas)
+            grants = not self._replicas
+            made = Listener(channel, node.connect, self.release, alias=self.alias, grants=grants)
             listener = self._listeners.setdefault(node, made)
         return listener
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 from ..claims import Claim, Grant
-
-logger = logging.getLogger("distlock_app")
+from ..records import fields, logger
 
 # A connection that is silent for so long is asked for a sign of life, and given up if it shows
 # none for twice as long again.
@@ -60,6 +58,7 @@ class Listener:
         connect: Callable[[], Any],
         refused: Callable[[Grant], Any],
         *,
+        alias: str = "",
         grants: bool = True,
     ) -> None:
         """`connect` makes a connection; `refused` gets a grant that its caller failed to take.
@@ -67,6 +66,7 @@ class Listener:
         With `grants=False` a message is no grant yet: the claim that it is for tries again.
         """
         self.channel = channel
+        self._alias = alias
         self._grants = grants
         self._connect = connect
         self._refused = refused
@@ -166,7 +166,11 @@ class Listener:
                     pause, failing_since = RETRY_MIN, monotonic()
                 else:
                     if pause == RETRY_MIN and not self._closed.is_set():
-                        logger.warning("cannot listen for locks: %s", type(error).__name__)
+                        logger.warning(
+                            "cannot listen for locks: %s",
+                            type(error).__name__,
+                            extra=fields("not_listening", self._alias),
+                        )
                     self._settled.set()
                     pause = min(2 * pause, RETRY_MAX)
             self._closed.wait(pause)
@@ -253,6 +257,8 @@ class Listener:
             if waiter.claim.wake is not None:
                 waiter.claim.wake(grant)
         except Exception:  # such as an event loop that was closed
-            logger.exception("a waiter for a lock could not be woken")
+            logger.exception(
+                "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
+            )
             if grant is not None:
                 self._refused(grant)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import select
 import threading
 from collections.abc import Callable
@@ -10,10 +9,9 @@ from time import monotonic
 from typing import Any
 
 from ..claims import Claim
+from ..records import fields, logger
 from .redis_scripts import pack
 from .redlock_nodes import Link, Quorum
-
-logger = logging.getLogger("distlock_app")
 
 # Without waiters for so long, thread and connections go; the next waiter brings them back.
 IDLE_SECONDS = 60.0
@@ -117,7 +115,9 @@ class Listener:
                     self._called(node, owner)
                 self._wake_half_called()
         except Exception:  # whatever it is: without this thread waiting is slow
-            logger.exception("cannot listen for locks")
+            logger.exception(
+                "cannot listen for locks", extra=fields("not_listening", self._quorum.alias)
+            )
             with self._lock:
                 self._thread = None
         finally:
@@ -166,7 +166,10 @@ class Listener:
         try:
             waiter.wake(None)
         except Exception:  # such as an event loop that was closed
-            logger.exception("a waiter for a lock could not be woken")
+            logger.exception(
+                "a waiter for a lock could not be woken",
+                extra=fields("not_woken", self._quorum.alias),
+            )
 
 
 class Ears:

@@ -323,7 +323,7 @@ class Quorum:
 
     def __init__(self, alias: str, nodes: Sequence[Node]) -> None:
         self.majority = len(nodes) // 2 + 1
-        self._alias = alias
+        self.alias = alias
         self.nodes = nodes
         self._timeout = max(node.timeout for node in nodes)
         self._idle: deque[Panel] = deque()  # its append and pop are atomic: no lock
@@ -410,7 +410,7 @@ class Quorum:
         ]
         answers = len(ballot.yes) + len(ballot.no)
         return BackendError(
-            f"Redlock {self._alias!r}: {answers} of {len(self.nodes)} nodes answered"
+            f"Redlock {self.alias!r}: {answers} of {len(self.nodes)} nodes answered"
             + (f", not {', '.join(silent)}." if silent else ", and no majority agreed.")
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import select
 import threading
@@ -28,6 +29,11 @@ except ImportError:  # the extra is not installed: said when an engine is made
 # tick who was heard of, and may die before it does. A session lasts two ticks at least, so half
 # a tick is at most a quarter of it.
 TRUSTED = 3 / 4
+
+# At the level DEBUG kazoo writes whole requests, with the tokens of owners and the password.
+_kazoo_says = logging.getLogger("distlock_app.zookeeper")
+if not _kazoo_says.level:
+    _kazoo_says.setLevel(logging.INFO)
 
 # The clients that a child of fork() inherited: nothing of them may run or be closed.
 _graveyard: list[Any] = []
@@ -177,7 +183,8 @@ class Session:
 
     def _open(self) -> tuple[Any, Any]:
         retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
-        client = KazooClient(connection_retry=retry, handler=Handler(), **self._options)
+        more = {"connection_retry": retry, "handler": Handler(), "logger": _kazoo_says}
+        client = KazooClient(**more, **self._options)
         invoke = client._connection._invoke
 
         def listen(timeout: float, request: Any, xid: Any = None) -> Any:

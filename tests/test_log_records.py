@@ -1,0 +1,205 @@
+"""What is logged about locks: the same fields in every record, and never a secret."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+from django.conf import settings as django_settings
+
+from distlock_app import BackendError, Lock, LockLost, LockTimeout, attempts
+from distlock_app.registry import registry
+from distlock_app.testing import held_elsewhere
+from tests import engines
+from tests.engines import running, until
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/reference/errors-and-signals.md"
+
+engine = pytest.fixture(engines.install)
+
+
+class Json(logging.Handler):
+    """Writes records as the usual JSON formatters do: what `extra` has put beside the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.usual = set(vars(logging.makeLogRecord({})))
+        self.lines = []
+
+    def emit(self, record):
+        more = {key: value for key, value in vars(record).items() if key not in self.usual}
+        # Whatever it is, its text must be harmless too.
+        line = {"message": self.format(record), "logger": record.name, **more}
+        self.lines.append(json.dumps(line, default=repr))
+
+    def of(self, event):
+        """Return the records of this event."""
+        return [line for line in map(json.loads, self.lines) if line.get("lock_event") == event]
+
+
+@pytest.fixture
+def log():
+    handler, root = Json(), logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield handler
+    root.setLevel(level)
+    root.removeHandler(handler)
+
+
+@pytest.fixture
+def tokens(monkeypatch):
+    """The owner tokens that are made while the test runs."""
+    made = []
+
+    def token_hex(length):
+        made.append(secrets.token_hex(length))
+        return made[-1]
+
+    secrets = attempts.secrets
+    monkeypatch.setattr(attempts, "secrets", type("", (), {"token_hex": staticmethod(token_hex)}))
+    return made
+
+
+def test_a_loss_says_which_lock_whose_and_how_long(engine, log):
+    hold = Lock("loss").acquire()
+    engine.clear(hold._lease.grant.claim.key)
+
+    with pytest.raises(LockLost):
+        hold.extend()
+    until(lambda: log.of("lost"))
+
+    [record] = log.of("lost")
+    assert record["lock_alias"] == "default"
+    assert record["lock_name"] == "loss"
+    assert record["lock_key"] == hold._lease.grant.claim.key
+    assert record["lock_fence"] == hold.fence
+    assert {"host", "pid", "thread"} <= set(record["lock_holder"])
+    assert 0 <= record["lock_held"] < 60
+    assert "gone" in record["lock_reason"]
+    assert "lost the lock 'loss'" in record["message"]
+
+
+def test_a_clear_says_who_and_why(engine, log):
+    with held_elsewhere("clear"):
+        Lock("clear").clear(user="ann", reason="it hangs")
+        with held_elsewhere("clear"):
+            Lock("clear").clear(user="ann")
+
+    first, second = log.of("cleared")
+    assert (first["lock_user"], first["lock_reason"]) == ("ann", "it hangs")
+    assert first["message"] == "'clear' (alias 'default') cleared by ann: it hangs"
+    assert second["message"] == "'clear' (alias 'default') cleared by ann"
+
+
+def test_long_waits_are_noted_whatever_came_of_them(engine, log, monkeypatch):
+    monkeypatch.setattr(attempts, "SLOW_WAIT", 0.05)
+
+    with held_elsewhere("slow", ttl=0.2):
+        with pytest.raises(LockTimeout):
+            Lock("slow").acquire(wait=0.1)
+        Lock("slow").acquire(wait=30).release()
+
+    [timeout], [slow] = log.of("timeout"), log.of("slow_wait")
+    assert timeout["lock_waited"] >= 0.1
+    assert slow["lock_waited"] >= 0.05
+    assert slow["lock_fence"]
+
+
+def test_short_waits_are_not_noted(engine, log):
+    with Lock("quick"):
+        pass
+
+    assert log.of("slow_wait") == []
+
+
+def test_an_engine_that_fails_is_noted_with_what_is_left_of_the_lease(engine, log):
+    hold = Lock("down", ttl=0.3).acquire()
+    engine.fail("extend")
+
+    until(lambda: log.of("not_renewed"))
+
+    record = log.of("not_renewed")[0]
+    assert record["lock_error"] == "the engine is down"
+    assert record["lock_left"] <= 0.3
+    engine.go_on()
+    hold.leave(KeyError("the caller's own"))
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+@pytest.mark.parametrize("alias", sorted(django_settings.DISTLOCK))
+def test_no_secret_is_written_anywhere(alias, log, tokens, capfd, settings):
+    settings.DEBUG = True
+    backend = registry[alias].backend
+    lock = Lock("secrets", using=alias, ttl=2, wait=0.2)
+    if alias == "dummy":
+        pytest.skip("it has no owners")
+
+    hold = lock.acquire()
+    with running(lock.try_acquire):  # busy, for another thread
+        pass
+    hold.extend()
+    print(repr(hold), repr(lock), lock.holders())
+    if backend.expires:
+        hold = Lock.resume(hold.dump())
+    assert lock.clear(user="ann") == 1
+    with pytest.raises(LockLost) as lost:
+        hold.extend()
+    print(repr(lost.value))
+    until(lambda: log.of("lost"))
+
+    said = "\n".join([*log.lines, *capfd.readouterr()])
+    assert tokens
+    assert [token for token in tokens if token in said] == []
+
+
+@pytest.mark.parametrize(
+    "backend, location",
+    [
+        ("redis.RedisBackend", "locks"),
+        ("redlock.RedlockBackend", ["locks", "locks2", "locks3"]),
+        ("etcd.EtcdBackend", "http://127.0.0.1:1"),
+    ],
+)
+def test_no_password_is_written_when_an_engine_is_down(backend, location, settings, log, capfd):
+    cache = {"BACKEND": "django_redis.cache.RedisCache"}
+    settings.CACHES = {
+        name: {**cache, "LOCATION": f"redis://ann:pa55word@127.0.0.1:{port}/0"}
+        for port, name in enumerate(["locks", "locks2", "locks3"], start=1)
+    }
+    options = {"USER": "ann", "PASSWORD": "pa55word"} if "etcd" in backend else {}
+    path = f"distlock_app.backends.{backend}"
+    settings.DISTLOCK = {"default": {"BACKEND": path, "LOCATION": location, "OPTIONS": options}}
+
+    with pytest.raises(BackendError) as down:
+        Lock("a").acquire(wait=0)
+
+    chain = "".join(traceback.format_exception(down.value))
+    said = "\n".join([*log.lines, *capfd.readouterr(), chain, repr(registry["default"].backend)])
+    assert "pa55word" not in said
+
+
+def test_every_record_has_its_event_and_the_page_names_them_all():
+    events, without = set(), []
+    for path in (ROOT / "distlock_app").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            called = ast.unparse(call.func)
+            if called.startswith("logger.") and "extra" not in [k.arg for k in call.keywords]:
+                without.append(f"{path}:{call.lineno}")
+            if called in ("fields", "attempt.note_wait", "self.note_wait") or called.endswith(
+                ".log_fields"
+            ):
+                events |= {a.value for a in call.args[:1] if isinstance(a, ast.Constant)}
+
+    assert without == []
+    assert len(events) > 10
+    assert sorted(events - set(re.findall(r"`(\w+)`", PAGE.read_text()))) == []
