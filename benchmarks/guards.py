@@ -1,31 +1,20 @@
 """One hot row: how many changes a second get through each guard, and after how many retries.
 
-    python -m benchmarks.guards                            # prints the table, 5 minutes
-    python -m benchmarks.guards --write docs/explanation   # and renews it there, with its plot
-
-Starts a MariaDB and a PostgreSQL of its own (tests/servers.py). K processes read the row, add 1
-in Python (except F()) and write it back, each for some seconds; a lost update ends the run. With
-`pip install -r benchmarks/requirements.txt` django-concurrency is measured beside.
+K processes read the row, add 1 in Python (except F()) and write it back; a lost update ends the
+run. Also what a version costs when nobody else writes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
-import subprocess
-import sys
+import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
-PROCESSES = (1, 2, 8, 32)
 TURNS = 4  # in which all are measured, one after the other: what disturbs one disturbs them all
-PAGE = "choosing-a-guard.md"
-PLOT = "guards.svg"
-TITLES = {"mysql": "MariaDB", "postgresql": "PostgreSQL"}
+SAVES = 50  # of one model, before it is the other's turn
 METHODS = {
     "f": "`F()` in one statement",
     "orm": "version, ORM loop by hand, at once",
@@ -35,10 +24,6 @@ METHODS = {
     "lock": "`Lock(..., atomic=True)`, lock table",
     "fenced": "`Lock` and `save(fence=hold)`",
 }
-COLOURS = ("#999999", "#d08770", "#8c564b", "#1f6feb", "#2da44e", "#a371f7", "#d4a72c")
-
-
-# In the processes that work.
 
 
 def models() -> dict[str, Any]:
@@ -61,11 +46,9 @@ def models() -> dict[str, Any]:
         "versioned": make("HotVersioned", VersionedModel),
         "fenced": make("HotFenced", FencedModel),
     }
-    try:
+    with suppress(ImportError):
         from concurrency.fields import IntegerVersionField
-    except ImportError:
-        print("django-concurrency is not installed: left out", file=sys.stderr)
-    else:
+
         made["concurrency"] = make("HotConcurrency", m.Model, version=IntegerVersionField())
     return made
 
@@ -173,13 +156,11 @@ def work(pipe: Any, found: dict[str, tuple[Any, Callable[[], int]]]) -> None:
 
 
 def make_tables(made: dict[str, Any]) -> None:
-    """Make the lock table and each model's, with its row; leave no connection to a child."""
-    from django.core.management import call_command
+    """Make each model's table, with its row; leave no connection to a child."""
     from django.db import connection, connections
 
     from distlock_app.registry import registry
 
-    call_command("migrate", verbosity=0)
     with connection.schema_editor() as editor:
         for model in made.values():
             editor.create_model(model)
@@ -200,22 +181,19 @@ def started(count: int, found: dict[str, Any]) -> list[Any]:
     return pipes
 
 
-def measure(seconds: float, processes: tuple[int, ...]) -> dict[str, Any]:
-    """Measure all on the one database of this process's settings."""
-    import django
-
-    django.setup()
+def measure(seconds: float, counts: list[int]) -> dict[str, Any]:
+    """Return by method and number of processes [changes a second, retries for each]."""
     made = models()
     found = methods(made)
     make_tables(made)
-    pipes = started(max(processes), found)
+    pipes = started(max(counts), found)
 
     def all_do(count: int, method: str, seconds: float) -> list[Any]:
         for pipe in pipes[:count]:
             pipe.send((method, seconds))
         return [pipe.recv() for pipe in pipes[:count]]
 
-    cells = [(method, count) for method in METHODS if method in found for count in processes]
+    cells = [(method, count) for method in METHODS if method in found for count in counts]
     totals = {cell: [0, 0, 0.0] for cell in cells}
     for turn, (method, count) in [(turn, cell) for turn in range(TURNS) for cell in cells]:
         rows = found[method][0].objects.filter(pk=1).values_list("value", flat=True)
@@ -225,164 +203,60 @@ def measure(seconds: float, processes: tuple[int, ...]) -> dict[str, Any]:
         answers = all_do(count, method, seconds / TURNS)
         done = sum(answer[0] for answer in answers)
         if rows.get() - before != done:
-            raise SystemExit(f"{method}, {count} processes: {done} changes, some are lost")
+            raise RuntimeError(f"{method}, {count} processes: {done} changes, some are lost")
         total = totals[method, count]
         total[0] += done
         total[1] += sum(answer[1] for answer in answers)
         total[2] += max(answer[2] for answer in answers)
     results: dict[str, Any] = {}
     for (method, count), (done, retries, took) in totals.items():
-        results.setdefault(method, {})[count] = [done / took, retries / done]
-        print(f"{method:12} {count:3} {done / took:8.0f}/s {retries / done:6.2f}", file=sys.stderr)
+        results.setdefault(method, {})[str(count)] = [done / took, retries / done]
+    if "concurrency" not in found:
+        results["concurrency"] = {"error": "skipped: No module named 'concurrency'"}
     for pipe in pipes:
         pipe.send(None)
     return results
 
 
-# In the process that compares.
+def saving(rounds: int, plain_sqlite: bool) -> dict[str, float]:
+    """Return the medians of `VersionedModel.save()` and the plain `save()`, in microseconds.
 
+    `plain_sqlite`: SQLite as Django sets it up, where each commit waits for the disk.
+    """
+    from django.db import connection, models
 
-def measured_on(kind: str, arguments: Any) -> dict[str, Any]:
-    """Start a server of this kind, measure on it in a process with its settings."""
-    from tests.servers import KINDS
+    from distlock_app.optimistic import VersionedModel
 
-    with KINDS[kind]() as server:
-        print(TITLES[kind], file=sys.stderr)
-        if kind == "mysql":
-            make_schema(server.port)
-        command = [sys.executable, "-m", "benchmarks.guards", "--on", kind]
-        command += [
-            "--seconds",
-            str(arguments.seconds),
-            "--processes",
-            *map(str, arguments.processes),
-        ]
-        variables = {
-            "DJANGO_SETTINGS_MODULE": "tests.settings",
-            "DISTLOCK_TEST_DATABASE": kind,
-            f"DISTLOCK_TEST_{kind.upper()}_URL": server.url,
+    def make(name: str, base: type, **fields: Any) -> Any:
+        body = {
+            "owner": models.CharField(max_length=50, default="ann"),
+            "balance": models.IntegerField(default=0),
+            "seen": models.DateTimeField(null=True),
+            "__module__": __name__,
+            "Meta": type("Meta", (), {"app_label": "testapp"}),
         }
-        done = subprocess.run(
-            command, env={**os.environ, **variables}, stdout=subprocess.PIPE, check=True
-        )
-    return dict(json.loads(done.stdout))
+        return type(name, (base,), {**body, **fields})
 
-
-def make_schema(port: int) -> None:
-    import MySQLdb
-
-    connection = MySQLdb.connect(host="127.0.0.1", port=port, user="root")
-    connection.cursor().execute("CREATE DATABASE distlock CHARACTER SET utf8mb4")
-    connection.close()
-
-
-def table(results: dict[str, Any], processes: list[int]) -> str:
-    """Return the table in Markdown: successes a second, and retries for each in brackets."""
-    lines = []
-    for kind, found in results.items():
-        lines += [
-            f"| {TITLES[kind]}, processes | {' | '.join(map(str, processes))} |",
-            f"|---|{'---:|' * len(processes)}",
-        ]
-        for method, title in METHODS.items():
-            if method in found:
-                cells = [found[method][str(count)] for count in processes]
-                texts = [f"{a:,.0f}" + (f" ({b:.1f})" if b >= 0.05 else "") for a, b in cells]
-                lines.append(f"| {title} | {' | '.join(texts)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def plot(results: dict[str, Any], processes: list[int]) -> str:
-    """Return the curves as SVG: one panel for each server, both axes logarithmic in effect."""
-    from math import ceil, floor, log10
-
-    rates = [
-        cell[0] for found in results.values() for row in found.values() for cell in row.values()
-    ]
-    low, high = floor(log10(min(rates))), ceil(log10(max(rates)))
-    width, height, left, top = 300, 260, 60, 40
-    parts = []
-    for panel, (kind, found) in enumerate(results.items()):
-        x0 = left + panel * (width + 70)
-
-        def x(position: int, x0: int = x0) -> float:
-            return x0 + position * width / max(1, len(processes) - 1)
-
-        def y(rate: float) -> float:
-            return top + height * (high - log10(rate)) / (high - low)
-
-        parts.append(f'<text x="{x0}" y="{top - 16}" font-weight="bold">{TITLES[kind]}</text>')
-        for step in [n * 10**power for power in range(low, high) for n in (1, 2, 5)] + [10**high]:
-            parts.append(
-                f'<path d="M{x0} {y(step):.1f}h{width}" stroke="#ddd"/>'
-                f'<text x="{x0 - 6}" y="{y(step) + 4:.1f}" text-anchor="end">{step:,}</text>'
-            )
-        for position, count in enumerate(processes):
-            parts.append(
-                f'<text x="{x(position):.1f}" y="{top + height + 18}" text-anchor="middle">'
-                f"{count}</text>"
-            )
-        for colour, method in zip(COLOURS, METHODS, strict=True):
-            if method in found:
-                spots = [
-                    (x(position), y(found[method][str(count)][0]))
-                    for position, count in enumerate(processes)
-                ]
-                line = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
-                parts.append(
-                    f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
-                )
-                parts += [
-                    f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{colour}"/>' for a, b in spots
-                ]
-    bottom = top + height + 44
-    parts.append(f'<text x="{left}" y="{bottom}">Processes on one row; changes a second</text>')
-    shown = [
-        item
-        for item in zip(COLOURS, METHODS.items(), strict=True)
-        if any(item[1][0] in f for f in results.values())
-    ]
-    for number, (colour, (_, title)) in enumerate(shown):
-        a, b = left + number % 2 * 370, bottom + 24 + number // 2 * 20
-        title = title.replace("`", "")
-        parts.append(
-            f'<path d="M{a} {b - 4}h24" stroke="{colour}" stroke-width="3"/>'
-            f'<text x="{a + 32}" y="{b}">{title}</text>'
-        )
-    full = bottom + 24 + (len(shown) + 1) // 2 * 20
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 770 {full}"'
-        f' width="770" height="{full}" font-family="sans-serif" font-size="12" role="img"'
-        ' aria-label="Changes a second by guard and number of processes">\n'
-        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", type=Path, help=f"directory of {PAGE}, which gets the table")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    parser.add_argument("--processes", type=int, nargs="+", default=list(PROCESSES))
-    parser.add_argument("--on", choices=list(TITLES), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.on:
-        print(json.dumps(measure(arguments.seconds, tuple(arguments.processes))))
-        return
-    load = os.getloadavg()[0]
-    machine = f"{os.cpu_count()} cores, load before the run: {load:.1f}."
-    if load > 1:  # who pauses loses its share of the processor to the others
-        machine += " **Other work was using the machine: run it again before you compare.**"
-    results = {kind: measured_on(kind, arguments) for kind in TITLES}
-    text = f"{machine}\n\n{table(results, arguments.processes)}"
-    print(text)
-    if arguments.write:
-        page = arguments.write / PAGE
-        begin, end = "<!-- written by benchmarks.guards -->\n", "<!-- end -->"
-        head, _, rest = page.read_text().partition(begin)
-        page.write_text(f"{head}{begin}{text}{end}{rest.partition(end)[2]}")
-        (arguments.write / PLOT).write_text(plot(results, arguments.processes))
-
-
-if __name__ == "__main__":
-    main()
+    made = {
+        "plain": make("Plain", models.Model, version=models.BigIntegerField(default=1)),
+        "versioned": make("Versioned", VersionedModel),
+    }
+    if plain_sqlite:
+        connection.close()
+        connection.settings_dict["OPTIONS"].pop("init_command")
+        connection.settings_dict["NAME"] = f"{connection.settings_dict['NAME']}-plain"
+    with connection.schema_editor() as editor:
+        for model in made.values():
+            editor.create_model(model)
+    rows = {title: model.objects.create() for title, model in made.items()}
+    times: dict[str, list[float]] = {title: [] for title in made}
+    for turn in range(rounds):
+        # Who comes second finds the caches of the processor as the first has left them.
+        for title in sorted(rows, reverse=bool(turn % 2)):
+            row = rows[title]
+            for _ in range(SAVES):
+                row.balance += 1
+                begun = time.perf_counter()
+                row.save()
+                times[title].append(time.perf_counter() - begun)
+    return {title: statistics.median(values) * 1e6 for title, values in times.items()}

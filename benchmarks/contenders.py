@@ -1,0 +1,271 @@
+"""Who takes locks in the benchmarks: the raw limit, distlock_app, and the locks of others.
+
+A contender is made in the process (or thread) that uses it; making it gives `turn(name)`, a
+context in which the lock `name` is held.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from . import raw
+from .raw import Turn
+
+TTL = 30
+WAIT = 60
+OURS = ("distlock_app", "its engine alone")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to take a lock; `limit` is what the others of its group are compared with."""
+
+    title: str
+    make: Callable[[], Turn]
+    limit: bool = False  # made once for each thread
+    skipped: tuple[str, ...] = ()  # in these parts of the benchmark
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders on one server; the first one is the raw limit."""
+
+    title: str
+    servers: tuple[str, ...]
+    contenders: tuple[Contender, ...]
+    database: str = "sqlite"
+
+    def of(self, part: str, *, peers: bool) -> list[Contender]:
+        """Return who is measured in this part of the benchmark."""
+        mine = [one for one in self.contenders if part not in one.skipped]
+        return mine if peers else [one for one in mine if one.limit or one.title in OURS]
+
+
+def ours(alias: str) -> Turn:
+    from distlock_app import Lock
+
+    return lambda name: Lock(name, using=alias, wait=WAIT)
+
+
+def engine_alone(alias: str) -> Turn:
+    """What the engine takes of it: no Lock, no Hold, no renewal."""
+    from distlock_app.claims import Claim
+    from distlock_app.names import key_of
+    from distlock_app.registry import registry
+
+    backend = registry[alias].backend
+
+    @contextmanager
+    def turn(name: str) -> Iterator[None]:
+        owner = secrets.token_hex(16)
+        claim = Claim(name=name, key=key_of(name), owner=owner, ttl=TTL, holder=raw.HOLDER)
+        grant = backend.acquire(claim, 0)
+        yield
+        assert grant and backend.release(grant)
+
+    return turn
+
+
+def _client() -> Any:
+    import redis
+
+    return redis.Redis.from_url(os.environ["DISTLOCK_TEST_REDIS_URL"])
+
+
+def redis_py(sleep: float = 0.1) -> Turn:
+    client = _client()
+    return lambda name: client.lock(name, timeout=TTL, sleep=sleep)
+
+
+def django_redis() -> Turn:
+    from django.core.cache import caches
+
+    return lambda name: caches["locks"].lock(name, timeout=TTL)
+
+
+def python_redis_lock(renewal: bool = False) -> Turn:
+    import redis_lock
+
+    client = _client()
+    return lambda name: redis_lock.Lock(client, name, expire=TTL, auto_renewal=renewal)
+
+
+def pottery(variable: str = "DISTLOCK_TEST_REDIS_URL") -> Turn:
+    import redis
+    from pottery import Redlock
+
+    masters = {redis.Redis.from_url(url) for url in os.environ[variable].split(",")}
+    return lambda name: Redlock(key=name, masters=masters, auto_release_time=TTL)
+
+
+def sherlock() -> Turn:
+    from sherlock import RedisLock
+
+    client = _client()
+    return lambda name: RedisLock(
+        name, client=client, expire=TTL, timeout=WAIT, retry_interval=0.01
+    )
+
+
+def tooz(scheme: str, kind: str) -> Turn:
+    from tooz.coordination import get_coordinator
+
+    address = os.environ[f"DISTLOCK_TEST_{kind.upper()}_URL"].split("://")[-1]
+    coordinator = get_coordinator(f"{scheme}://{address}", secrets.token_hex(4).encode())
+    coordinator.start()
+    return lambda name: coordinator.get_lock(name.encode())
+
+
+def tooz_mysql() -> Turn:
+    return tooz("mysql", "mysql")
+
+
+def django_mysql() -> Turn:
+    from django_mysql.locks import Lock
+
+    return lambda name: Lock(name, acquire_timeout=WAIT)
+
+
+def django_pglock(timeout: float | None = None) -> Turn:
+    import pglock
+
+    if timeout is None:
+        return lambda name: pglock.advisory(name)
+    return lambda name: pglock.advisory(name, timeout=timeout, side_effect=pglock.Raise)
+
+
+def kazoo() -> Turn:
+    from kazoo.client import KazooClient
+
+    client = KazooClient(os.environ["DISTLOCK_TEST_ZOOKEEPER_URL"])
+    client.start()
+    return lambda name: client.Lock(f"/kazoo/{name}")
+
+
+def etcd3gw() -> Turn:
+    import etcd3gw as module
+
+    host, port = os.environ["DISTLOCK_TEST_ETCD_URL"].split("://")[1].split(":")
+    client = module.client(host=host, port=int(port))
+    return lambda name: client.lock(name, ttl=TTL)
+
+
+# What says nothing in a part: two variants of one lock, or one that would take the whole time.
+ALONE = ("contended", "threads")
+
+
+def _ours(alias: str) -> tuple[Contender, Contender]:
+    return (
+        Contender(OURS[0], partial(ours, alias)),
+        Contender(OURS[1], partial(engine_alone, alias), skipped=ALONE),
+    )
+
+
+GROUPS = {
+    "redis": Group(
+        "Redis",
+        ("redis",),
+        (
+            Contender("raw: SET NX, script", raw.redis_pair, True, ("contended",)),
+            Contender("raw: BLPOP of a token", raw.redis_token, True, ("uncontended", "threads")),
+            *_ours("redis"),
+            Contender("redis-py `Lock`", redis_py),
+            Contender(
+                "redis-py `Lock`, sleep=0.01",
+                partial(redis_py, 0.01),
+                False,
+                ALONE[1:] + ("uncontended",),
+            ),
+            Contender("django-redis `cache.lock`", django_redis, False, ("contended",)),
+            Contender("python-redis-lock", python_redis_lock),
+            Contender(
+                "python-redis-lock, auto-renewal", partial(python_redis_lock, True), False, ALONE
+            ),
+            Contender("sherlock", sherlock, False, ALONE),
+            Contender("tooz", partial(tooz, "redis", "redis"), False, ALONE),
+            Contender("pottery", pottery),
+        ),
+    ),
+    "redlock": Group(
+        "Redlock, 5 nodes",
+        ("redlock",),
+        (
+            Contender("raw: send to all, read all", raw.redlock_pair, True, ("contended",)),
+            *_ours("quorum"),
+            Contender("pottery", partial(pottery, "DISTLOCK_TEST_REDLOCK_URL")),
+        ),
+    ),
+    "mysql table": Group(
+        "Lock table, MariaDB",
+        ("mysql",),
+        (
+            Contender(
+                "raw: five statements", partial(raw.lock_table, "mysql"), True, ("contended",)
+            ),
+            *_ours("default"),
+        ),
+        "mysql",
+    ),
+    "postgresql table": Group(
+        "Lock table, PostgreSQL",
+        ("postgresql",),
+        (
+            Contender(
+                "raw: five statements", partial(raw.lock_table, "postgresql"), True, ("contended",)
+            ),
+            *_ours("default"),
+        ),
+        "postgresql",
+    ),
+    "named": Group(
+        "Named locks, MariaDB",
+        ("mysql",),
+        (
+            Contender("raw: GET_LOCK", partial(raw.server_lock, "mysql"), True),
+            *_ours("named"),
+            Contender("django-mysql", django_mysql),
+            Contender("tooz", tooz_mysql, False, ALONE),
+        ),
+        "mysql",
+    ),
+    "advisory": Group(
+        "Advisory locks, PostgreSQL",
+        ("postgresql",),
+        (
+            Contender("raw: pg_advisory_lock", partial(raw.server_lock, "postgresql"), True),
+            *_ours("advisory"),
+            Contender("django-pglock", django_pglock),
+            Contender("django-pglock, timeout", partial(django_pglock, WAIT), False, ALONE),
+            Contender("tooz", partial(tooz, "postgresql", "postgresql"), False, ALONE),
+        ),
+        "postgresql",
+    ),
+    "zookeeper": Group(
+        "ZooKeeper",
+        ("zookeeper",),
+        (
+            Contender("raw: create, delete", raw.zookeeper_pair, True, ("contended",)),
+            *_ours("zookeeper"),
+            Contender("kazoo `Lock`", kazoo),
+            Contender("tooz", partial(tooz, "zookeeper", "zookeeper"), False, ALONE),
+        ),
+    ),
+    "etcd": Group(
+        "etcd",
+        ("etcd",),
+        (
+            Contender("raw: txn, delete", raw.etcd_pair, True, ("contended",)),
+            *_ours("etcd"),
+            Contender("etcd3gw", etcd3gw, False, ("contended",)),
+            Contender("tooz", partial(tooz, "etcd3+http", "etcd")),
+        ),
+    ),
+    "sqlite table": Group("Lock table, SQLite", (), _ours("default")),
+    "locmem": Group("LocMem", (), _ours("locmem")),
+}

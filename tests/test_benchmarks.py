@@ -1,0 +1,56 @@
+"""The benchmarks: the command runs, and every part of it measures something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import missing
+from tests.launching import NotInstalled, find_program
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_quick_round_measures_every_part(tmp_path):
+    try:
+        find_program("redis-server", "valkey-server")
+    except NotInstalled as error:
+        missing("redis", str(error))
+
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    assert figures["uncontended"]["redis"]["distlock_app"]["us"] > 0
+    assert figures["contended"]["redis"]["distlock_app"]["2"]["overlaps"] == 0
+    assert figures["threads"]["redis"]["distlock_app"]["2"] > 0
+    assert figures["held"]["redis"]["bytes"] > 0
+    assert figures["renewal"]["redis"]["lost"] == 0
+    assert figures["tasks"]["redis"]["count"] == 20
+    assert figures["saving"]["sqlite"]["versioned"] > 0
+    assert "## contended" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["benchmarks.md", "choosing-a-guard.md"])
+def test_tables_go_between_their_marks(page, tmp_path):
+    from benchmarks import page as writer
+
+    docs = ROOT / "docs/explanation"
+    for name in writer.PAGES:
+        (tmp_path / name).write_text((docs / name).read_text())
+    about = {"cores": 2, "cpu": "x", "load": 0.0, "python": "3", "packages": {}, "servers": {}}
+    rows = {"f": {"1": [12345.0, 0.0]}}
+    figures = {"machine": about, "guards": {"mysql": rows}, "saving": {"sqlite": {"error": "no"}}}
+
+    writer.write(figures, tmp_path)
+
+    old, new = (docs / page).read_text(), (tmp_path / page).read_text()
+    assert ("12,345" in new) == (page == "choosing-a-guard.md")
+    assert ("saving, sqlite: no" in new) == (page == "benchmarks.md")
+    assert new.count("<!-- end -->") == old.count("<!-- end -->")
