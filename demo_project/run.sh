@@ -82,6 +82,8 @@ if [ "$engine" = redis ]; then
         server=$(command -v redis-server || command -v valkey-server) || extras=demo
     fi
 fi
+[ -z "${DEMO_REDIS_URL:-}${DEMO_REDLOCK_URL:-}" ] || extras=redis
+[ -z "${DEMO_ZOOKEEPER_URL:-}" ] || extras="$extras${extras:+,}zookeeper"
 case ${DEMO_DATABASE_URL:-} in
     mysql:*) extras="$extras${extras:+,}mysql" ;;
     postgresql:*) extras="$extras${extras:+,}postgresql" ;;
@@ -168,6 +170,7 @@ site="http://127.0.0.1:$port"
 say "The shop is open, served by two processes; locks: $engine"
 cat <<TEXT
     $site/         the shop
+    $site/race/    the race lab: every guard against the same buyers
     $site/admin/   live locks; user admin, password locked-shop
                                     (user clerk, same password: may look, not release)
     The nightly job, in another terminal (or two at once):

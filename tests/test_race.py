@@ -10,10 +10,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.conftest import missing
 from tests.engines import until
-from tests.test_demo import Shop, open_up
+from tests.launching import free_port
+from tests.test_browser import chromium, shows  # noqa: F401
+from tests.test_browser_conflict import PICTURES, picture
+from tests.test_demo import Shop, open_up, somebody_listens
 
 pytestmark = pytest.mark.slow
 
@@ -139,3 +144,87 @@ def test_the_last_one_is_sold_once_by_every_engine_that_settings_name(kind, tmp_
     assert {"mysql": "named", "postgresql": "advisory"}[kind] in results
     assert len(results) == 6 + len(urls)
     check_the_last_one(results)
+
+
+@pytest.fixture(scope="module")
+def site(shop):
+    """The shop, served."""
+    port = free_port()
+    server = shop.start("runserver", "--noreload", "--skip-checks", f"127.0.0.1:{port}")
+    until(lambda: somebody_listens(port) or server.poll() is not None)
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def page(chromium, site):  # noqa: F811
+    """A browser in which the shop's admin is logged in, at the race lab."""
+    chromium.delete_all_cookies()
+    chromium.get(f"{site}/race/")
+    chromium.find_element(By.NAME, "username").send_keys("admin")
+    chromium.find_element(By.NAME, "password").send_keys("locked-shop")
+    chromium.find_element(By.CSS_SELECTOR, "[type=submit]").click()
+    shows(chromium, "Race lab")
+    yield chromium
+    violations = [e["message"] for e in chromium.get_log("browser") if "Policy" in e["message"]]
+    assert violations == []
+
+
+def choose(page, **values):
+    for name, value in values.items():
+        field = page.find_element(By.CSS_SELECTOR, f".terms [name={name}]")
+        field.clear()
+        field.send_keys(str(value))
+    page.find_element(By.CSS_SELECTOR, "main form button.primary").click()
+
+
+def pictures(page, name):
+    """Keep pictures of the page in both languages, light and dark, if somebody wants them."""
+    if not PICTURES:
+        return
+    for language in ("en", "ko"):
+        page.add_cookie({"name": "django_language", "value": language})
+        page.refresh()
+        for scheme in ("light", "dark"):
+            wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            page.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+            picture(page, f"{name}-{language}-{scheme}")
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    page.delete_cookie("django_language")
+    page.refresh()
+
+
+def test_from_the_click_to_the_plot(page):
+    pictures(page, "race-lab")
+    choose(page, buyers=4, purchases=30, stock=20)
+    page.execute_script("window.unloaded = false")
+
+    WebDriverWait(page, 60).until(lambda b: b.find_elements(By.CSS_SELECTOR, ".findings"))
+
+    assert page.execute_script("return window.unloaded") is False, "polled, not reloaded"
+    shows(page, "finished")
+    plot = page.find_element(By.CSS_SELECTOR, "svg.plot")
+    assert plot.size["width"] > 500 and plot.size["height"] > 150
+    assert plot.text.count("✓") == 4 and plot.text.count("✗") == 1
+    cells = page.find_elements(By.CSS_SELECTOR, ".results .wrong td")
+    assert int(cells[2].text) + int(cells[3].text) > 0, "oversold or lost"
+    pictures(page, "race")
+    page.find_element(By.PARTIAL_LINK_TEXT, "Which guard for what").click()
+    shows(page, "# Which guard for what")
+
+
+def test_a_race_is_watched_and_stopped(page, site, shop):
+    choose(page, purchases=2000, stock=2000, think=0.5, seconds=20)
+    WebDriverWait(page, 60).until(
+        lambda b: b.find_element(By.TAG_NAME, "progress").get_property("value") > 0
+    )
+    pictures(page, "race-running")
+    there = page.current_url
+    page.get(f"{site}/race/")
+    choose(page)
+    shows(page, "A race is running already")
+
+    page.get(there)
+    page.find_element(By.CSS_SELECTOR, "main button.danger").click()
+
+    shows(page, "cancelled")
+    raced(shop, *LAST_ONE, "--only=f")  # the lock is free

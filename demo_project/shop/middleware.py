@@ -1,4 +1,4 @@
-"""What a visitor sees whose lock was taken away in the admin."""
+"""What a visitor sees whose lock was taken away in the admin, and what pages may load."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ class LostLocks:
         if isinstance(exception, LockLost):
             return render(request, "shop/lost.html", status=503)
         return None
+
+
+class StrictPolicy:
+    """Allows pages no inline scripts and styles, and nothing from elsewhere: none needs them."""
+
+    def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        response = self.get_response(request)
+        response.headers["Content-Security-Policy"] = "default-src 'self'"
+        return response

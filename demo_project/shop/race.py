@@ -41,7 +41,8 @@ def announce(terms: Terms, keys: Sequence[str], *, by: str) -> Race:
     """Write a new race down, and forget old ones; only under the lock."""
     old = Race.objects.values_list("pk", flat=True)[KEPT - 1 :]
     Race.objects.filter(pk__in=list(old)).delete()
-    return Race.objects.create(terms=asdict(terms), strategies=list(keys), started_by=by)
+    once = list(dict.fromkeys(keys))
+    return Race.objects.create(terms=asdict(terms), strategies=once, started_by=by)
 
 
 def start(terms: Terms, keys: Sequence[str], *, by: str) -> Race:
@@ -49,18 +50,20 @@ def start(terms: Terms, keys: Sequence[str], *, by: str) -> Race:
     hold = LOCK.acquire()
     try:
         race = announce(terms, keys, by=by)
-        director = subprocess.Popen(
-            [sys.executable, "-m", "django", "race", f"--conduct={race.pk}"],
-            cwd=settings.BASE_DIR.parent,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # it ends by its own clock, not with the web server
-        )
+        handed_over = hold.dump()
     except BaseException:
         hold.release()
         raise
-    threading.Thread(target=director.communicate, args=[hold.dump()], daemon=True).start()
+    director = subprocess.Popen(
+        [sys.executable, "-m", "django", "race", f"--conduct={race.pk}"],
+        cwd=settings.BASE_DIR.parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # it ends by its own clock, not with the web server
+    )
+    # Waits for its end, too: nobody else would.
+    threading.Thread(target=director.communicate, args=[handed_over], daemon=True).start()
     return race
 
 

@@ -53,6 +53,14 @@ class Result:
         return self.sold / self.seconds if self.seconds else 0.0
 
     @property
+    def p50_ms(self) -> float | None:
+        return None if self.wait_p50 is None else self.wait_p50 * 1000
+
+    @property
+    def p99_ms(self) -> float | None:
+        return None if self.wait_p99 is None else self.wait_p99 * 1000
+
+    @property
     def fairness(self) -> float | None:
         """What the luckiest buyer got, divided by what the unluckiest got; None: they got none."""
         least = min(self.per_buyer, default=0)

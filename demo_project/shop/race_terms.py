@@ -33,7 +33,7 @@ LABELS = {
     "think": _("Think time"),
     "hot": _("Hot-spot share"),
     "buckets": _("Buckets"),
-    "seconds": _("At most"),
+    "seconds": _("Time limit"),
 }
 HELP = {
     "buyers": _("processes of the operating system"),

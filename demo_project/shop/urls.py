@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from . import views
+from . import race_views, views
 
 urlpatterns = [
     path("", views.products, name="products"),
@@ -16,4 +16,8 @@ urlpatterns = [
     path("orders/<int:pk>/", views.order, name="order"),
     path("orders/<int:pk>/pay/", views.pay, name="pay"),
     path("orders/<int:pk>/pay-naive/", views.pay_naive, name="pay-naive"),
+    path("race/", race_views.races, name="races"),
+    path("race/guide/", race_views.guide, name="race-guide"),
+    path("race/<int:pk>/", race_views.race, name="race"),
+    path("race/<int:pk>/cancel/", race_views.cancel, name="race-cancel"),
 ]

@@ -6,10 +6,11 @@ import secrets
 from typing import Any
 
 from django.http import HttpRequest
+from django.utils.translation import gettext_lazy as _
 
 NAMES = "Ada Barbara Edsger Grace Hedy Jim Katherine Leslie Margaret Nancy Radia Tony".split()
 SLOWEST = 30.0
-PACES = [(0, "off"), (3, "3 s"), (15, "15 s")]
+PACES = [(0, _("off")), (3, _("3 s")), (15, _("15 s"))]
 
 
 def buyer_of(request: HttpRequest) -> str:

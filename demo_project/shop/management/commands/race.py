@@ -29,14 +29,14 @@ COLUMNS = {
     "retries": lambda r: r.retries,
     "gave up": lambda r: r.gave_up,
     "sold/s": lambda r: f"{r.throughput:.0f}",
-    "p50 ms": lambda r: milliseconds(r.wait_p50),
-    "p99 ms": lambda r: milliseconds(r.wait_p99),
+    "p50 ms": lambda r: milliseconds(r.p50_ms),
+    "p99 ms": lambda r: milliseconds(r.p99_ms),
     "max/min": lambda r: "∞" if r.fairness is None else f"{r.fairness:.1f}",
 }
 
 
-def milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1000:.1f}"
+def milliseconds(wait: float | None) -> str:
+    return "" if wait is None else f"{wait:.1f}"
 
 
 def in_column(title: str, cell: Any) -> str:
@@ -97,7 +97,7 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
         try:
             with race.LOCK.acquire() as hold:
-                announced = race.announce(terms, list(dict.fromkeys(keys)), by=getpass.getuser())
+                announced = race.announce(terms, keys, by=getpass.getuser())
                 found = race.conduct(announced, hold, self.progress)
         except LockBusy as error:
             raise CommandError("a race is running already", returncode=EX_TEMPFAIL) from error

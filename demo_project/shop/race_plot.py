@@ -1,0 +1,169 @@
+"""The plot of a race as SVG shapes: a row for each strategy, a panel for each question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import log10
+from typing import Any
+
+from django.utils.translation import gettext_lazy as _
+
+from .race_results import Result
+
+LABEL, BAR, PANEL, ROW, TOP, RADIUS = 226, 84, 148, 34, 46, 3.5
+DECADES = (1, 10, 100, 1000, 10000)  # ms
+TICKS = {10: "", 1000: "", 10000: "10⁴"}
+PANELS = (
+    _("Sold + oversold"),
+    _("Stock left"),
+    _("Sold a second"),
+    _("Wait ms: p50, p99"),
+    _("Conflicts, retries"),
+    _("Units per buyer"),
+)
+
+
+def text_of(number: float) -> str:
+    """Return a coordinate as SVG wants it, in every language."""
+    return f"{number:.1f}"
+
+
+@dataclass(slots=True)
+class Plot:
+    """Shapes to draw, in the order of the fields."""
+
+    width: int = LABEL + PANEL * len(PANELS)
+    height: int = TOP
+    rects: list[dict[str, str]] = field(default_factory=list)
+    lines: list[dict[str, str]] = field(default_factory=list)
+    dots: list[dict[str, str]] = field(default_factory=list)
+    texts: list[dict[str, Any]] = field(default_factory=list)
+
+    def bar(self, x: float, y: float, width: float, kind: str, height: float = 14) -> None:
+        if width > 0:
+            places = {"x": x, "y": y - height / 2, "width": max(width, 1.5), "height": height}
+            self.rects.append({"kind": kind, **{k: text_of(v) for k, v in places.items()}})
+
+    def line(self, x: float, y: float, x2: float, y2: float, kind: str) -> None:
+        places = {"x": x, "y": y, "x2": x2, "y2": y2}
+        self.lines.append({"kind": kind, **{k: text_of(v) for k, v in places.items()}})
+
+    def dot(self, x: float, y: float, kind: str) -> None:
+        self.dots.append({"kind": kind, "x": text_of(x), "y": text_of(y), "r": text_of(RADIUS)})
+
+    def text(self, x: float, y: float, text: Any, kind: str = "") -> None:
+        self.texts.append({"kind": kind, "x": text_of(x), "y": text_of(y), "text": text})
+
+
+def plot_of(results: Sequence[Result], titles: dict[str, Any]) -> Plot:
+    """Draw these results, which were all run."""
+    plot = Plot(height=TOP + ROW * len(results) + 6)
+    for number, title in enumerate(PANELS):
+        plot.text(LABEL + PANEL * number, 16, title, "head")
+    drawn = [
+        DRAWERS[number](plot, LABEL + PANEL * number, results) for number in range(len(PANELS))
+    ]
+    for row, result in enumerate(results):
+        y = TOP + ROW * row + ROW / 2
+        plot.line(0, y - ROW / 2, plot.width, y - ROW / 2, "rule")
+        mark, kind = ("✓", "") if result.right else ("✗", "wrong")
+        plot.text(4, y + 4, f"{mark} {titles.get(result.strategy, result.title)}", kind)
+        for draw in drawn:
+            draw(result, y)
+    return plot
+
+
+Draw = Callable[[Result, float], None]
+
+
+def _sold(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
+    most = max(max(r.stock, r.sold) for r in results)
+    there = x + results[0].stock * BAR / most
+    plot.text(there, TOP - 6, results[0].stock, "tick")
+    plot.line(there, TOP, there, TOP + ROW * len(results), "grid")
+
+    def draw(result: Result, y: float) -> None:
+        honest = (result.sold - result.oversold) * BAR / most
+        plot.bar(x, y, honest, "good")
+        plot.bar(x + honest, y, result.oversold * BAR / most, "bad")
+        text = f"+ {result.oversold}" if result.oversold else result.sold
+        plot.text(x + BAR + 6, y + 4, text, "value")
+
+    return draw
+
+
+def _left(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
+    most = max(max(r.stock, r.left) for r in results)
+
+    def draw(result: Result, y: float) -> None:
+        plot.bar(x, y, result.left * BAR / most, "few" if result.right else "bad")
+        plot.text(x + BAR + 6, y + 4, result.left, "value")
+
+    return draw
+
+
+def _throughput(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
+    most = max(r.throughput for r in results) or 1
+
+    def draw(result: Result, y: float) -> None:
+        plot.bar(x, y, result.throughput * BAR / most, "good" if result.right else "bad")
+        plot.text(x + BAR + 6, y + 4, f"{result.throughput:.0f}", "value")
+
+    return draw
+
+
+def _waits(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
+    bottom = TOP + ROW * len(results)
+
+    def place(seconds: float) -> float:
+        return x + BAR * min(1, max(0.0, log10(max(seconds * 1000, 1)) / log10(DECADES[-1])))
+
+    for decade in DECADES:
+        plot.line(place(decade / 1000), TOP, place(decade / 1000), bottom, "grid")
+        plot.text(place(decade / 1000), TOP - 6, TICKS.get(decade, decade), "tick")
+
+    def draw(result: Result, y: float) -> None:
+        if result.wait_p50 is None or result.wait_p99 is None:
+            return
+        first, last = place(result.wait_p50), place(result.wait_p99)
+        plot.line(first, y, last, y, "range")
+        plot.dot(last, y, "hollow")
+        plot.dot(first, y, "good")
+        both = f"{short(result.wait_p50)}, {short(result.wait_p99)}"
+        plot.text(x + BAR + 6, y + 4, both, "value")
+
+    return draw
+
+
+def short(seconds: float) -> str:
+    """Return a time in milliseconds, in seconds if it is long."""
+    return f"{seconds * 1000:.0f}" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _retries(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
+    most = max(max(r.conflicts, r.retries) for r in results) or 1
+
+    def draw(result: Result, y: float) -> None:
+        plot.bar(x, y - 4, result.conflicts * BAR / most, "few", height=6)
+        plot.bar(x, y + 4, result.retries * BAR / most, "good", height=6)
+        plot.text(x + BAR + 6, y + 4, f"{result.conflicts}, {result.retries}", "value")
+
+    return draw
+
+
+def _fairness(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
+    most = max(max(r.per_buyer, default=0) for r in results) or 1
+
+    def draw(result: Result, y: float) -> None:
+        places = [x + RADIUS + units * (BAR - 2 * RADIUS) / most for units in result.per_buyer]
+        plot.line(min(places), y, max(places), y, "range")
+        for spot in places:
+            plot.dot(spot, y, "buyer")
+        ratio = "∞" if result.fairness is None else f"{result.fairness:.1f}"
+        plot.text(x + BAR + 6, y + 4, ratio, "value")
+
+    return draw
+
+
+DRAWERS = (_sold, _left, _throughput, _waits, _retries, _fairness)
