@@ -184,25 +184,30 @@ raise SystemExit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null || continu
 }
 
 # 3.10 and 3.11 have Django 5.2 as their last. Two pairs, the oldest and the newest Django, run
-# on every database, the newest with the slow tests; for the others SQLite has to do. What does
-# not depend on the database runs beside SQLite only.
-main_pairs= other_pairs= old= new=
+# on every database, the newest with the slow tests. What does not depend on the database runs
+# beside SQLite only. For the other pairs SQLite and the contract suite have to do: with Django 5.2
+# they run on the lowest versions that setup.cfg allows, with Django 6.0 they test the built wheel.
+main_pairs= old= new= lowest_pair= wheel_pair=
 for version in 3.11 3.10; do
     find_python "$version" > "$work/python$version" || { rm "$work/python$version"; continue; }
-    if [ -z "$old" ]; then old=$version; else other_pairs="$other_pairs $version-5.2"; fi
+    if [ -z "$old" ]; then old=$version; else lowest_pair=$version-5.2; fi
 done
 for version in 3.13 3.12 3.14; do
     find_python "$version" > "$work/python$version" || { rm "$work/python$version"; continue; }
-    if [ -z "$new" ]; then new=$version; else other_pairs="$other_pairs $version-6.0"; fi
+    if [ -z "$new" ]; then new=$version
+    elif [ -z "$wheel_pair" ]; then wheel_pair=$version-6.0
+    else skip "Python $version"; fi
 done
 [ -z "$old" ] || main_pairs="$old-5.2"
 [ -z "$new" ] || main_pairs="$main_pairs $new-6.1"
+[ -n "$lowest_pair" ] || skip "the lowest versions: only one of Python 3.10 and 3.11 is here"
+[ -n "$wheel_pair" ] || skip "the built wheel: only one of Python 3.12, 3.13 and 3.14 is here"
 [ -n "$old" ] || skip "Django 5.2: no Python 3.11 or 3.10 here"
 [ -n "$new" ] || skip "Django 6.1: no Python 3.12 or later here"
 [ -n "$main_pairs" ] || { echo "No Python 3.10 or later with venv was found." >&2; exit 1; }
 if [ -n "$quick$only" ]; then
-    [ -z "$other_pairs" ] || skip "Pythons beside the main pairs:$other_pairs (--quick or --only)"
-    other_pairs=
+    skip "the pairs beside the main ones: $lowest_pair $wheel_pair (--quick or --only)"
+    lowest_pair= wheel_pair=
 fi
 if [ -n "$quick" ]; then
     skip 'tests marked slow; MariaDB, PostgreSQL, etcd, ZooKeeper and the browser (--quick)'
@@ -219,7 +224,10 @@ for pair in $main_pairs; do python=$(cat "$work/python${pair%-*}"); done
 make_venv() {
     pair=$1 venv="$here/.venv-tests/$1"
     source=$(cat "$work/python${pair%-*}")
-    { cat requirements.txt; echo "Django~=${pair#*-}.0"; } > "$work/all.txt"
+    lowest=
+    [ "$pair" != "$lowest_pair" ] || lowest=tests/lowest.txt
+    # shellcheck disable=SC2086  # none or one
+    { cat requirements.txt $lowest; echo "Django~=${pair#*-}.0"; } > "$work/all.txt"
     # mysqlclient has to be compiled: not for those who only try SQLite and Redis.
     grep -v '^mysqlclient' "$work/all.txt" > "$work/some.txt"
     if wants mysql; then wanted=all; else wanted=some; fi
@@ -286,7 +294,7 @@ start_servers() {
 
 # run_lane NAME PAIR MARKS [PYTEST ARGUMENTS]: the suite of a pair, or the tests with these marks,
 # on one database after the other, on servers of its own; the lane of the slow tests, which is the
-# first to be done, then tests the other pairs.
+# first to be done, then runs the other pairs.
 run_lane() {
     lane="$work/$1" pair=$2 marks=$3 lanes='' child=''
     shift 3
@@ -300,13 +308,36 @@ run_lane() {
         run_suite "$pair" "$database" "$@" ${marks:+-m "$marks${once:-}"}
     done
     [ "${lane##*/}" = slow ] || return 0
-    for pair in $other_pairs; do
-        skip "$pair on MariaDB, PostgreSQL and Redis alone, its slow tests and crowds: the main pairs run them"
-        run_suite "$pair" sqlite "$@" -m 'not slow and not once and not crowd'
+    for pair in $lowest_pair $wheel_pair; do
+        skip "$pair: slow tests and crowds, and most on MariaDB and PostgreSQL: the main pairs run them"
     done
+    once=
+    for database in ${lowest_pair:+$databases}; do
+        run_suite "$lowest_pair" "$database" "$@" -m "not slow and not crowd$once" ${once:+-k contract}
+        once=' and not once'
+    done
+    [ -z "$wheel_pair" ] || test_wheel "$@"
 }
 
-for pair in $main_pairs $other_pairs; do
+# Test what users install, in a copy of the project that has lost its sources.
+test_wheel() {
+    bin="$here/.venv-tests/$wheel_pair/bin"
+    mkdir "$lane/project"
+    cp -R ./* "$lane/project"
+    cd "$lane/project" || exit 1
+    if run "$bin/python" -m build --wheel --outdir "$lane/dist" > "$lane/build.log" 2>&1 &&
+        run "$bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-deps \
+            --force-reinstall "$lane"/dist/*.whl && rm -r build distlock_app; then
+        run_suite "$wheel_pair" sqlite "$@" -m 'not slow and not once and not crowd'
+    else
+        tail -n 20 "$lane/build.log"
+        fail "the wheel"
+    fi
+    run "$bin/python" -m pip uninstall --quiet --yes distlock_app
+    cd "$here" || exit 1
+}
+
+for pair in $main_pairs $lowest_pair $wheel_pair; do
     make_venv "$pair" || { fail "virtual environment $pair"; record "$pair" install FAILED 0 ''; }
 done
 
