@@ -9,7 +9,7 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import URLPattern
+from django.urls import URLPattern, path
 from django.utils import timezone
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -18,6 +18,7 @@ from . import clearing, live
 from .claims import Holding
 from .live_actions import LiveActions
 from .live_columns import AliasFilter, HostFilter, KindFilter, StateFilter
+from .live_data import data_view
 from .live_list import LiveLocks, PagedLocks, id_of, parts_of
 from .models import LiveLock
 from .names import key_of, shown
@@ -51,7 +52,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
 
     class Media:
         css = {"all": ["distlock_app/locks.css"]}
-        js = ["distlock_app/countdown.js"]
+        js = ["distlock_app/countdown.js", "distlock_app/refresh.js"]
 
     # Who may do what.
 
@@ -112,7 +113,8 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     # The pages.
 
     def get_urls(self) -> list[URLPattern]:
-        return [*self.action_urls(), *super().get_urls()]
+        data = path("data/", data_view(self), name="distlock_app_livelock_data")
+        return [data, *self.action_urls(), *super().get_urls()]
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None

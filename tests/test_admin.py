@@ -591,6 +591,87 @@ def test_without_a_lock_table_there_is_nothing_to_clear_up(clearer):
     )
 
 
+DATA = f"{LIST}data/"
+TOKEN = {"Authorization": "Bearer a long token"}
+
+
+def test_dashboards_get_the_locks_as_json_without_a_token_of_theirs(viewer):
+    with identity.activity("bob /b"), Lock("b", shared=True, using="second") as hold, Lock("a"):
+        response = viewer.get(DATA)
+        token = hold._lease.grant.claim.owner
+
+    answer = response.json()
+    assert [lock["name"] for lock in answer["locks"]] == ["a", "b"]
+    assert answer["locks"][1]["state"] == "held" and answer["locks"][1]["kind"] == "shared"
+    assert answer["locks"][1]["holder"]["who"] == "bob /b"
+    assert answer["count"] == 2
+    assert [(engine["alias"], engine["up"]) for engine in answer["engines"]] == [
+        ("default", True),
+        ("second", True),
+    ]
+    assert token not in response.content.decode()
+    assert "no-store" in response["Cache-Control"]
+
+
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [
+        ("alias=second", ["b"]),
+        ("kind=shared&alias=default", []),
+        ("q=b", ["b"]),
+        (f"host={HOST}&limit=1", ["a"]),
+        ("start=1", ["b"]),
+        ("start=9", []),
+    ],
+)
+def test_dashboards_pick_as_the_list_does(viewer, query, shown):
+    with Lock("a"), Lock("b", shared=True, using="second"):
+        answer = viewer.get(f"{DATA}?{query}").json()
+
+    assert [lock["name"] for lock in answer["locks"]] == shown
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=-1", "limit=x", "start=1e3", "start=9999999999", "limit=٣"]
+)
+def test_dashboards_are_told_what_is_no_number(viewer, query):
+    assert viewer.get(f"{DATA}?{query}").status_code == 400
+
+
+def test_a_dashboard_may_have_the_token_of_the_settings(client, settings, aliases):
+    aliases("broken", "tests.failing_engines.DownBackend")
+    assert client.get(DATA, headers=TOKEN).status_code == 401
+    settings.DISTLOCK_DASHBOARD_TOKEN = "a long token"
+
+    for wrong in (
+        "Bearer a long toke",
+        "Bearer ",
+        "Basic a long token",
+        "a long token",
+        "Bearer ü",
+    ):
+        refused = client.get(DATA, headers={"Authorization": wrong})
+        assert refused.status_code == 401 and refused["WWW-Authenticate"] == "Bearer"
+    answer = client.get(DATA, headers=TOKEN)
+
+    assert answer.status_code == 200
+    assert "hunter2" not in answer.content.decode()
+    assert client.get(LIST, headers=TOKEN).status_code == 302
+    assert client.post(CLEAR, {"lock": "x", "reason": "x"}, headers=TOKEN).status_code == 302
+    assert client.post(DATA, headers=TOKEN).status_code == 405
+
+
+def test_an_empty_token_opens_nothing(client, settings):
+    settings.DISTLOCK_DASHBOARD_TOKEN = ""
+
+    assert client.get(DATA, headers={"Authorization": "Bearer "}).status_code == 401
+
+
+def test_data_is_for_staff_with_the_permission_alone(client, browse):
+    assert client.get(DATA).status_code == 403
+    assert browse().get(DATA).status_code == 403
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 class TestLockTable:
     """Locks in the table of a second database, where the rows are shown as well."""

@@ -37,11 +37,11 @@ def pages(client, settings, monkeypatch):
     client.force_login(User.objects.create_superuser("ann"))
     settings.DISTLOCK = {"memory": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}}
 
-    def get(query=""):
+    def get(query="", url=LIST):
         started = time.perf_counter()
-        response = client.get(f"{LIST}?{query}")
+        response = client.get(f"{url}?{query}")
         took = time.perf_counter() - started
-        print(f"{took * 1000:5.0f} ms {LIST}?{query}")
+        print(f"{took * 1000:5.0f} ms {url}?{query}")
         assert response.status_code == 200
         assert took < WITHIN
         return response
@@ -64,6 +64,8 @@ def check_pages(pages):
     assert "of memory" in names(pages("p=1001"))
 
     assert names(pages("q=order:77777")) == ["order:77777"]
+    data = pages("start=99999&limit=5", url=f"{LIST}data/").json()
+    assert data["count"] == MANY + 1 and len(data["locks"]) == 2
     looked = pages("q=of+memory")
     assert names(looked) == ["of memory"]
     assert "looked through in time" in looked.content.decode()

@@ -23,6 +23,7 @@ try:
     from selenium import webdriver
     from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.wait import WebDriverWait
 except ImportError:
     webdriver = None  # type: ignore[assignment]
@@ -230,6 +231,48 @@ def test_without_the_permission_there_is_no_way_to_release(browser, site):
     page.get(f"{site}{LIST}clear/?lock=default:{key_of('invoice:42')}")
     shows(page, "403")
     assert held("invoice:42")
+
+
+def test_the_list_is_read_again_without_a_reload_while_the_button_is_pressed(browser):
+    taken("a1")
+    page = browser("view_livelock", "clear_lock")
+    page.execute_script("window.notReloaded = true")
+
+    page.find_element(By.CSS_SELECTOR, "button.dl-refresh").click()
+    taken("a2", ttl=90)
+
+    shows(page, "a2")
+    assert page.execute_script("return window.notReloaded")
+    # What was swapped works: the times go on, and Django's script knows the new boxes.
+    page.find_element(By.CSS_SELECTOR, "button.dl-refresh").click()
+    first = seconds_left(page)
+    WebDriverWait(page, WITHIN).until(lambda b: seconds_left(b) < first)
+    page.find_element(By.ID, "action-toggle").click()
+    shows(page, "2 of 2 selected")
+
+
+def test_filters_and_search_pick_locks(browser):
+    taken("invoice:42")
+    taken("nightly")
+    page = browser("view_livelock")
+
+    page.find_element(By.NAME, "q").send_keys("NIGHT", Keys.ENTER)
+    shows(page, "1 live lock")
+    assert "nightly" in text(page) and "invoice:42" not in text(page)
+    page.find_element(By.LINK_TEXT, "expiring").click()
+    shows(page, "0 live locks")
+
+
+def test_a_lock_is_extended(browser):
+    taken("invoice:42", ttl=60)
+    page = browser("view_livelock", "extend_lock")
+
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+    page.find_element(By.NAME, "seconds").clear()
+    page.find_element(By.NAME, "seconds").send_keys("3000", Keys.ENTER)
+
+    shows(page, "at least 3000 more seconds")
+    assert seconds_left(page) > 2000
 
 
 def test_a_name_with_a_script_in_it_is_only_text(browser):

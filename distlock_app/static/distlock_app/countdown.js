@@ -15,7 +15,8 @@
   const came = navigation ? navigation.responseStart : performance.now();
 
   function tick() {
-    const passed = (performance.now() - came) / 1000;
+    const again = document.documentElement.dataset.dlCame; // of refresh.js
+    const passed = (performance.now() - (again ? Number(again) : came)) / 1000;
     for (const cell of document.querySelectorAll("[data-dl-left]")) {
       const left = Number(cell.dataset.dlLeft) - passed;
       cell.textContent = left > 0 ? clock(left) : cell.dataset.dlOver;

@@ -1,0 +1,84 @@
+"""The live locks as JSON, for dashboards: for staff who may see them, or for a bearer token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from django.conf import settings
+from django.contrib.auth.decorators import login_not_required
+from django.http import HttpRequest, JsonResponse
+from django.utils import timezone
+from django.utils.crypto import constant_time_compare
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+from .live_list import PagedLocks
+
+if TYPE_CHECKING:
+    from .live_admin import LiveLockAdminMixin
+
+MOST_LISTED = 1_000
+
+
+def data_view(admin: LiveLockAdminMixin) -> Any:
+    """Return the view; it takes the parameters of the list, `start` and `limit`."""
+
+    @login_not_required
+    @never_cache
+    @require_safe
+    def view(request: HttpRequest) -> JsonResponse:
+        authorization = request.headers.get("Authorization")
+        if authorization is not None:
+            if not _is_token(authorization):
+                headers = {"WWW-Authenticate": "Bearer"}
+                return JsonResponse({"error": "wrong token"}, status=401, headers=headers)
+        elif not (admin.admin_site.has_permission(request) and admin.has_view_permission(request)):
+            return JsonResponse({"error": "not allowed"}, status=403)
+        try:
+            start, limit = _number(request, "start", 0), _number(request, "limit", 100)
+        except ValueError:
+            return JsonResponse({"error": "start and limit are numbers from 0"}, status=400)
+        return JsonResponse(_locks(admin, request, start, min(limit, MOST_LISTED)))
+
+    return view
+
+
+def _is_token(authorization: str) -> bool:
+    kind, _, given = authorization.partition(" ")
+    token = getattr(settings, "DISTLOCK_DASHBOARD_TOKEN", "")
+    return bool(token) and kind.lower() == "bearer" and constant_time_compare(given, token)
+
+
+def _number(request: HttpRequest, name: str, default: int) -> int:
+    text = request.GET.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise ValueError(f"{name} is no number")
+    return int(text)
+
+
+def _locks(
+    admin: LiveLockAdminMixin, request: HttpRequest, start: int, limit: int
+) -> dict[str, Any]:
+    found = admin.get_queryset(request)
+    for kind in admin.list_filter if not isinstance(found, PagedLocks) else ():
+        if wanted := request.GET.get(kind.parameter_name):
+            found = found.where(lambda held, k=kind, w=wanted: k.value_of(held) == w)
+    found, _ = admin.get_search_results(request, found, request.GET.get("q", ""))
+    rows = found.order_by("name")[start : start + limit]
+    return {
+        "read_at": timezone.now(),
+        "engines": [
+            {
+                "alias": engine.alias,
+                "up": engine.up,
+                "ping_ms": engine.ping_ms,
+                "reason": engine.reason,
+                "locks": engine.total,
+                "looked_at": engine.looked,
+            }
+            for engine in admin.reading(request).engines
+        ],
+        "count": found.count(),
+        "locks": [{**asdict(row.holding), "state": row.state} for row in rows],
+    }

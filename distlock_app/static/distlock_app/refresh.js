@@ -1,0 +1,73 @@
+// Reads the list of live locks again every few seconds while its button is pressed. Without
+// JavaScript there is no button, and the page is reloaded by hand.
+"use strict";
+(function () {
+  const EVERY = 3000;
+  const KEY = "distlock-refresh";
+  const PARTS = [".dl-engines > ul", ".dl-read", ".dl-notes", "#result_list", ".paginator"];
+
+  function swap(fresh) {
+    const pairs = PARTS.map((part) => [document.querySelector(part), fresh.querySelector(part)]);
+    if (pairs.some(([old, next]) => !old !== !next)) {
+      location.reload(); // the first lock came, the last went, or the session ended
+      return;
+    }
+    const focused = document.activeElement && document.activeElement.getAttribute("href");
+    for (const [old, next] of pairs) {
+      if (old) old.replaceWith(document.adoptNode(next));
+    }
+    if (focused) {
+      const again = document.querySelector('a[href="' + CSS.escape(focused) + '"]');
+      if (again) again.focus();
+    }
+    // Django's own script for the boxes of the rows knows those that were there before.
+    const counters = [document, fresh].map((page) => page.querySelector(".action-counter"));
+    if (counters[0] && counters[1]) {
+      counters[0].dataset.actionsIcnt = counters[1].dataset.actionsIcnt;
+    }
+    const boxes = document.querySelectorAll("tr input.action-select");
+    if (boxes.length && window.Actions) window.Actions(boxes);
+  }
+
+  async function refresh(failed) {
+    // Nothing under somebody's hands: not while rows are chosen, not in a hidden tab.
+    if (document.hidden || document.querySelector("input.action-select:checked")) return;
+    try {
+      const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
+      const came = performance.now();
+      if (!answer.ok) throw new Error(String(answer.status));
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      document.documentElement.dataset.dlCame = String(came);
+      swap(fresh);
+      failed.hidden = true;
+    } catch {
+      failed.hidden = false;
+    }
+  }
+
+  document.addEventListener("DOMContentLoaded", function () {
+    const button = document.querySelector("button.dl-refresh");
+    const failed = document.querySelector(".dl-failed");
+    if (!button) return;
+    let timer = 0;
+
+    async function again() {
+      await refresh(failed);
+      if (timer) timer = setTimeout(again, EVERY);
+    }
+    function turn(on) {
+      button.setAttribute("aria-pressed", String(on));
+      clearTimeout(timer);
+      timer = on ? setTimeout(again, EVERY) : 0;
+    }
+
+    button.hidden = false;
+    button.addEventListener("click", function () {
+      const on = button.getAttribute("aria-pressed") !== "true";
+      if (on) sessionStorage.setItem(KEY, "on");
+      else sessionStorage.removeItem(KEY);
+      turn(on);
+    });
+    turn(sessionStorage.getItem(KEY) === "on");
+  });
+})();
