@@ -1,0 +1,19 @@
+"""Build these pages: `sphinx-build -W docs OUT`. They can be read as they are, too."""
+
+import re
+
+project = "distlock_app"
+extensions = ["myst_parser"]
+myst_heading_anchors = 3
+html_theme_options = {"description": "Locks and write guards for Django", "fixed_sidebar": True}
+
+
+def setup(app):
+    """Take the menu from the links of the index."""
+    app.connect("source-read", add_menu)
+
+
+def add_menu(app, page, source):
+    if page == "index":
+        pages = re.findall(r"\]\(([\w/-]+)\.md\)", source[0])
+        source[0] += "\n".join(["\n```{toctree}", ":hidden:", "", *pages, "```\n"])
