@@ -5,7 +5,11 @@ import re
 project = "distlock_app"
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
-html_theme_options = {"description": "Locks and write guards for Django", "fixed_sidebar": True}
+html_theme_options = {
+    "description": "Locks and write guards for Django",
+    "page_width": "1160px",
+    "sidebar_width": "260px",
+}
 
 
 def setup(app):
