@@ -86,7 +86,8 @@ def redis_py(sleep: float = 0.1) -> Turn:
 def django_redis() -> Turn:
     from django.core.cache import caches
 
-    return lambda name: caches["locks"].lock(name, timeout=TTL)
+    cache: Any = caches["locks"]
+    return lambda name: cache.lock(name, timeout=TTL)
 
 
 def python_redis_lock(renewal: bool = False) -> Turn:

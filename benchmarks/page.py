@@ -78,7 +78,7 @@ def plots(results: Results) -> Iterator[tuple[str, str]]:
         if found:
             counts = list(next(iter(results["guards"].values()))["f"])
             label = "Processes on one row; changes a second"
-            yield "guards.svg", charts.lines(found, counts, label=label)  # type: ignore[arg-type]
+            yield "guards.svg", charts.lines(found, counts, label=label)
 
 
 def write(results: Results, directory: Path) -> None:

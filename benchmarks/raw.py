@@ -60,7 +60,7 @@ def redis_token() -> Turn:
     if client.set("token made", 1, nx=True):
         client.rpush("token", "1")
     return turn_of(
-        lambda name, token: client.blpop("token", 60),  # type: ignore[arg-type]
+        lambda name, token: client.blpop("token", 60),
         lambda name, token: client.rpush("token", "1"),
     )
 
