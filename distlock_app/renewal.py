@@ -30,6 +30,8 @@ from .signals import lock_lost, lock_released, tell
 from .workers import Worker, started
 
 RENEW_AT = 1 / 3  # of the ttl
+# Renewals begin at multiples of this, also of the ttl: those of many holds go together.
+RENEW_STEP = 1 / 100
 # After an error: tried again this often in what is left of the trust, within these bounds.
 RETRIES_LEFT = 8
 RETRY_MIN = 0.02
@@ -222,7 +224,8 @@ class Renewer:
             return min(lease.trusted_until, (monotonic() // beat + 1) * beat)
         if not lease.renews:
             return lease.trusted_until
-        return min(lease.trusted_until, asked_at + lease.ttl * RENEW_AT)
+        due, step = asked_at + lease.ttl * RENEW_AT, lease.ttl * RENEW_STEP
+        return min(lease.trusted_until, due - due % step)
 
     def _look_at(self, lease: Lease) -> None:
         now = monotonic()

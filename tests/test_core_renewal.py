@@ -54,6 +54,15 @@ def test_a_hold_is_kept_far_beyond_its_ttl(engine):
     hold.release()
 
 
+def test_holds_that_were_taken_one_after_the_other_are_renewed_together(engine):
+    with Lock("a", ttl=30).acquire() as hold:
+        asked_at = [1000.0 + 0.001 * number for number in range(3000)]
+        due = [renewer._next_look(hold._lease, at) for at in asked_at]
+
+    assert len(set(due)) <= 11  # three seconds, in steps of a hundredth of the ttl
+    assert all(9.7 <= then - at <= 10.001 for at, then in zip(asked_at, due, strict=True))
+
+
 def test_a_fixed_lease_is_never_renewed_and_its_end_is_told(engine):
     told = threading.Event()
     hold = Lock("a", ttl=0.2, renew=False).acquire()
