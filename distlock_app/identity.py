@@ -38,7 +38,8 @@ def current_runner() -> Any:
     task = asyncio.current_task(loop) if loop is not None else None
     if task is not None:
         return task
-    if hasattr(SyncToAsync.threadlocal, "main_event_loop"):
+    # Not hasattr(), which would make an exception each time.
+    if "main_event_loop" in SyncToAsync.threadlocal.__dict__:
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code is _IN_THREAD:

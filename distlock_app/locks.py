@@ -14,6 +14,7 @@ from django.db import connections, transaction
 
 from . import names
 from .attempts import UNSET, Attempt
+from .backends.base import BaseLockBackend
 from .claims import Grant, Holding
 from .entered import enter, entered, forget
 from .errors import LockBusy, LockError, NotHeld
@@ -73,10 +74,11 @@ class Lock:
             raise ValueError(f"owner must be a name, not {self.owner!r}")
         if isinstance(self.atomic, str) and self.atomic not in list(connections):
             raise ImproperlyConfigured(f"atomic={self.atomic!r} is no alias of DATABASES")
-        self._check_engine()
-
-    def _check_engine(self) -> None:
         backend = registry[self.using].backend
+        if self.shared or self.fair or self.limit > 1 or self.owner is not None:
+            self._check_engine(backend)
+
+    def _check_engine(self, backend: BaseLockBackend) -> None:
         for wanted, able, what in (
             (self.shared, backend.shares, "shared=True"),
             (self.fair, backend.queues, "fair=True"),

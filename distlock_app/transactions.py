@@ -7,11 +7,14 @@ them on rollback; so an object that lives only in that list sees both.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .errors import LockError
 
@@ -27,8 +30,13 @@ def open_blocks() -> list[Any]:
 
 
 def _used() -> list[Any]:
-    """Return what `connections.all(initialized_only=True)` does, in a third of the time."""
-    ours = connections._connections  # type: ignore[attr-defined]
+    """Return what `connections.all(initialized_only=True)` does, in a tenth of the time."""
+    ours: Any = connections._connections  # type: ignore[attr-defined]
+    # Outside of event loops asgiref keeps them in a plain thread local, if it is still so; to ask
+    # it for each alias, used or not, raises two exceptions inside of it.
+    kept = getattr(ours, "_storage", None)
+    if type(kept) is threading.local and asyncio._get_running_loop() is None:
+        return [c for c in list(kept.__dict__.values()) if isinstance(c, BaseDatabaseWrapper)]
     return [c for alias in connections if (c := getattr(ours, alias, None)) is not None]
 
 

@@ -7,11 +7,12 @@ import warnings
 from contextlib import ExitStack
 
 import pytest
+from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import TestCase
 
-from distlock_app import Lock, LockBusy, LockError, LockLost, all_of
+from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, transactions
 from distlock_app.renewal import renewer
 from distlock_app.signals import lock_lost, lock_released
 from distlock_app.testing import lose
@@ -556,3 +557,29 @@ def test_read_committed_does_not_warn(engine):
         with transaction.atomic():
             with Lock("a"):
                 pass
+
+
+def used():
+    return set(transactions._used()), set(connections.all(initialized_only=True))
+
+
+def test_the_open_connections_are_those_that_django_knows():
+    assert connection.in_atomic_block is False  # makes it
+
+    found, known = used()
+    in_thread = []
+    with running(lambda: in_thread.append(used())):
+        pass
+
+    assert found == known != set()
+    assert in_thread == [(set(), set())]
+
+
+def test_the_open_connections_are_those_that_django_knows_in_an_event_loop():
+    async def made():
+        before = used()
+        connections["locks"]
+        return [before, used(), await sync_to_async(used)()]
+
+    for found, known in async_to_sync(made)():
+        assert found == known
