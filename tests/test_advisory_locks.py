@@ -6,7 +6,7 @@ import pytest
 from django.db import connection
 
 from distlock_app import Lock
-from distlock_app.backends.lines import GRACE
+from distlock_app.backends.server_sessions import GRACE
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
 

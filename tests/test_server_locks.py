@@ -15,7 +15,7 @@ from django.db import connection, connections, transaction
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
-from distlock_app.backends import held_lines, lines
+from distlock_app.backends import server_sessions, session_locks
 from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
@@ -156,7 +156,7 @@ def test_an_idle_session_that_died_is_not_noticed_by_who_locks_next(backend):
 def test_a_hold_lives_on_by_its_heartbeats_alone():
     hold = lock("a", ttl=0.5).acquire()
 
-    time.sleep(0.5 + lines.GRACE + 1.5)  # MySQL counts whole seconds
+    time.sleep(0.5 + server_sessions.GRACE + 1.5)  # MySQL counts whole seconds
 
     assert not hold.lost
     assert not free("a")
@@ -266,7 +266,7 @@ def test_a_cancelled_task_leaves_the_queue_at_once(backend):
 
 
 def test_a_wait_longer_than_a_statement_goes_on(backend, monkeypatch):
-    monkeypatch.setattr(held_lines, "SLICE", 0.1)
+    monkeypatch.setattr(session_locks, "SLICE", 0.1)
     began = time.monotonic()
 
     with held_elsewhere("a", using=ALIAS), pytest.raises(LockTimeout):
@@ -292,7 +292,7 @@ def test_a_thousand_acquisitions_leave_no_lock_and_hardly_a_session(backend):
 
 
 def test_threads_share_the_sessions_and_idle_ones_are_closed(backend, monkeypatch):
-    monkeypatch.setattr(lines, "IDLE", 0.2)
+    monkeypatch.setattr(server_sessions, "IDLE", 0.2)
     barrier = threading.Barrier(6)
 
     def work(mine):

@@ -13,8 +13,8 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from ..claims import Claim
-from .held_lines import HeldLinesBackend, LockLine, note
-from .lines import ANSWER_WAIT, GRACE, Rows, Trouble
+from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble
+from .session_locks import LockSession, SessionLocksBackend, note
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})
@@ -55,7 +55,7 @@ Held = dict[str, tuple[int, str | None]]
 BATCH = 200
 
 
-class NamedLine(LockLine):
+class NamedLockSession(LockSession):
     """A session on MySQL or MariaDB, spoken to through mysqlclient."""
 
     def adapt(self, settings: dict[str, Any]) -> None:
@@ -151,12 +151,12 @@ class NamedLine(LockLine):
         waiters = Counter(lock for lock, _ in waiting)
         notes = dict(waiting)
         now_us, held = self._held({key, *ours} if key else {*ours}, waiters)
-        for lock, (session, text) in held.items():
+        for lock, (number, text) in held.items():
             if not lock.startswith(prefix):
                 continue
-            fields = {"session": session, "key": lock[len(self.prefix) :], "now_us": now_us}
-            address = threads.get(session, ("", ""))[0]
-            fields |= {"holder": {"host": address, "who": f"session {session}"}}
+            fields = {"number": number, "key": lock[len(self.prefix) :], "now_us": now_us}
+            address = threads.get(number, ("", ""))[0]
+            fields |= {"holder": {"host": address, "who": f"session {number}"}}
             # Who waits for it says its name.
             fields |= {"note": text, "named": notes.get(lock), "waiters": waiters[lock]}
             yield fields
@@ -171,7 +171,7 @@ class NamedLine(LockLine):
         if instrumented or plugin:
             try:
                 rows = self.ask(INSTRUMENTED if instrumented else PLUGIN)
-                held = {lock: (int(session), text) for lock, session, text in rows}
+                held = {lock: (int(number), text) for lock, number, text in rows}
             except Trouble as error:
                 if error.code not in DENIED:
                     raise
@@ -180,20 +180,20 @@ class NamedLine(LockLine):
             some = more[start : start + BATCH]
             (row,) = self.ask("SELECT " + ", ".join(f"IS_USED_LOCK('{lock}')" for lock in some))
             used = zip(some, row, strict=True)
-            held |= {lock: (session, None) for lock, session in used if session is not None}
+            held |= {lock: (number, None) for lock, number in used if number is not None}
         return now_us, held
 
-    def stop(self, session: int) -> None:
+    def stop(self, number: int) -> None:
         # Measured on MariaDB 10.11: who waits in GET_LOCK stays in the queue without a client.
         try:
-            self.ask(f"KILL {session}")
+            self.ask(f"KILL {number}")
         except Trouble as error:
             if error.code != NO_SUCH_THREAD:
                 raise
 
-    def kill(self, key: str, session: int) -> bool:
+    def kill(self, key: str, number: int) -> bool:
         lock = f"'{self.prefix}{key}'"
-        if self.ask(f"SELECT IS_USED_LOCK({lock})") != [(session,)]:
+        if self.ask(f"SELECT IS_USED_LOCK({lock})") != [(number,)]:
             return False
         try:
             self.ask(f"KILL IS_USED_LOCK({lock})")
@@ -206,14 +206,14 @@ class NamedLine(LockLine):
         return True
 
 
-class NamedLockBackend(HeldLinesBackend[NamedLine]):
+class NamedLockBackend(SessionLocksBackend[NamedLockSession]):
     """GET_LOCK: a hash of the name, with the schema's, of 64 lower-case characters at most."""
 
     vendor = "mysql"
-    line = NamedLine
+    session_type = NamedLockSession
 
-    def look_around(self, line: NamedLine) -> Iterator[checks.CheckMessage]:
-        if ("wsrep_on", "ON") in line.ask("SHOW VARIABLES LIKE 'wsrep_on'"):
+    def look_around(self, session: NamedLockSession) -> Iterator[checks.CheckMessage]:
+        if ("wsrep_on", "ON") in session.ask("SHOW VARIABLES LIKE 'wsrep_on'"):
             yield checks.Warning(
                 f"DISTLOCK[{self.alias!r}]: {self.using!r} is a Galera cluster, whose nodes do "
                 "not know of each other's named locks.",

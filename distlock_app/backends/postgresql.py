@@ -10,8 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from ..claims import Claim
-from .held_lines import HeldLinesBackend, LockLine, note
-from .lines import ANSWER_WAIT, GRACE, Rows, Trouble
+from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble
+from .session_locks import LockSession, SessionLocksBackend, note
 
 # Lock timeout; deadlock; then nothing was locked.
 BUSY = frozenset({"55P03", "40P01"})
@@ -56,7 +56,7 @@ AROUND = (
 )
 
 
-class AdvisoryLine(LockLine):
+class AdvisoryLockSession(LockSession):
     """A session on PostgreSQL, spoken to through libpq as psycopg wraps it."""
 
     def adapt(self, settings: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class AdvisoryLine(LockLine):
             pid, mode, query, upper, lower, now_us, since_us, waiters, address = row
             if key is not None or "/* distlock " in (query or ""):
                 yield {
-                    "session": int(pid),
+                    "number": int(pid),
                     "key": f"{int(upper):08x}{int(lower):08x}",
                     "kind": "shared" if mode == "ShareLock" else "exclusive",
                     "note": query,
@@ -164,19 +164,19 @@ class AdvisoryLine(LockLine):
                     "holder": {"host": address, "who": f"session {pid}"},
                 }
 
-    def kill(self, key: str, session: int) -> bool:
+    def kill(self, key: str, number: int) -> bool:
         upper, lower = _halves(key)
         wait = ANSWER_WAIT * 500
-        statement = KILL.format(wait=wait, pid=session, upper=upper, lower=lower)
+        statement = KILL.format(wait=wait, pid=number, upper=upper, lower=lower)
         return bool(self.ask(statement))
 
 
-class AdvisoryLockBackend(HeldLinesBackend[AdvisoryLine]):
+class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
     """Advisory locks: 64 bits of the name's hash, in the key space of their database."""
 
     shares = True
     vendor = "postgresql"
-    line = AdvisoryLine
+    session_type = AdvisoryLockSession
 
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         found = super().check(ask=ask)
@@ -191,11 +191,11 @@ class AdvisoryLockBackend(HeldLinesBackend[AdvisoryLine]):
             )
         return found
 
-    def look_around(self, line: AdvisoryLine) -> Iterator[checks.CheckMessage]:
+    def look_around(self, session: AdvisoryLockSession) -> Iterator[checks.CheckMessage]:
         other = self._lend()
-        numbers = {line.ask("SELECT pg_backend_pid()")[0][0] for _ in range(3)}
+        numbers = {session.ask("SELECT pg_backend_pid()")[0][0] for _ in range(3)}
         self._pool.give_back(other)
-        if numbers != {str(line.number)} or other.number == line.number:
+        if numbers != {str(session.number)} or other.number == session.number:
             yield checks.Error(
                 f"DISTLOCK[{self.alias!r}]: a pooler lends the sessions of {self.using!r} by the "
                 "transaction: locks are lost, and left behind.",

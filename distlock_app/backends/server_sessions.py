@@ -51,7 +51,7 @@ class Silence(Exception):
     """The server did not answer in time."""
 
 
-class Line:
+class ServerSession:
     """One session; a question at a time, by whoever has its `mutex` or was lent it."""
 
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
@@ -168,10 +168,10 @@ class Line:
         os.close(nowhere)
 
 
-class Lines:
+class ServerSessions:
     """The sessions of one process on one database: lent, kept while they are in demand."""
 
-    def __init__(self, using: str, kind: type[Line]) -> None:
+    def __init__(self, using: str, kind: type[ServerSession]) -> None:
         self.using = using
         self._kind = kind
         self._epoch = 0
@@ -180,77 +180,77 @@ class Lines:
         _pools.add(self)
         connection_created.connect(self._make_way)
 
-    def lend(self) -> Line:
-        """Return the session used last that still lives, or a new one; raise what Line does."""
+    def lend(self) -> ServerSession:
+        """Return the session used last that still lives, or a new one; raise what it raises."""
         while True:
             try:
-                line = self._idle.pop()
+                session = self._idle.pop()
             except IndexError:
                 return self._connect()
-            if not line.heard(0):  # or its end has arrived, for nothing was asked
-                line.kept = True
-                return line
-            self.drop(line)
+            if not session.heard(0):  # or its end has arrived, for nothing was asked
+                session.kept = True
+                return session
+            self.drop(session)
 
-    def give_back(self, line: Line) -> None:
+    def give_back(self, session: ServerSession) -> None:
         """Keep a session on which nothing went wrong and that holds nothing."""
-        line.claim = None
-        if line.epoch != self._epoch:
-            self.drop(line)
+        session.claim = None
+        if session.epoch != self._epoch:
+            self.drop(session)
             return
-        line.used_at = monotonic()
-        self._idle.append(line)
+        session.used_at = monotonic()
+        self._idle.append(session)
         if self._sweeper is None or not self._sweeper.is_alive():
             self._sweeper = threading.Thread(target=self._sweep, name="distlock-idle", daemon=True)
             with suppress(RuntimeError):  # no thread to be had: the server will close them
                 self._sweeper.start()
 
-    def drop(self, line: Line) -> None:
+    def drop(self, session: ServerSession) -> None:
         """Close a session."""
-        line.close()
-        self._open.discard(line)
+        session.close()
+        self._open.discard(session)
 
     def close(self) -> None:
         """Close what is idle now, and what is lent as soon as it comes back."""
         self._epoch += 1
-        while (line := self._take_oldest()) is not None:
-            self.drop(line)
+        while (session := self._take_oldest()) is not None:
+            self.drop(session)
 
     def forget(self) -> None:
         """Leave the sessions of a parent process alone: neither use nor close them."""
-        for line in list(self._open):
-            line.sever()
+        for session in list(self._open):
+            session.sever()
         _graveyard.append(self._open)
         self._epoch += 1
         self._begin()
 
     def _begin(self) -> None:
-        self._idle: deque[Line] = deque()
-        self._open: set[Line] = set()
+        self._idle: deque[ServerSession] = deque()
+        self._open: set[ServerSession] = set()
         self._sweeper = None
         weakref.finalize(self, _close_all, self._open, os.getpid())
 
-    def _connect(self) -> Line:
+    def _connect(self) -> ServerSession:
         ours = connections[self.using].copy()
         ours.inc_thread_sharing()
-        line = self._kind(ours, self._epoch)
-        self._open.add(line)
-        return line
+        session = self._kind(ours, self._epoch)
+        self._open.add(session)
+        return session
 
-    def _take_oldest(self) -> Line | None:
+    def _take_oldest(self) -> ServerSession | None:
         try:
             return self._idle.popleft()
         except IndexError:
             return None
 
     def _sweep(self) -> None:
-        while (line := self._take_oldest()) is not None:
+        while (session := self._take_oldest()) is not None:
             # Half of the ttl at most: by then the server has not closed it yet.
-            left = line.used_at + min(IDLE, line.ttl / 2) - monotonic()
+            left = session.used_at + min(IDLE, session.ttl / 2) - monotonic()
             if left <= 0:
-                self.drop(line)
+                self.drop(session)
             else:
-                self._idle.appendleft(line)
+                self._idle.appendleft(session)
                 sleep(left)
 
     def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
@@ -260,11 +260,11 @@ class Lines:
             self.close()
 
 
-def _close_all(lines: set[Line], pid: int) -> None:
+def _close_all(open_sessions: set[ServerSession], pid: int) -> None:
     """Say goodbye when a pool is dropped or the process ends, but not in the parent's name."""
     if pid == os.getpid():
-        while lines:
-            lines.pop().close()
+        while open_sessions:
+            open_sessions.pop().close()
 
 
 def _forget_all() -> None:
@@ -272,6 +272,6 @@ def _forget_all() -> None:
         pool.forget()
 
 
-_pools: weakref.WeakSet[Lines] = weakref.WeakSet()
+_pools: weakref.WeakSet[ServerSessions] = weakref.WeakSet()
 _graveyard: list[Any] = []  # of objects that a child of fork() must not free
 os.register_at_fork(after_in_child=_forget_all)

@@ -24,10 +24,10 @@ from ..errors import BackendError
 from ..identity import holder_fields
 from ..names import shown
 from .base import BaseLockBackend
-from .lines import ANSWER_WAIT, Line, Lines, Silence, Trouble
+from .server_sessions import ANSWER_WAIT, ServerSession, ServerSessions, Silence, Trouble
 
 T = TypeVar("T")
-L = TypeVar("L", bound="LockLine")
+S = TypeVar("S", bound="LockSession")
 
 # The longest wait on the server in one statement, in seconds: whoever waits for longer loses
 # its place. A statement that never ends keeps PostgreSQL from cleaning up behind it.
@@ -48,7 +48,7 @@ class Died(BackendError):
     """The session ended before the answer came."""
 
 
-class LockLine(Line):
+class LockSession(ServerSession):
     """A session that holds one lock, or waits for it."""
 
     @abstractmethod
@@ -71,19 +71,20 @@ class LockLine(Line):
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Yield what the server tells of locks: fields of a Holding, and
 
-        `session`, `now_us` (its clock), `since_us`, `note` (what the session said last), `named`
-        (what somebody said who waits). `ours`: keys to ask for, if it tells of no others.
+        `number` (of the session), `now_us` (its clock), `since_us`, `note` (what the session said
+        last), `named` (what somebody said who waits). `ours`: keys to ask for, if it tells of no
+        others.
         """
 
-    def stop(self, session: int) -> None:
+    def stop(self, number: int) -> None:
         """End a session that waits, unless the server itself notices that its client is gone."""
 
     @abstractmethod
-    def kill(self, key: str, session: int) -> bool:
+    def kill(self, key: str, number: int) -> bool:
         """End the session if it holds the lock, and wait until the lock is free."""
 
 
-class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
+class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
     """LOCATION is an alias of DATABASES; each lock has a session of its own while it is held.
 
     The server ends a session that says nothing for the ttl of its lock, and the lock with it:
@@ -97,7 +98,7 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
     heartbeat = 0.3
 
     vendor: ClassVar[str]
-    line: ClassVar[type[Any]]
+    session_type: ClassVar[type[Any]]
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         super().__init__(alias=alias, location=location)
@@ -111,32 +112,32 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
                 f"DISTLOCK[{alias!r}]: {type(self).__name__} is for {self.vendor}, and the "
                 f"database {self.using!r} is {connections[self.using].vendor}"
             )
-        self._pool = Lines(self.using, self.line)
+        self._pool = ServerSessions(self.using, self.session_type)
         self._begin()
 
     def _begin(self) -> None:
         # Reentrant: a signal handler may lock or release in the middle of our own call.
         self._mutex = threading.RLock()
-        self._taken: dict[tuple[str, str], L] = {}  # by owner and key: held, or waited for
+        self._taken: dict[tuple[str, str], S] = {}  # by owner and key: held, or waited for
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
-        line = self._taken.get((claim.owner, claim.key))
-        if line is not None:
-            if self._ask(line, claim.ttl):
-                return Grant(claim, line.fence, session=line)
-            self._drop(line)
+        session = self._taken.get((claim.owner, claim.key))
+        if session is not None:
+            if self._ask(session, claim.ttl):
+                return Grant(claim, session.fence, session=session)
+            self._drop(session)
         timeout = SLICE if wait is None else min(wait, SLICE)
         while True:
-            line = self._lend()
+            session = self._lend()
             try:
-                return self._take(line, claim, timeout)
+                return self._take(session, claim, timeout)
             except Died:
-                if not line.kept:
+                if not session.kept:
                     raise
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        line = self._line_of(grant)
-        return line is not None and self._ask(line, ttl)
+        session = self._session_of(grant)
+        return session is not None and self._ask(session, ttl)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
         """Look at the sessions; ask those that are due or that have something to say.
@@ -145,72 +146,74 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
         is cut off delays the others for `BEAT_WAIT` at most.
         """
         answers: list[Any] = [False] * len(work)
-        asked: dict[int, tuple[int, L]] = {}
+        asked: dict[int, tuple[int, S]] = {}
         poll = select.poll()
         now = monotonic()
         for place, (grant, _) in enumerate(work):
-            line = self._line_of(grant)
-            if line is None:
+            session = self._session_of(grant)
+            if session is None:
                 continue
             answers[place] = None
-            if line.mutex.acquire(blocking=False):  # else somebody is just asking it
-                answers[place] = self._begin_beat(line, grant.claim, now)
+            if session.mutex.acquire(blocking=False):  # else somebody is just asking it
+                answers[place] = self._begin_beat(session, grant.claim, now)
                 if answers[place] is True:
-                    asked[line.fd] = place, line
-                    poll.register(line.fd, select.POLLIN)
+                    asked[session.fd] = place, session
+                    poll.register(session.fd, select.POLLIN)
                 else:
-                    line.mutex.release()
+                    session.mutex.release()
         end = now + BEAT_WAIT
         while asked and (heard := poll.poll(max(0.0, end - monotonic()) * 1000)):
             for fd, _ in heard:
                 poll.unregister(fd)
-                place, line = asked.pop(fd)
-                answers[place] = self._finish_beat(line, now)
-                line.mutex.release()
-        for place, line in asked.values():
+                place, session = asked.pop(fd)
+                answers[place] = self._finish_beat(session, now)
+                session.mutex.release()
+        for place, session in asked.values():
             answers[place] = BackendError(self._says("no answer"))
-            line.mutex.release()
+            session.mutex.release()
         return answers
 
     def release(self, grant: Grant) -> bool:
         with self._mutex:
-            line = self._line_of(grant)
-            if line is None:
+            session = self._session_of(grant)
+            if session is None:
                 return False
             del self._taken[grant.claim.owner, grant.claim.key]
-            waits = line.waits
+            waits = session.waits
             if waits:
-                line.hang_up()  # whoever waits on it closes it
+                session.hang_up()  # whoever waits on it closes it
         if waits:
-            self._stop(line)
+            self._stop(session)
             return False
         try:
-            with _turn(line):
-                was_ours = line.unlock(grant.claim)
+            with _turn(session):
+                was_ours = session.unlock(grant.claim)
         except BaseException as error:
-            self._pool.drop(line)
+            self._pool.drop(session)
             if isinstance(error, Trouble):
                 return False  # a session that is gone took its lock with it
             if isinstance(error, Silence):
                 raise BackendError(self._says(error)) from error
             raise
         if was_ours:
-            self._pool.give_back(line)
+            self._pool.give_back(session)
         else:
-            self._pool.drop(line)
+            self._pool.drop(session)
         return was_ours
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        ours = {line.number: line for line in list(self._taken.values()) if not line.waits}
-        keys = [line.claim.key for line in ours.values() if line.claim]
-        for fields in self._question(lambda line: list(line.locks(key, keys))):
-            session, now_us = fields.pop("session"), fields.pop("now_us")
+        ours = {
+            session.number: session for session in list(self._taken.values()) if not session.waits
+        }
+        keys = [session.claim.key for session in ours.values() if session.claim]
+        for fields in self._question(lambda session: list(session.locks(key, keys))):
+            number, now_us = fields.pop("number"), fields.pop("now_us")
             since_us, named = fields.pop("since_us", None), fields.pop("named", None)
-            line = ours.get(session)
-            claim = line.claim if line else None
+            session = ours.get(number)
+            claim = session.claim if session else None
             # What we know ourselves, or else what the session's last statement said.
-            if line and claim and claim.key.startswith(fields["key"]):
-                text = note(claim, line.fence)
+            if session and claim and claim.key.startswith(fields["key"]):
+                text = note(claim, session.fence)
                 fields.pop("note", None)
             else:
                 text = fields.pop("note", None) or ""
@@ -218,26 +221,26 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
             fields.setdefault("name", _from_note(named).get("name", f"({fields['key']})"))
             if (began_us := fields.get("fence") or since_us) is not None:
                 fields["held_for"] = max(0.0, (now_us - began_us) / 1e6)
-            yield Holding(alias=self.alias, seen=f"{session}-{fields.pop('tag', '')}", **fields)
+            yield Holding(alias=self.alias, seen=f"{number}-{fields.pop('tag', '')}", **fields)
 
     def clear(self, key: str, seen: str | None = None) -> int:
         found = [one.seen for one in self.holders(key) if seen is None or _same(one.seen, seen)]
-        sessions = [int(one.partition("-")[0]) for one in found]
-        return self._question(lambda line: sum(line.kill(key, session) for session in sessions))
+        numbers = [int(one.partition("-")[0]) for one in found]
+        return self._question(lambda session: sum(session.kill(key, number) for number in numbers))
 
     def ping(self) -> None:
-        self._question(lambda line: line.ask("SELECT 1"))
+        self._question(lambda session: session.ask("SELECT 1"))
 
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         if not ask:
             return []
         try:
-            return self._question(lambda line: list(self.look_around(line)))
+            return self._question(lambda session: list(self.look_around(session)))
         except BackendError as error:
             return [checks.Error(f"DISTLOCK[{self.alias!r}]: {error}", id="distlock_app.E031")]
 
     @abstractmethod
-    def look_around(self, line: L) -> Iterator[checks.CheckMessage]:
+    def look_around(self, session: S) -> Iterator[checks.CheckMessage]:
         """Yield what makes these locks unreliable on this server."""
 
     def close(self) -> None:
@@ -247,116 +250,116 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
         self._pool.forget()
         self._begin()
 
-    def _take(self, line: L, claim: Claim, timeout: float) -> Grant | None:
+    def _take(self, session: S, claim: Claim, timeout: float) -> Grant | None:
         place = (claim.owner, claim.key)
-        line.claim, line.waits = claim, True
-        self._taken[place] = line  # before it is asked: so release() finds it at any time
+        session.claim, session.waits = claim, True
+        self._taken[place] = session  # before it is asked: so release() finds it at any time
         try:
-            granted = line.take(claim, timeout)
+            granted = session.take(claim, timeout)
             with self._mutex:
-                line.waits = False
-                given_up = self._taken.get(place) is not line
+                session.waits = False
+                given_up = self._taken.get(place) is not session
                 if granted is None and not given_up:
                     del self._taken[place]
         except BaseException as error:
-            self._drop(line)
+            self._drop(session)
             if isinstance(error, Trouble):
                 raise Died(self._says(error)) from error
-            self._stop(line)
+            self._stop(session)
             if isinstance(error, Silence):
                 raise BackendError(self._says(error)) from error
             raise
         if given_up:
-            self._pool.drop(line)
+            self._pool.drop(session)
             raise BackendError(self._says("the wait was given up"))
         if granted is None:
-            self._pool.give_back(line)
+            self._pool.give_back(session)
             return None
-        line.fence, began = granted
-        return Grant(claim, line.fence, asked_at=began, session=line)
+        session.fence, began = granted
+        return Grant(claim, session.fence, asked_at=began, session=session)
 
-    def _line_of(self, grant: Grant) -> L | None:
-        line = self._taken.get((grant.claim.owner, grant.claim.key))
-        return line if grant.session in (None, line) else None
+    def _session_of(self, grant: Grant) -> S | None:
+        session = self._taken.get((grant.claim.owner, grant.claim.key))
+        return session if grant.session in (None, session) else None
 
-    def _ask(self, line: L, ttl: float) -> bool:
+    def _ask(self, session: S, ttl: float) -> bool:
         """Ask whether the lock is still the session's; raise BackendError if nobody answers."""
-        claim: Any = line.claim
+        claim: Any = session.claim
         try:
-            with _turn(line):
-                if ttl > line.ttl:
-                    line.keep(ttl)
-                rows = line.ask(line.question(claim))
+            with _turn(session):
+                if ttl > session.ttl:
+                    session.keep(ttl)
+                rows = session.ask(session.question(claim))
         except Silence as error:
             raise BackendError(self._says(error)) from error
         except BaseException as error:
-            self._drop(line)
+            self._drop(session)
             if isinstance(error, Trouble):
                 return False
             raise
-        return self._believed(line, rows)
+        return self._believed(session, rows)
 
-    def _begin_beat(self, line: L, claim: Claim, now: float) -> bool | BackendError | None:
+    def _begin_beat(self, session: S, claim: Claim, now: float) -> bool | BackendError | None:
         """Ask if it is time to; return True, or else the answer to the core."""
         try:
-            if not line.owes and not line.heard(0):
-                if now < line.asked_at + min(claim.ttl / 3, ASK_EVERY):
+            if not session.owes and not session.heard(0):
+                if now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
                     return None
-            line.begin_to_ask(line.question(claim))
+            session.begin_to_ask(session.question(claim))
         except Silence as error:
             return BackendError(self._says(error))
         except Trouble:
-            self._drop(line)
+            self._drop(session)
             return False
         return True
 
-    def _finish_beat(self, line: L, asked_at: float) -> bool:
+    def _finish_beat(self, session: S, asked_at: float) -> bool:
         try:
-            rows = line.finish_asking(asked_at)
+            rows = session.finish_asking(asked_at)
         except Trouble:
-            self._drop(line)
+            self._drop(session)
             return False
-        return self._believed(line, rows)
+        return self._believed(session, rows)
 
-    def _believed(self, line: L, rows: Any) -> bool:
+    def _believed(self, session: S, rows: Any) -> bool:
         if bool(rows) and rows[0][0] in (1, "t"):
             return True
-        self._drop(line)
+        self._drop(session)
         return False
 
-    def _stop(self, line: L) -> None:
+    def _stop(self, session: S) -> None:
         """Take a session out of the server's queue; it may get the lock for a moment."""
         with suppress(BackendError):
-            self._question(lambda other: other.stop(line.number))
+            self._question(lambda other: other.stop(session.number))
 
-    def _drop(self, line: L) -> None:
+    def _drop(self, session: S) -> None:
         """Close a session, and forget what it held."""
-        claim = line.claim
+        claim = session.claim
         with self._mutex:
-            if claim and self._taken.get((claim.owner, claim.key)) is line:
+            if claim and self._taken.get((claim.owner, claim.key)) is session:
                 del self._taken[claim.owner, claim.key]
-        self._pool.drop(line)
+        self._pool.drop(session)
 
-    def _lend(self) -> L:
+    def _lend(self) -> S:
         try:
             return self._pool.lend()  # type: ignore[return-value]
         except (DjangoDatabaseError, Trouble, Silence) as error:
             raise BackendError(self._says(error)) from error
 
-    def _question(self, work: Callable[[L], T]) -> T:
+    def _question(self, work: Callable[[S], T]) -> T:
         """Do `work` on a session that holds nothing."""
         while True:
-            line = self._lend()
+            session = self._lend()
             try:
-                answer = work(line)
+                answer = work(session)
             except BaseException as error:
-                self._pool.drop(line)
+                self._pool.drop(session)
                 if not isinstance(error, (Trouble, Silence)):
                     raise
-                if not line.kept:
+                if not session.kept:
                     raise BackendError(self._says(error)) from error
             else:
-                self._pool.give_back(line)
+                self._pool.give_back(session)
                 return answer
 
     def _says(self, error: Any) -> str:
@@ -366,17 +369,17 @@ class HeldLinesBackend(BaseLockBackend, ABC, Generic[L]):
 class _turn:
     """The right to ask a session, which a heartbeat may have; raises Silence."""
 
-    __slots__ = ("_line",)
+    __slots__ = ("_session",)
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, session: ServerSession) -> None:
+        self._session = session
 
     def __enter__(self) -> None:
-        if not self._line.mutex.acquire(timeout=ANSWER_WAIT):
+        if not self._session.mutex.acquire(timeout=ANSWER_WAIT):
             raise Silence("the session is busy")
 
     def __exit__(self, *exc_info: object) -> None:
-        self._line.mutex.release()
+        self._session.mutex.release()
 
 
 def tag_of(claim: Claim) -> str:
@@ -413,5 +416,5 @@ def _from_note(statement: str | None) -> dict[str, Any]:
 
 def _same(one: str, other: str) -> bool:
     """Compare session and tag; a server that does not tell the tag leaves it empty."""
-    (session, _, tag), (session2, _, tag2) = one.partition("-"), other.partition("-")
-    return session == session2 and (not tag or not tag2 or tag == tag2)
+    (number, _, tag), (number2, _, tag2) = one.partition("-"), other.partition("-")
+    return number == number2 and (not tag or not tag2 or tag == tag2)
