@@ -283,6 +283,10 @@ def prolong(alias: str, key: str, name: str, seen: str, ttl: float, user: str) -
     """Let the holder `seen` of `key` have it for `ttl` seconds or more; False: it is gone."""
     done = registry[alias].backend.prolong(key, seen, ttl)
     if done:
-        text = "%r (alias %r) extended to %g s by %s"
-        logger.warning(text, names.shown(name), alias, ttl, user)
+        shown = names.shown(name)
+        logger.warning(
+            "%r (alias %r) extended to %g s by %s",
+            *(shown, alias, ttl, user),
+            extra=fields("prolonged", alias, name=shown, key=key, user=user, ttl=ttl),
+        )
     return done

@@ -9,9 +9,9 @@ import pytest
 from django.conf import settings
 from django.db import DatabaseError, connection, connections
 
-from distlock_app import Lock
+from distlock_app import Lock, LockTimeout
 from distlock_app.registry import registry
-from tests.database_workers import claim
+from distlock_app.testing import held_elsewhere
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/explanation/security.md"
 PAGE_NAMES = {"postgresql": "PostgreSQL", "mysql": "MySQL and MariaDB"}
@@ -55,16 +55,17 @@ def aliases(settings):
 def test_the_user_of_the_page_has_all_rights_that_locks_need(aliases):
     for alias in aliases:
         backend = registry[alias].backend
-        held = backend.acquire(claim("a"), 0)
-        assert not backend.acquire(claim("a"), 0.3)
-        assert [holding.name for holding in Lock("a", using=alias).holders()] == ["a"]
-        assert backend.extend(held, 60) and backend.release(held)
-
-        lost = backend.acquire(claim("a"), 0)
-        assert Lock("a", using=alias).clear() == 1
-        assert not backend.release(lost)
+        lock = Lock("a", using=alias)
+        with held_elsewhere("a", using=alias) as grant:
+            with pytest.raises(LockTimeout):
+                lock.acquire(wait=0.3)
+            assert [holding.name for holding in lock.holders()] == ["a"]
+            assert backend.extend(grant, 60)
+            assert lock.clear() == 1
+        with lock as hold:
+            hold.extend()
         backend.ping()
-        assert [m for m in backend.check(ask=True) if m.is_serious()] == []
+        assert [message for message in backend.check(ask=True) if message.is_serious()] == []
     registry["locks"].backend.purge(older_than=0)
 
 
