@@ -12,6 +12,7 @@ class DistlockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks
+        from . import checks, history
 
         checks.register()
+        history.listen()

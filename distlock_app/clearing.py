@@ -15,6 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from . import live, locks
 from .backends.database import DatabaseBackend
+from .claims import Holding
 from .errors import BackendError
 from .live_list import parts_of, row_of
 from .models import LiveLock
@@ -62,6 +63,7 @@ class Found:
 
     rows: list[LiveLock] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # for whoever asked
+    same: list[Holding] = field(default_factory=list)  # what is held of these locks, by anybody
 
 
 def rows_of(ids: Iterable[str]) -> Found:
@@ -98,7 +100,7 @@ def rows_of(ids: Iterable[str]) -> Found:
             ngettext("The lock is free by now.", "%(count)d locks are free by now.", free)
             % {"count": free}
         )
-    return Found(list(rows.values()), problems)
+    return Found(list(rows.values()), problems, reading.holdings)
 
 
 def query_of(rows: Iterable[LiveLock]) -> str:

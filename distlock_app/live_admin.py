@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.urls import URLPattern, path
 from django.utils import timezone
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from . import clearing, live
+from . import clearing, history, live, live_history
 from .claims import Holding
 from .live_actions import LiveActions
 from .live_columns import AliasFilter, HostFilter, KindFilter, StateFilter
 from .live_data import data_view
-from .live_list import LiveLocks, PagedLocks, id_of, parts_of
+from .live_list import LiveLocks, PagedLocks, id_of, parts_of, row_of
 from .models import LiveLock
 from .names import key_of, shown
 
@@ -114,7 +116,9 @@ class LiveLockAdminMixin(LiveActions, _Admin):
 
     def get_urls(self) -> list[URLPattern]:
         data = path("data/", data_view(self), name="distlock_app_livelock_data")
-        return [data, *self.action_urls(), *super().get_urls()]
+        view = self.admin_site.admin_view(self.events_view)
+        events = path("events/", view, name="distlock_app_livelock_events")
+        return [data, events, *self.action_urls(), *super().get_urls()]
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -130,6 +134,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             "looked_through": [e for e in reading.engines if looks and e.alias in cut],
             "paged": cut and not looks,
             "read_at": timezone.now(),
+            "pasts": self._pasts(request.GET.get("q", "")),
             "leftover_url": self._url("leftover"),
             "may_clear_up": self.has_clear_permission(request) and clearing.tables(),
         }
@@ -148,7 +153,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         found = clearing.rows_of([unquote(object_id)])
         if not found.rows:
             self._warn(request, found.problems or [gettext("There is no such lock.")])
-            return HttpResponseRedirect(self._list())
+            return HttpResponseRedirect(self._events(unquote(object_id)) or self._list())
         row = request.distlock_row = found.rows[0]
         more = {
             "title": _("Live lock"),
@@ -157,10 +162,47 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             "extend_url": self._url("extend"),
             "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
             "row": row,
+            "past": live_history.past_of(row.holding.alias, row.holding.key, found.same),
         }
         return super().change_view(
             request, quote(row.pk), form_url, {**more, **(extra_context or {})}
         )
+
+    def events_view(self, request: HttpRequest) -> HttpResponse:
+        """Show what happened to a lock lately, whoever holds it, also when it is free."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        try:
+            alias, key, _seen = parts_of(request.GET.get("lock", ""))
+        except ValueError:
+            return HttpResponseRedirect(self._list())
+        found = clearing.rows_of([id_of(alias, key)])
+        past = live_history.past_of(alias, key, found.same)
+        if past is None:
+            return HttpResponseRedirect(self._list())
+        rows = [row_of(held) for held in found.same]
+        context = {
+            **self._context(request, _("Events of a lock")),
+            "alias": shown(alias),
+            "name": past.name or (rows[0].name if rows else shown(key)),
+            "rows": [(row, self._url("change", quote(row.pk))) for row in rows],
+            "past": past,
+        }
+        return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
+
+    def _events(self, row_id: str) -> str:
+        """Return where the events of a lock are; nothing without a history."""
+        try:
+            alias, key, _seen = parts_of(row_id)
+        except ValueError:
+            return ""
+        query = urlencode({"lock": id_of(alias, key)})
+        return f"{self._url('events')}?{query}" if history.kept() else ""
+
+    def _pasts(self, name: str) -> list[tuple[str, str]]:
+        """Return the aliases that know of a lock, and where its events are."""
+        aliases = history.aliases_of(name) if name and history.kept() else []
+        return [(alias, self._events(id_of(alias, key_of(name)))) for alias in aliases]
 
     def history_view(
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None

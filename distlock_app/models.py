@@ -36,6 +36,28 @@ class DistLock(models.Model):
         return self.name
 
 
+class LockEvent(models.Model):
+    """Something that happened to a lock; written by `history`, if settings ask for one."""
+
+    ACQUIRED, BUSY, RELEASED, LOST, CLEARED = "acquired", "busy", "released", "lost", "cleared"
+
+    at = models.DateTimeField()  # by the clock of the host that tells it
+    alias = models.CharField(max_length=100)
+    key = models.CharField(max_length=64)
+    name = models.CharField(max_length=255)
+    event = models.CharField(max_length=10)
+    seconds = models.FloatField(null=True)  # waited or held
+    fence = models.BigIntegerField(null=True)
+    detail = models.TextField(blank=True, default="")  # the holder as JSON; why; who cleared it
+
+    class Meta:
+        default_permissions = ()
+        indexes = [models.Index(fields=["key", "alias"], name="distlock_event_of")]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.event}"
+
+
 class LiveLock(models.Model):
     """A lock that some engine holds now: no table, rows come from the engines."""
 

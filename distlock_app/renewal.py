@@ -330,6 +330,7 @@ def lease_facts(lease: Lease) -> dict[str, Any]:
         "alias": lease.alias,
         "name": lease.grant.claim.name,
         "held": monotonic() - lease.since,
+        "fence": lease.grant.fence,
     }
 
 

@@ -15,8 +15,8 @@ from .records import fields, logger
 
 lock_acquired = Signal()  # waited, fence
 lock_busy = Signal()  # waited
-lock_released = Signal()  # held
-lock_lost = Signal()  # held, reason
+lock_released = Signal()  # held, fence
+lock_lost = Signal()  # held, fence, reason
 lock_cleared = Signal()  # seen, user, reason
 version_conflict = Signal()  # instance, attempt, expected, found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -240,6 +241,42 @@ def test_an_engine_that_hangs_costs_its_bound_once_and_one_thread(viewer, aliase
     assert first < 3.5 and rest < 2
     assert all(page.status_code == 200 for page in pages)
     assert HangingBackend.asked == 1
+
+
+@pytest.fixture
+def silent_port():
+    """A port where the system accepts connections, and nobody ever answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
+
+
+def test_servers_that_accept_connections_and_never_answer_are_said_to(
+    viewer, aliases, settings, silent_port
+):
+    for alias in ("one", "two", "three"):
+        settings.CACHES = {
+            **settings.CACHES,
+            alias: {
+                "BACKEND": "django_redis.cache.RedisCache",
+                "LOCATION": f"redis://127.0.0.1:{silent_port}/0",
+            },
+        }
+    aliases("redis", "distlock_app.backends.redis.RedisBackend", LOCATION="one")
+    nodes = ["one", "two", "three"]
+    aliases("quorum", "distlock_app.backends.redlock.RedlockBackend", LOCATION=nodes)
+    url = f"http://127.0.0.1:{silent_port}"
+    aliases("etcd", "distlock_app.backends.etcd.EtcdBackend", LOCATION=url)
+
+    with Lock("a"):
+        started = time.monotonic()
+        html = viewer.get(LIST).content.decode()
+        took = time.monotonic() - started
+
+    # At least one of them gives no word at all, and each is said to be down.
+    assert html.count("dl-down") - html.count("dl-failed") == 3
+    assert "no answer within 2 s" in html
+    assert html.count("data-dl-left") == 1
+    assert took < 5  # 2 s, and the page itself on a machine that does other work
 
 
 def test_an_alias_with_wrong_settings_does_not_break_the_page(viewer, aliases):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,11 +12,12 @@ import pytest
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 
-from distlock_app import identity
+from distlock_app import Lock, LockBusy, history, identity
 from distlock_app.claims import Grant
 from distlock_app.models import LiveLock
 from distlock_app.names import key_of
 from distlock_app.registry import registry
+from distlock_app.testing import held_elsewhere
 from tests.conftest import missing
 from tests.database_workers import claim
 
@@ -261,6 +263,24 @@ def test_filters_and_search_pick_locks(browser):
     assert "nightly" in text(page) and "invoice:42" not in text(page)
     page.find_element(By.LINK_TEXT, "expiring").click()
     shows(page, "0 live locks")
+
+
+def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, settings, monkeypatch):
+    monkeypatch.setattr(history, "EVERY", 0.01)
+    settings.DISTLOCK_HISTORY = 50
+    for _ in range(3):
+        with held_elsewhere("invoice:42"), contextlib.suppress(LockBusy):
+            Lock("invoice:42", wait=0.05).acquire()
+    history.writer.settle(30)
+    taken("invoice:42")
+    page = browser("view_livelock")
+
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+
+    shows(page, "What happened lately")
+    bars = page.find_elements(By.CSS_SELECTOR, "svg.dl-waiting rect, svg.dl-holding rect")
+    assert bars and all(bar.size["height"] > 0 for bar in bars)
+    assert "given up as busy" in text(page)
 
 
 def test_a_lock_is_extended(browser):

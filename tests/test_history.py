@@ -1,0 +1,255 @@
+"""The history of locks: who waited how long and held it how long, told by every process."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.contrib.contenttypes.models import ContentType
+from django.db import connection, transaction
+from django.utils import timezone
+
+from distlock_app import Lock, LockBusy, LockLost, history, identity, live_history, signals
+from distlock_app.live_list import id_of
+from distlock_app.models import LiveLock, LockEvent
+from distlock_app.names import key_of
+from distlock_app.registry import registry
+from distlock_app.testing import held_elsewhere, lose
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+LIST = "/admin/distlock_app/livelock/"
+EVENTS = f"{LIST}events/"
+LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
+
+
+@pytest.fixture(autouse=True)
+def locks_in_memory(settings):
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+
+
+@pytest.fixture
+def kept(settings, monkeypatch):
+    """Keep a history of twenty events for each lock, written soon."""
+    monkeypatch.setattr(history, "EVERY", 0.01)
+    settings.DISTLOCK_HISTORY = 20
+
+
+@pytest.fixture
+def page(client, kept):
+    """Return a function that gets a page of the admin as somebody who may look at locks."""
+    user = User.objects.create_user("ann", password="x", is_staff=True)
+    kind = ContentType.objects.get_for_model(LiveLock)
+    permission, _ = Permission.objects.get_or_create(
+        codename="view_livelock", content_type=kind, defaults={"name": "x"}
+    )
+    user.user_permissions.add(permission)
+    client.force_login(user)
+
+    def get(url, **query):
+        history.writer.settle(30)
+        response = client.get(url, query, follow=True)
+        assert response.status_code == 200
+        return response
+
+    return get
+
+
+def events():
+    """Return what was written, in order, as (event, name)."""
+    history.writer.settle(30)
+    return [(e.event, e.name) for e in LockEvent.objects.order_by("pk")]
+
+
+def test_without_the_setting_nobody_listens_and_nothing_is_written():
+    with Lock("a"):
+        pass
+
+    for signal in (signals.lock_acquired, signals.lock_busy, signals.lock_released):
+        assert not signal.receivers
+    assert events() == []
+
+
+def test_every_event_is_written_with_its_seconds(kept):
+    with identity.activity("alice /pay"), Lock("a") as hold:
+        fence = hold.fence
+        time.sleep(0.02)
+    with held_elsewhere("b"), pytest.raises(LockBusy):
+        Lock("b", wait=0.05).acquire()
+    with pytest.raises(LockLost), Lock("c") as hold:
+        lose(hold)
+    with pytest.raises(LockLost), Lock("d") as hold:
+        Lock("d").clear(seen=str(hold.fence), user="ann", reason="hangs")
+        hold.check()
+
+    told = events()
+    for name, said in {
+        "a": ["acquired", "released"],
+        "c": ["acquired", "lost"],
+        "d": ["acquired", "cleared", "lost"],
+    }.items():
+        assert [event for event, of in told if of == name] == said
+    released = LockEvent.objects.get(name="a", event="released")
+    assert released.seconds >= 0.02 and released.fence == fence
+    assert "alice /pay" in LockEvent.objects.get(name="a", event="acquired").detail
+    assert LockEvent.objects.get(event="busy").seconds >= 0.05
+    assert LockEvent.objects.get(event="cleared").detail == "ann: hangs"
+    cleared = LockEvent.objects.get(event="cleared").fence
+    assert cleared == LockEvent.objects.get(name="d", event="acquired").fence
+
+
+def test_it_joins_no_transaction_of_the_caller(kept):
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        with Lock("a"):
+            raise ZeroDivisionError
+
+    assert events() == [("acquired", "a"), ("released", "a")]
+
+
+def take_once():
+    """Take a lock, and end before anything can have been written."""
+    from django.conf import settings
+
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+    settings.DISTLOCK_HISTORY = 20
+    history.listen()
+    with Lock("of another process"):
+        pass
+
+
+def test_a_process_that_ends_at_once_has_told(processes):
+    processes.run("tests.test_history:take_once", count=1)
+
+    assert ("released", "of another process") in events()
+
+
+def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, caplog):
+    def down(*args, **kwargs):
+        raise OSError("no route to the database")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(LockEvent.objects.all()), "bulk_create", down)
+        with Lock("a") as hold:
+            hold.check()
+        assert events() == []
+    with Lock("b"):
+        pass
+
+    assert events() == [("acquired", "b"), ("released", "b")]
+    assert "could not be written" in caplog.text
+
+
+def test_of_a_hot_lock_no_more_is_kept_than_settings_say(kept):
+    with Lock("quiet"):
+        pass
+    for _ in range(5):
+        for _ in range(50):
+            with Lock("hot"):
+                pass
+        history.writer.settle(30)
+
+    assert LockEvent.objects.filter(name="hot").count() <= 40
+    assert LockEvent.objects.filter(name="quiet").count() == 2
+    assert len(history.events_of("default", key_of("hot"))) == 20
+
+
+def test_of_all_locks_together_so_many_are_kept(kept, monkeypatch):
+    monkeypatch.setattr(history, "MOST_KEPT", 30)
+    for number in range(100):
+        with Lock(f"order:{number}"):
+            pass
+
+    assert len(events()) <= 30
+
+
+def test_a_child_of_fork_tells_nothing_twice():
+    writer = history._Writer()
+    writer._waiting.append({"name": "of the parent"})
+
+    writer.__init__()
+
+    assert not writer._waiting and writer._thread is None
+
+
+def test_the_page_of_a_lock_shows_what_happened_and_a_chart(page):
+    released = threading.Event()
+    with Lock("a") as first:
+        waiter = threading.Thread(target=lambda: Lock("a", wait=30).acquire().release())
+        waiter.start()
+        while not Lock("a").holders()[0].waiters:
+            time.sleep(0.005)
+        time.sleep(0.1)
+        assert first.fence and not released.is_set()
+    waiter.join(30)
+    with identity.activity("bob /b"), Lock("a"):
+        [held] = registry["default"].backend.holders(key_of("a"))
+        html = page(f"{LIST}{id_of('default', held.key, held.seen).replace(':', '_3A')}/change/")
+        past = html.context["past"]
+        text = html.content.decode()
+
+    assert [line.event for line in past.lines].count("acquired") == 3
+    assert max(line.waited or 0 for line in past.lines) >= 0.1
+    assert "<svg" in text and text.count("<rect") > 2 and "bob /b" in text
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\bsrc=)", text)
+
+
+def test_a_free_lock_has_a_page_too_and_is_found_by_its_name(page):
+    name = "<script>alert(1)</script>\u202e"
+    with Lock(name) as hold:
+        old = id_of("default", key_of(name), str(hold.fence))
+    found = page(LIST, q=name).content.decode()
+    html = page(EVENTS, lock=id_of("default", key_of(name))).content.decode()
+    redirected = page(f"{LIST}{old.replace(':', '_3A')}/change/")
+
+    assert "events/?lock=default" in found
+    assert "released" in html and "free" in html
+    assert "<script>alert" not in html + found and "\u202e" not in html
+    assert redirected.redirect_chain[-1][0].startswith(EVENTS)
+
+
+@pytest.mark.parametrize("lock", ["", "x", "a:b:c:d", "none:00"])
+def test_made_up_locks_lead_somewhere(page, lock):
+    page(EVENTS, lock=lock)
+
+
+def test_the_page_of_events_is_for_who_may_see_locks(client, kept):
+    client.force_login(User.objects.create_user("bob", is_staff=True))
+
+    assert client.get(EVENTS, {"lock": "default:00"}).status_code == 403
+
+
+def test_a_lock_whose_process_died_is_told_expired(kept):
+    def acquired(fence, ago):
+        return LockEvent.objects.create(
+            at=timezone.now() - timedelta(seconds=ago), alias="default", key=key_of("a"), name="a",
+            event="acquired", seconds=0.0, fence=fence, detail="not JSON",
+        )  # fmt: skip
+
+    acquired(1, 900)
+    acquired(2, 600)
+    acquired(3, 300)
+    LockEvent.objects.filter(fence=2).update(event="released")
+    acquired(2, 601)
+    acquired(4, 1)
+    past = live_history.past_of("default", key_of("a"), [])
+
+    told = [line.event for line in past.lines]
+    assert told == [
+        "acquired",
+        "expired",
+        "acquired",
+        "released",
+        "acquired",
+        "expired",
+        "acquired",
+    ]
+
+
+def test_a_history_needs_no_connection_of_the_request(kept, django_assert_num_queries):
+    with django_assert_num_queries(0, connection=connection):
+        with Lock("a"):
+            pass
