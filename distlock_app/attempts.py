@@ -106,7 +106,8 @@ class Attempt:
         hold = Hold(lease, release_now=self.lock.release == "now")
         _leases[self.place] = lease
         renewer.watch(lease)
-        self.note_wait("slow_wait", grant)
+        if lease.since - self.started >= SLOW_WAIT:
+            self.note_wait("slow_wait", grant)
         return hold
 
     def resumed(self, grant: Grant, still_ours: bool) -> Hold:

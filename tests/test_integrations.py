@@ -319,6 +319,11 @@ def test_a_busy_task_of_celery_may_come_when_the_lock_may_be_free(worker, retrie
         assert 0 < retries.get(timeout=60).when <= 50
 
 
+def test_a_task_of_celery_is_refused_as_a_function_to_lock(worker):
+    with pytest.raises(TypeError, match="Swap the decorators"):
+        locked("invoice:{invoice_id}")(worker.send_invoice)
+
+
 def test_what_a_task_of_celery_gets_is_checked_when_it_is_sent(worker):
     with pytest.raises(TypeError, match="invoice_id"):
         worker.send_invoice.delay()

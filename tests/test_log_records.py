@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 from django.conf import settings as django_settings
 
+import distlock_app
 from distlock_app import BackendError, Lock, LockLost, LockTimeout, attempts
 from distlock_app.registry import registry
 from distlock_app.testing import held_elsewhere
 from tests import engines
 from tests.engines import running, until
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/reference/errors-and-signals.md"
+PACKAGE = Path(distlock_app.__file__).parent
+PAGE = Path(__file__).resolve().parent.parent / "docs/reference/errors-and-signals.md"
 
 engine = pytest.fixture(engines.install)
 
@@ -188,7 +189,7 @@ def test_no_password_is_written_when_an_engine_is_down(backend, location, settin
 
 def test_every_record_has_its_event_and_the_page_names_them_all():
     events, without = set(), []
-    for path in (ROOT / "distlock_app").rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call):
                 continue
