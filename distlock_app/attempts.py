@@ -40,10 +40,9 @@ class Attempt:
 
     def __init__(self, lock: Any, wait: float | None) -> None:
         entry = registry[lock.using]
-        if wait is not UNSET:
-            self.wait = checked_wait(wait)
-        else:
-            self.wait = entry.wait if lock.wait is UNSET else lock.wait
+        if wait is UNSET:
+            wait = lock.wait
+        self.wait = entry.wait if wait is UNSET else checked_wait(wait)
         self.ttl = entry.ttl if lock.ttl is UNSET else lock.ttl
         if lock.max_hold is not None:
             self.ttl = min(self.ttl, lock.max_hold)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
@@ -62,8 +62,8 @@ class Lock:
             checked_ttl(self.ttl)
         if self.wait is not UNSET:
             checked_wait(self.wait)
-        if self.max_hold is not None and not self.max_hold >= MIN_TTL:
-            raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {self.max_hold!r}")
+        if self.max_hold is not None:
+            _check_max_hold(self.max_hold)
         if not isinstance(self.limit, int) or self.limit < 1:
             raise ValueError(f"limit must be a whole number from 1, not {self.limit!r}")
         if self.shared and self.limit > 1:
@@ -74,6 +74,8 @@ class Lock:
             raise ValueError(f"owner must be a name, not {self.owner!r}")
         if isinstance(self.atomic, str) and self.atomic not in list(connections):
             raise ImproperlyConfigured(f"atomic={self.atomic!r} is no alias of DATABASES")
+        if not isinstance(self.using, str):
+            raise TypeError(f"using must be an alias of DISTLOCK, not {self.using!r}")
         backend = registry[self.using].backend
         if self.shared or self.fair or self.limit > 1 or self.owner is not None:
             self._check_engine(backend)
@@ -262,6 +264,13 @@ class Lock:
         block = transaction.atomic(using=using, durable=True)
         block.__enter__()
         return block
+
+
+def _check_max_hold(seconds: Any) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"max_hold must be a number of seconds, not {seconds!r}")
+    if not seconds >= MIN_TTL:
+        raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")
 
 
 def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: str) -> int:

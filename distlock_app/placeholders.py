@@ -181,7 +181,11 @@ def _parts(template: str) -> list[tuple[str, str | None]]:
     """Return pairs of the text before a field and the field; the last may have none."""
     parts: list[tuple[str, str | None]] = []
     before = ""
-    for literal, field, spec, conversion in string.Formatter().parse(template):
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"the lock name {template!r}: {error}") from None
+    for literal, field, spec, conversion in parsed:
         before += literal  # "{{" ends a literal without a field
         if field is not None:
             _check_field(template, field, bool(spec or conversion))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def checked_wait(wait: Any) -> float | None:
         raise TypeError(f"wait must be a number of seconds or None (for ever), not {wait!r}")
     if not wait >= 0:
         raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
-    return None if wait == float("inf") else float(wait)
+    return None if wait > sys.float_info.max else float(wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
         cls = import_string(params["BACKEND"])
     except KeyError:
         raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.") from None
-    except ImportError as error:
+    except (ImportError, AttributeError, TypeError) as error:  # the last two of what is no text
         raise ImproperlyConfigured(
             f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {error}"
         ) from error
@@ -157,7 +158,12 @@ def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
             names = ", ".join(sorted(k.upper() for k in known)) or "none"
             raise ImproperlyConfigured(f"{where}: unknown option {key!r}; known are: {names}.")
     kwargs = {str(key).lower(): value for key, value in options.items()}
-    backend: BaseLockBackend = cls(alias=alias, location=params.get("LOCATION"), **kwargs)
+    try:
+        backend: BaseLockBackend = cls(alias=alias, location=params.get("LOCATION"), **kwargs)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ImproperlyConfigured(
+            f"{where}: {cls.__name__} cannot use this LOCATION or these OPTIONS: {error}"
+        ) from error
     return backend
 
 
