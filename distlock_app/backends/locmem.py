@@ -151,10 +151,12 @@ class LocMemBackend(BaseLockBackend):
             state = self._states.get(key)
             if state is None:
                 return 0
-            owners = [o for o, h in state.held.items() if seen in (None, str(h.fence))]
+            now = monotonic()
+            live = [(o, str(h.fence)) for o, h in state.held.items() if h.until > now]
+            owners = [owner for owner, fence in live if seen in (None, fence)]
             for owner in owners:
                 del state.held[owner]
-            woken = self._hand_over(key, state, monotonic())
+            woken = self._hand_over(key, state, now)
         self._wake(woken)
         return len(owners)
 
