@@ -74,8 +74,6 @@ class Lock:
             raise ValueError(f"owner must be a name, not {self.owner!r}")
         if isinstance(self.atomic, str) and self.atomic not in list(connections):
             raise ImproperlyConfigured(f"atomic={self.atomic!r} is no alias of DATABASES")
-        if not isinstance(self.using, str):
-            raise TypeError(f"using must be an alias of DISTLOCK, not {self.using!r}")
         backend = registry[self.using].backend
         if self.shared or self.fair or self.limit > 1 or self.owner is not None:
             self._check_engine(backend)

@@ -71,7 +71,10 @@ class Registry:
 
     def __getitem__(self, alias: str) -> Entry:
         """Return the entry of `alias`, or raise ImproperlyConfigured."""
-        entry = self._entries.get(alias)
+        try:
+            entry = self._entries.get(alias)
+        except TypeError:  # no hash
+            raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r}.") from None
         if entry is None:
             # Not under a lock: it imports a module, which may make locks or be imported by
             # another thread. Of two that were made at once, neither connected yet.
