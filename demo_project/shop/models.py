@@ -7,6 +7,7 @@ from typing import Any
 from django.core.validators import MaxValueValidator, MinValueValidator
 from django.db import models
 from django.urls import reverse
+from django.utils.translation import gettext_lazy as _
 
 from distlock_app.optimistic import VersionedModel
 
@@ -50,9 +51,9 @@ class Order(models.Model):
     """So many of one product, at the price of that moment."""
 
     class Status(models.TextChoices):
-        OPEN = "open", "to be paid"
-        PAID = "paid", "paid"
-        SETTLED = "settled", "settled"
+        OPEN = "open", _("to be paid")
+        PAID = "paid", _("paid")
+        SETTLED = "settled", _("settled")
 
     product = models.ForeignKey(Product, models.PROTECT, related_name="orders")
     quantity = models.PositiveIntegerField(

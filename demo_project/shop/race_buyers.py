@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import signal
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from threading import BrokenBarrierError
@@ -100,7 +101,6 @@ class Choice:
     """What a buyer wants next; the same in every strategy."""
 
     def __init__(self, number: int, terms: Terms, items: dict[str, int]) -> None:
-        self._number = number
         self._share = terms.hot
         self._hot = {name: pk for name, pk in items.items() if name.startswith("hot")}
         self._cold = [pk for name, pk in items.items() if name not in self._hot]
@@ -113,8 +113,9 @@ class Choice:
         if self._cold and self._random.random() >= self._share:
             return [self._random.choice(self._cold)]
         wanted = bucket("hot", self._random.random(), buckets=len(self._hot))
-        names = sorted(self._hot, key=lambda name: name != wanted)
-        return [self._hot[name] for name in names]
+        first = list(self._hot).index(wanted)
+        rows = list(self._hot.values())
+        return rows[first:] + rows[:first]
 
 
 def work(
@@ -150,7 +151,8 @@ def work(
         report.note = f"{type(error).__name__}: {error}"
     customer.ready()  # who found nothing to buy keeps nobody waiting
     report.ended = time.monotonic()
-    pipe.send(asdict(report))
+    with suppress(BrokenPipeError):  # the director is gone
+        pipe.send(asdict(report))
     registry.reset()
     connections.close_all()
 

@@ -138,7 +138,7 @@ def _waits(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
 
 def short(seconds: float) -> str:
     """Return a time in milliseconds, in seconds if it is long."""
-    return f"{seconds * 1000:.0f}" if seconds < 1 else f"{seconds:.1f} s"
+    return f"{seconds * 1000:.0f}" if seconds < 1 else f"{seconds:.1f}s"
 
 
 def _retries(plot: Plot, x: float, results: Sequence[Result]) -> Draw:

@@ -96,7 +96,7 @@ def race(request: HttpRequest, pk: int) -> HttpResponse:
     results = lab.results_of(race)
     titles = {key: strategy.title for key, strategy in strategies().items()}
     run = [result for result in results if not result.skipped]
-    chosen = [(LABELS[name], value) for name, value in race.terms.items() if name in LABELS]
+    chosen = [(label, race.terms[name]) for name, label in LABELS.items()]
     context = {
         "race": race,
         "terms": chosen,

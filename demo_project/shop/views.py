@@ -10,6 +10,7 @@ from django.contrib.auth.decorators import permission_required
 from django.db.models import F, Sum
 from django.http import HttpRequest, HttpResponse, HttpResponseBadRequest
 from django.shortcuts import get_object_or_404, redirect, render
+from django.utils.translation import gettext as _
 from django.views.decorators.http import require_POST
 
 from distlock_app import Lock, locked_view
@@ -61,7 +62,7 @@ def _sell(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
     quantity = request.POST.get("quantity", "1")
     form = request.POST.get("form", "")
     if quantity not in QUANTITIES or len(form) != FORM_LENGTH:
-        return HttpResponseBadRequest("1 to 9 of them, please, and from the product's page.")
+        return HttpResponseBadRequest(_("1 to 9 of them, please, and from the product's page."))
     try:
         order = trade.sell(
             pk,
@@ -72,7 +73,7 @@ def _sell(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
             lock=lock,
         )
     except trade.SoldOut:
-        messages.error(request, f"“{product}” is sold out.")
+        messages.error(request, _("“%(product)s” is sold out.") % {"product": product})
         return redirect(product)
     return redirect(order)
 
@@ -80,9 +81,9 @@ def _sell(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
 def _take_money(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
     order = get_object_or_404(Order, pk=pk, buyer=buyer_of(request))
     if trade.take_money(pk, think=think_time(request), lock=lock):
-        messages.success(request, f"Thank you: {order.amount_text} paid.")
+        messages.success(request, _("Thank you: %(amount)s paid.") % {"amount": order.amount_text})
     else:
-        messages.info(request, "This order is paid already: nothing was taken again.")
+        messages.info(request, _("This order is paid already: nothing was taken again."))
     return redirect(order)
 
 
@@ -104,7 +105,8 @@ def discount(request: HttpRequest, pk: int) -> HttpResponse:
         product.price = product.price * 9 // 10
 
     product = Product.objects.retrying(pk, cut)
-    messages.success(request, f"Now {product.price_text} (version {product.version}).")
+    text = _("Now %(price)s (version %(version)d).")
+    messages.success(request, text % {"price": product.price_text, "version": product.version})
     return redirect(product)
 
 

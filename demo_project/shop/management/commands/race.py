@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import json
 import signal
@@ -62,13 +63,14 @@ class Command(BaseCommand):
         parser.add_argument("--list", action="store_true", help="List the strategies, and stop.")
         parser.add_argument("--json", action="store_true", help="Print the results as JSON.")
         # Of the page: conduct the race with this key, under the lock that stdin hands over.
-        parser.add_argument("--conduct", type=int, metavar="KEY", help="For the page's own use.")
+        parser.add_argument("--conduct", type=int, help=argparse.SUPPRESS)
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["list"]:
             self.show_strategies()
             return
-        signal.signal(signal.SIGTERM, ended)  # so that the buyers end, and the lock
+        for number in (signal.SIGTERM, signal.SIGINT):  # so that the buyers end, and the lock
+            signal.signal(number, ended)
         if options["conduct"]:
             self.conduct(options["conduct"])
             return
