@@ -13,8 +13,10 @@ from django.utils.translation import gettext as translated
 from django.utils.translation import override
 from django.utils.translation.template import templatize
 
+import distlock_app
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = [ROOT / "distlock_app", ROOT / "demo_project/shop"]
+PACKAGES = [Path(distlock_app.__file__).parent, ROOT / "demo_project/shop"]
 PO = "locale/ko/LC_MESSAGES/django.po"
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 FUNCTIONS = {"_", "gettext", "gettext_lazy", "ngettext", "ngettext_lazy", "pgettext"}
