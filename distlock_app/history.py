@@ -8,7 +8,6 @@ the caller's transaction, and a database that is down costs events, never a lock
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 from collections import Counter, deque
@@ -25,9 +24,8 @@ from django.utils import timezone
 from . import identity
 from .models import LockEvent
 from .names import key_of, shown
+from .records import fields, logger
 from .signals import lock_acquired, lock_busy, lock_cleared, lock_lost, lock_released
-
-logger = logging.getLogger("distlock_app")
 
 # Seconds for which events are gathered before they are written.
 EVERY = 1.0
@@ -94,7 +92,11 @@ class _Writer:
             try:
                 self._write()
             except Exception:  # whatever it is: the next ones may be written
-                logger.warning("events of locks could not be written", exc_info=True)
+                logger.warning(
+                    "events of locks could not be written",
+                    exc_info=True,
+                    extra=fields("not_recorded", ""),
+                )
             finally:
                 connections.close_all()  # those of this thread
             if not self._waiting:
