@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
@@ -111,12 +112,12 @@ def test_the_samples_of_a_page_compile(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_the_commands_of_a_page_exist(page):
-    parser = load_command_class("distlock_app", "distlock").create_parser("manage.py", "distlock")
     text = "\n".join(blocks(page, "sh"))
 
-    for line in re.findall(r"^python manage\.py distlock (.+)$", text, re.M):
-        words = shlex.split(line, comments=True)
-        parser.parse_args([word for word in words if word != "&"])
+    for name, line in re.findall(r"^python manage\.py (distlock|migrate_locked) (.+)$", text, re.M):
+        parser = load_command_class("distlock_app", name).create_parser("manage.py", name)
+        words = takewhile(lambda word: word not in ("&", "&&"), shlex.split(line, comments=True))
+        parser.parse_args(list(words))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
