@@ -61,6 +61,13 @@ def count(name: str) -> int:
     return os.getpid()
 
 
+@shared_task
+@locked("stuck", wait=0)
+def stick() -> None:
+    """Hold the lock until the task is ended from outside."""
+    time.sleep(100)
+
+
 def work() -> None:
     """Be a Celery worker with two child processes, until SIGTERM."""
     app.worker_main(["worker", "--pool=prefork", "--concurrency=2", "--loglevel=warning"])
@@ -70,3 +77,9 @@ def send(name: str, times: int) -> list[int]:
     """Have the counter raised; return the ids of the processes that did it."""
     results = [count.delay(name) for _ in range(times)]
     return [result.get(timeout=100) for result in results]
+
+
+def end(**limit: float) -> str:
+    """Have a task ended by a time limit; return what Celery says of it."""
+    result = stick.apply_async(**limit)
+    return type(result.get(timeout=100, propagate=False)).__name__

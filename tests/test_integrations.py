@@ -30,6 +30,7 @@ from distlock_app.testing import held_elsewhere, override_locks
 from tests import celery_project
 from tests.app.models import Counter
 from tests.app.versioned_models import Account
+from tests.engines import until
 
 on_locmem = partial(locked_view, using="locmem")
 on_locmem_function = partial(locked, using="locmem", wait=0)
@@ -344,7 +345,7 @@ def test_a_lock_is_handed_over_to_a_task_of_celery(worker, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
-def test_tasks_of_celery_in_child_processes_wait_for_each_other(processes, tmp_path):
+def test_child_processes_of_celery_exclude_each_other_and_release_at_time_limits(processes, tmp_path):
     Counter.objects.create(name="celery")
     env = {"TESTS_CELERY_DIRECTORY": str(tmp_path)}
     worker = processes.start("tests.celery_project:work", env=env)
@@ -353,6 +354,10 @@ def test_tasks_of_celery_in_child_processes_wait_for_each_other(processes, tmp_p
 
     assert Counter.objects.get(name="celery").value == 4
     assert worker.pid not in pids
+    for limit, error in {"soft_time_limit": "Soft", "time_limit": ""}.items():
+        [said] = processes.run("tests.celery_project:end", count=1, env=env, **{limit: 1})
+        assert said == f"{error}TimeLimitExceeded"
+        until(lambda: not Lock("stuck").locked(), within=10)  # its ttl is longer
     worker.process.terminate()
     worker.wait(60)
 
