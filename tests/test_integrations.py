@@ -345,7 +345,7 @@ def test_a_lock_is_handed_over_to_a_task_of_celery(worker, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
-def test_child_processes_of_celery_exclude_each_other_and_release_at_time_limits(processes, tmp_path):
+def test_children_of_celery_exclude_each_other_and_release_at_time_limits(processes, tmp_path):
     Counter.objects.create(name="celery")
     env = {"TESTS_CELERY_DIRECTORY": str(tmp_path)}
     worker = processes.start("tests.celery_project:work", env=env)
