@@ -138,6 +138,19 @@ def test_a_release_of_somebody_elses_lock_is_accused():
     assert found == {"releases only its own"}
 
 
+def test_a_grant_that_was_forgotten_before_it_was_heard_accuses_nobody():
+    """Killed sessions: 2 was granted first, 1 next; but 2 heard of it after 1 did."""
+    slow = hold("2", 1.3, 1.4, asked=0.5, fence=1, answer="lost")
+    after = {"faults": [Fault("killed connections", 0.9, 1.0, forgets=True)]}
+    first = hold("1", 1.2, 1.5, fence=2)
+
+    assert accused(first, slow, writes=[("a", "2#1"), ("a", "1#1")], **after) == set()
+    assert accused(first, slow, writes=[("a", "2#1"), ("a", "1#1")]) >= {
+        "releases only its own",
+        "refuses late writers",
+    }
+
+
 def waiter(asked, got, **more):
     return hold("w", got, got + 0.1, asked=asked, wait=60.0, **{"fence": 9, **more})
 

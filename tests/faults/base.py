@@ -24,7 +24,7 @@ class Engine:
     ttl = 1.0
     migrate = True
     share = 0.25  # of the workers, hit by each fault
-    plan: dict[str, Any] = {"names": ["a", "b", "c"]}  # see workers.Worker
+    plan: dict[str, Any] = {"names": ["a", "b", "c", "d"]}  # see workers.Worker
     # Faults after which the engine may have forgotten who has a lock.
     forgetful: frozenset[str] = frozenset()
     # Faults that no request notices.

@@ -68,7 +68,7 @@ def judge(history: History) -> Verdict:
         held = sorted((a for a in attempts if a.got is not None), key=_got)
         found += overlaps(history, held)
         found += bad_fences(history, held)
-        found += foreign_releases(held)
+        found += foreign_releases(history, held)
         found += asleep(history, attempts)
     found += stale_writes(history)
     found += starved_or_hung(history, by_name)
@@ -98,7 +98,7 @@ def _forgot(history: History, earlier: Attempt, later: Attempt) -> bool:
     end = min(_ours(earlier), _ours(later))
     return any(
         fault.forgets
-        and earlier.asked <= fault.end
+        and min(earlier.asked, later.asked) <= fault.end
         and fault.begin <= _got(later)
         and end <= fault.end + history.ttl
         for fault in history.faults
@@ -140,11 +140,21 @@ def _forgets_within(history: History, attempt: Attempt) -> bool:
     )
 
 
-def foreign_releases(held: list[Attempt]) -> Iterator[Accusation]:
+def _surely_later(history: History, one: Attempt, other: Attempt) -> bool:
+    """Whether `other` was granted after `one`, who got it before.
+
+    Not so sure is that of an owner whose grant may have been forgotten before it was heard.
+    """
+    return _got(one) < other.asked or not _forgets_within(history, other)
+
+
+def foreign_releases(history: History, held: list[Attempt]) -> Iterator[Accusation]:
     """Accuse a release() that said yes though somebody else had got the lock before it."""
     sure = [a for a in held if a.ours is not None]
     for attempt, later in pairwise(sure):
-        if attempt.answer == "released" and _got(later) < (attempt.over or 0.0):
+        if attempt.answer != "released" or _got(later) >= (attempt.over or 0.0):
+            continue
+        if _surely_later(history, attempt, later):
             text = f"{attempt.id} released {attempt.name}, which {later.id} had got"
             yield Accusation("releases only its own", _got(later), text)
 
@@ -156,11 +166,11 @@ def stale_writes(history: History) -> Iterator[Accusation]:
     for name, writer in history.writes:
         attempt = attempts[writer]
         newest = latest.get(name, attempt)
-        if _got(attempt) < _got(newest):
+        if _got(attempt) >= _got(newest):
+            latest[name] = attempt
+        elif _surely_later(history, attempt, newest):
             text = f"{writer} wrote {name} after {newest.id}"
             yield Accusation("refuses late writers", _got(newest), text)
-        else:
-            latest[name] = attempt
 
 
 def asleep(history: History, attempts: list[Attempt]) -> Iterator[Accusation]:

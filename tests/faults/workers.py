@@ -133,8 +133,8 @@ class Worker:
         *,
         names: list[str],
         ttl: float,
-        long: float = 0.01,
-        overstays: float = 0.005,
+        long: float = 0.005,
+        overstays: float = 0.003,
         waits: Sequence[float] = (0.0, 1.0, 3.0, 3.0, 12.0),
     ) -> None:
         """`long`: the share of those that work longer than their lease; `overstays`: of those
@@ -178,7 +178,7 @@ class Worker:
             sleep(0.05)
             return
         self.note("got", fence=hold.fence)
-        work = self.ttl * 1.4 if is_long else self.chance.uniform(0, 0.02)
+        work = self.ttl * 1.4 if is_long else self.chance.uniform(0, 0.01)
         self.write(hold, for_seconds=work)
         self.release(hold)
 
