@@ -61,6 +61,7 @@ class _Writer:
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._failing = False  # said once
         self._news, self._hurry, self._done = (threading.Event() for _ in range(3))
         self._noted: Counter[tuple[str, str]] = Counter()
 
@@ -91,12 +92,12 @@ class _Writer:
             self._news.clear()
             try:
                 self._write()
+                self._failing = False
             except Exception:  # whatever it is: the next ones may be written
-                logger.warning(
-                    "events of locks could not be written",
-                    exc_info=True,
-                    extra=fields("not_recorded", ""),
-                )
+                if not self._failing:
+                    text = "events of locks could not be written"
+                    logger.warning(text, exc_info=True, extra=fields("not_recorded", ""))
+                self._failing = True
             finally:
                 connections.close_all()  # those of this thread
             if not self._waiting:

@@ -211,6 +211,7 @@ class _Asked(threading.Thread, Generic[T]):
     def run(self) -> None:
         try:
             backend = registry[self._alias].backend
+            backend.ping()  # it may have to connect
             started = monotonic()
             backend.ping()
             ping_ms = (monotonic() - started) * 1000

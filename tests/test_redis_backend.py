@@ -215,7 +215,9 @@ def test_the_permissions_in_the_documentation_are_enough(own):
         grant = backend.acquire(claim("a", **kind), 0)
         waiter = Waiter(backend, "a")
         waiter.ask()
-        assert len(list(backend.holders())) == 1
+        [held] = backend.holders()
+        assert [h.fence for h in backend.page(0, 10)[0]] == [grant.fence]
+        assert backend.prolong(held.key, held.seen, 60)
         assert backend.extend(grant, 60) and backend.release(grant)
         assert backend.clear(waiter.granted().claim.key) == 1
     assert len(backend.acquire_all([claim("a"), claim("b")])) == 2
