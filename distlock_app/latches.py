@@ -14,7 +14,7 @@ from .claims import Claim, Grant
 from .errors import LockBusy
 from .registry import checked_ttl, checked_wait, registry
 from .renewal import renewer
-from .waiting import AsyncBell, Bell, acquiring, arun, in_thread, run
+from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Latch:
         bell = Bell()
         claim = self._claim(None, bell)
         try:
-            run(acquiring(self._backend, claim, self._timeout(timeout)), bell)
+            acquired(self._backend, claim, self._timeout(timeout), bell)
         except LockBusy:
             return False
         except BaseException:

@@ -24,7 +24,7 @@ from .records import fields, logger
 from .registry import MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .signals import atell, lock_acquired, lock_busy, lock_cleared, tell
-from .waiting import AsyncBell, Bell, acquiring, arun, in_thread, run
+from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Lock:
         bell = Bell()
         claim = attempt.claim(bell)
         try:
-            grant, asked_at = run(acquiring(attempt.backend, claim, attempt.wait), bell)
+            grant, asked_at = acquired(attempt.backend, claim, attempt.wait, bell)
             hold = attempt.hold(grant, asked_at)
             if lock_acquired.receivers:
                 tell(lock_acquired, {"fence": grant.fence, **attempt.facts()})

@@ -21,9 +21,9 @@ class Deadline:
 
     __slots__ = ("at", "wait")
 
-    def __init__(self, wait: float | None) -> None:
+    def __init__(self, wait: float | None, *, since: float | None = None) -> None:
         self.wait = wait
-        self.at = None if wait is None else monotonic() + wait
+        self.at = None if wait is None else (since or monotonic()) + wait
 
     def remaining(self) -> float | None:
         """Seconds left, never below 0; None: for ever."""

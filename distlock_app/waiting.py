@@ -38,15 +38,32 @@ IO_THREADS = 8  # of each backend: one that hangs holds up no other
 Step = tuple[Any, ...]
 
 
+def acquired(
+    backend: BaseLockBackend, claim: Claim, wait: float | None, bell: Bell
+) -> tuple[Grant, float]:
+    """Run `acquiring` in this thread: a free lock is granted without any of its steps."""
+    asked_at = monotonic()
+    answer: Any = backend.acquire(claim, wait)
+    if answer and (began := _trusted(answer, asked_at)) is not None:
+        return answer, began
+    grant, began = run(acquiring(backend, claim, wait, first=(asked_at, answer)), bell)
+    return grant, began
+
+
 def acquiring(
-    backend: BaseLockBackend, claim: Claim, wait: float | None
+    backend: BaseLockBackend,
+    claim: Claim,
+    wait: float | None,
+    *,
+    first: tuple[float, Any] | None = None,
 ) -> Generator[Step, Any, tuple[Grant, float]]:
     """Get the claim granted; return the grant and a time before which its lease cannot begin.
 
     Raise LockBusy (wait=0), LockTimeout, or BackendError: at once if the first try fails so,
-    and if it still does at the deadline when the engine had answered before.
+    and if it still does at the deadline when the engine had answered before. `first`: when
+    the first try was made already, and its answer.
     """
-    deadline = Deadline(wait)
+    deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
     failure: BackendError | None = None
     answer: Any = None
@@ -56,7 +73,10 @@ def acquiring(
         last = left == 0
         asked_at = monotonic()
         try:
-            if attempt == 0 or last or (answer := (yield ("call", backend.look, claim))) is None:
+            if first is not None:
+                (asked_at, answer), first, last = first, None, wait == 0
+                refusal = answer
+            elif attempt == 0 or last or (answer := (yield ("call", backend.look, claim))) is None:
                 asked_at = monotonic()
                 kind = "wait" if backend.blocks and not last else "call"
                 answer = refusal = yield (kind, backend.acquire, claim, left)
@@ -71,18 +91,30 @@ def acquiring(
             pause = _pause(backend, attempt, free_in, news=news, failed=failure is not None)
             answer = yield ("pause", deadline.cap(pause), news)
         if answer:
-            began = asked_at if answer.asked_at is None else answer.asked_at
-            ttl = answer.claim.ttl  # an engine may give less than it was asked for
-            if monotonic() < began + ttl - drift(ttl):
+            if (began := _trusted(answer, asked_at)) is not None:
                 return answer, began
             # The process or the network slept for longer than the lease: it may be over.
-            try:
-                yield ("call", backend.release, answer)
-            except BackendError as error:
-                failure = error  # the same owner is granted again
+            failure = (yield from _giving_back(backend, answer)) or failure
         if last:
             raise failure or _refusal(claim, wait, free_in)
         attempt += 1
+
+
+def _giving_back(
+    backend: BaseLockBackend, grant: Grant
+) -> Generator[Step, Any, BackendError | None]:
+    try:
+        yield ("call", backend.release, grant)
+    except BackendError as error:
+        return error  # the same owner is granted again
+    return None
+
+
+def _trusted(grant: Grant, asked_at: float) -> float | None:
+    """Return a time before which the lease cannot begin; None: it may be over already."""
+    began = asked_at if grant.asked_at is None else grant.asked_at
+    ttl = grant.claim.ttl  # an engine may give less than it was asked for
+    return began if monotonic() < began + ttl - drift(ttl) else None
 
 
 def _pause(

@@ -11,7 +11,7 @@ import pytest
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
 from distlock_app.names import key_of
-from distlock_app.waiting import AsyncBell, Bell, acquiring, run
+from distlock_app.waiting import AsyncBell, Bell, acquired, acquiring, run
 from tests import engines
 from tests.engines import running, until
 
@@ -50,6 +50,14 @@ class Scripted:
         return True
 
 
+@pytest.fixture(params=["stepwise", "first try without steps"])
+def get(request):
+    """How a thread waits: both ways have to come to the same."""
+    if request.param == "stepwise":
+        return lambda backend, claim, wait, bell: run(acquiring(backend, claim, wait), bell)
+    return acquired
+
+
 def test_one_try_asks_once_and_leaves_nothing_behind(engine):
     held = Lock("a").acquire()
 
@@ -75,15 +83,30 @@ def test_a_timeout_is_no_busy_and_comes_at_the_deadline(engine):
     assert engines.free(engine)
 
 
-def test_the_last_try_has_no_wait_whatever_came_before():
+def test_the_last_try_has_no_wait_whatever_came_before(get):
     backend = Scripted(Busy())
 
     with pytest.raises(LockTimeout):
-        run(acquiring(backend, claim(), 0.05), Bell())
+        get(backend, claim(), 0.05, Bell())
 
     assert backend.asked[-1] == 0
     assert all(wait > 0 for wait in backend.asked[:-1])
     assert backend.asked[:-1] == sorted(backend.asked[:-1], reverse=True)
+
+
+def test_an_engine_that_waited_until_the_deadline_is_asked_once_more_without_a_wait(get):
+    def slowly():
+        time.sleep(0.15)
+        return Busy()
+
+    backend = Scripted(slowly, Busy())
+    backend.blocks = True
+
+    with pytest.raises(LockTimeout):
+        get(backend, claim(), 0.1, Bell())
+
+    assert 0 < backend.asked[0] <= 0.1
+    assert backend.asked[1:] == [0]
 
 
 @pytest.mark.parametrize("wait", [None, float("inf")])
@@ -120,40 +143,40 @@ def test_a_waiter_survives_an_engine_that_fails_for_a_while(engine):
     assert got == [None]
 
 
-def test_an_engine_that_is_down_at_the_deadline_is_no_timeout():
+def test_an_engine_that_is_down_at_the_deadline_is_no_timeout(get):
     backend = Scripted(Busy(), BackendError("down"))
 
     with pytest.raises(BackendError):
-        run(acquiring(backend, claim(), 0.05), Bell())
+        get(backend, claim(), 0.05, Bell())
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_a_failing_engine_is_asked_again_after_a_pause(blocks):
+def test_a_failing_engine_is_asked_again_after_a_pause(blocks, get):
     backend = Scripted(Busy(), BackendError("down"))
     backend.blocks = blocks
     backend.poll_min = backend.poll_max = 0.1
 
     with pytest.raises(BackendError):
-        run(acquiring(backend, claim(), 1.0), Bell())
+        get(backend, claim(), 1.0, Bell())
 
     assert len(backend.asked) < 100
 
 
-def test_a_grant_that_comes_after_its_own_lease_is_given_back():
+def test_a_grant_that_comes_after_its_own_lease_is_given_back(get):
     def slowly():
         time.sleep(0.12)
         return Grant(claim(ttl=0.1))
 
     backend = Scripted(slowly, Grant(claim(ttl=0.1)))
 
-    grant, asked_at = run(acquiring(backend, claim(ttl=0.1), 10), Bell())
+    grant, asked_at = get(backend, claim(ttl=0.1), 10, Bell())
 
     assert backend.asked[1] == "release"
     assert time.monotonic() < asked_at + 0.1 or grant
     assert len(backend.asked) == 3
 
 
-def test_an_engine_that_fails_to_take_a_late_grant_back_does_not_end_the_wait():
+def test_an_engine_that_fails_to_take_a_late_grant_back_does_not_end_the_wait(get):
     def slowly():
         time.sleep(0.12)
         return Grant(claim(ttl=0.1))
@@ -161,21 +184,21 @@ def test_an_engine_that_fails_to_take_a_late_grant_back_does_not_end_the_wait():
     backend = Scripted(slowly, Grant(claim(ttl=0.1)))
     backend.release = lambda grant: _raise(BackendError("down"))
 
-    grant, _ = run(acquiring(backend, claim(ttl=0.1), 10), Bell())
+    grant, _ = get(backend, claim(ttl=0.1), 10, Bell())
 
     assert grant
 
 
-def test_the_time_that_a_grant_names_decides_when_its_lease_began():
+def test_the_time_that_a_grant_names_decides_when_its_lease_began(get):
     began = time.monotonic() - 5
     backend = Scripted(Grant(claim(), asked_at=began))
 
-    _, asked_at = run(acquiring(backend, claim(), 10), Bell())
+    _, asked_at = get(backend, claim(), 10, Bell())
 
     assert asked_at == began
 
 
-def test_a_late_pushed_grant_is_refused_once_and_not_again():
+def test_a_late_pushed_grant_is_refused_once_and_not_again(get):
     wanted = claim(ttl=0.1)
     stale = Grant(wanted, asked_at=time.monotonic() - 5)
     backend = Scripted(Busy(), Busy(), Busy(), Grant(wanted))
@@ -183,7 +206,7 @@ def test_a_late_pushed_grant_is_refused_once_and_not_again():
     bell = Bell()
     bell.ring(stale)
 
-    run(acquiring(backend, wanted, 10), bell)
+    get(backend, wanted, 10, bell)
 
     assert backend.asked.count("release") == 1
 
