@@ -15,7 +15,6 @@ from dataclasses import asdict
 from typing import Any
 
 from django.conf import settings
-from django.db.models import Q
 
 from distlock_app import Hold, Lock, LockError
 
@@ -122,12 +121,16 @@ def cancel(race: Race) -> None:
 
 def look_after(race: Race) -> None:
     """Call a race failed whose process has gone without a word: its lock is free."""
-    if not race.is_over and not LOCK.locked():
-        race.refresh_from_db()
-        unfinished = Q(state__in=[Race.State.RUNNING, Race.State.STOPPING])
-        trouble = "the process that conducted it is gone"
-        Race.objects.filter(unfinished, pk=race.pk).update(state=Race.State.FAILED, trouble=trouble)
-        race.refresh_from_db()
+    try:
+        if race.is_over or LOCK.locked():
+            return
+    except LockError:  # nobody can tell now
+        return
+    unfinished = [Race.State.RUNNING, Race.State.STOPPING]  # it may have ended meanwhile
+    Race.objects.filter(pk=race.pk, state__in=unfinished).update(
+        state=Race.State.FAILED, trouble="the process that conducted it is gone"
+    )
+    race.refresh_from_db()
 
 
 def results_of(race: Race) -> list[Result]:
