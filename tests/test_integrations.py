@@ -358,8 +358,6 @@ def test_children_of_celery_exclude_each_other_and_release_at_time_limits(proces
         [said] = processes.run("tests.celery_project:end", count=1, env=env, **{limit: 1})
         assert said == f"{error}TimeLimitExceeded"
         until(lambda: not Lock("stuck").locked(), within=10)  # its ttl is longer
-    worker.process.terminate()
-    worker.wait(60)
 
 
 # Django Tasks
