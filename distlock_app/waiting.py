@@ -46,7 +46,9 @@ def acquired(
     answer: Any = backend.acquire(claim, wait)
     if answer and (began := _trusted(answer, asked_at)) is not None:
         return answer, began
-    grant, began = run(acquiring(backend, claim, wait, first=(asked_at, answer)), bell)
+    steps = acquiring(backend, claim, wait, first=(asked_at, answer))
+    del answer  # it may hold a place in a queue, which the steps alone keep or drop
+    grant, began = run(steps, bell)
     return grant, began
 
 

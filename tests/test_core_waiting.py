@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -56,6 +57,28 @@ def get(request):
     if request.param == "stepwise":
         return lambda backend, claim, wait, bell: run(acquiring(backend, claim, wait), bell)
     return acquired
+
+
+def test_a_place_in_a_queue_is_dropped_when_the_engine_fails(get):
+    class Place:
+        pass
+
+    dropped = []
+
+    def lined_up():
+        place = Place()
+        weakref.finalize(place, dropped.append, "place")
+        return Busy(place=place)
+
+    backend = Scripted(
+        lined_up,
+        BackendError("down"),
+        lambda: dropped.append("asked again") or Grant(claim()),
+    )
+
+    get(backend, claim(), 5, Bell())
+
+    assert dropped == ["place", "asked again"]
 
 
 def test_one_try_asks_once_and_leaves_nothing_behind(engine):
