@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, configuration
+from hypothesis import HealthCheck, Phase, configuration
 from hypothesis import settings as hypothesis_settings
 
 # It keeps tables of Unicode in files.
@@ -25,6 +25,8 @@ def examples(number: int, **options: Any) -> hypothesis_settings:
         deadline=None,
         print_blob=bool(MORE),
         report_multiple_bugs=False,
+        # To find a smaller example takes minutes: ask for it.
+        phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if MORE else [])],
         suppress_health_check=list(HealthCheck),
         **options,
     )
