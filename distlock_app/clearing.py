@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +101,18 @@ def rows_of(ids: Iterable[str]) -> Found:
             % {"count": free}
         )
     return Found(list(rows.values()), problems, reading.holdings)
+
+
+def queue_of(alias: str, key: str) -> list[str] | None:
+    """Return who waits for a lock, in order of arrival; None if that is not known."""
+    [(_health, waiters)] = live.ask({alias: lambda backend: backend.queue(key)})
+    return None if waiters is None else [who(waiter) for waiter in waiters]
+
+
+def who(holder: Mapping[str, Any]) -> str:
+    """Return where somebody runs and what for, in one line."""
+    words = [word for word in (live.place_of(holder), live.activity_of(holder)) if word]
+    return " – ".join(words) or "—"
 
 
 def query_of(rows: Iterable[LiveLock]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -162,6 +163,8 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             "extend_url": self._url("extend"),
             "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
             "row": row,
+            "holders": self._holders(found.same),
+            "queue": clearing.queue_of(row.holding.alias, row.holding.key),
             "past": live_history.past_of(row.holding.alias, row.holding.key, found.same),
         }
         return super().change_view(
@@ -180,15 +183,21 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         past = live_history.past_of(alias, key, found.same)
         if past is None:
             return HttpResponseRedirect(self._list())
-        rows = [row_of(held) for held in found.same]
+        holders = self._holders(found.same)
         context = {
             **self._context(request, _("Events of a lock")),
             "alias": shown(alias),
-            "name": past.name or (rows[0].name if rows else shown(key)),
-            "rows": [(row, self._url("change", quote(row.pk))) for row in rows],
+            "name": past.name or (shown(found.same[0].name) if found.same else shown(key)),
+            "holders": holders,
+            "queue": clearing.queue_of(alias, key),
             "past": past,
         }
         return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
+
+    def _holders(self, holdings: Iterable[Holding]) -> list[tuple[str, str]]:
+        """Return who holds a lock, and where the page of each is."""
+        rows = [row_of(held) for held in holdings]
+        return [(clearing.who(r.holding.holder), self._url("change", quote(r.pk))) for r in rows]
 
     def _events(self, row_id: str) -> str:
         """Return where the events of a lock are; nothing without a history."""

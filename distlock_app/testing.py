@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
+from unittest import SkipTest
 
 from django.test.utils import override_settings
 
@@ -260,6 +261,22 @@ class LockBackendContract(SharingContract):
         assert listed >= {grant.claim.key for grant in grants}
         for grant in grants:
             self.backend.release(grant)
+
+    def test_the_queue_says_who_waits_if_the_engine_can_tell(self) -> None:
+        name = self.name()
+        first = self.backend.acquire(a_claim(name), 0)
+        if self.backend.queue(first.claim.key) is None:
+            raise SkipTest("it does not know who waits")
+        waiter = a_claim(name, wake=lambda grant: None)
+        refusal = self.backend.acquire(waiter, 5)
+
+        told = self.backend.queue(first.claim.key)
+
+        assert not refusal and [who["host"] for who in told] == ["elsewhere"]
+        assert waiter.owner not in repr(told)
+        self.backend.acquire(waiter, 0)
+        self.backend.release(first)
+        assert self.backend.queue(first.claim.key) == []
 
     def test_pages_have_every_lock_once_and_tell_how_many_there_are(self) -> None:
         held = {self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)}

@@ -326,6 +326,24 @@ def test_the_detail_page_shows_one_lock_and_leads_to_its_release(clearer):
     assert 'name="reason"' in confirmation
 
 
+def test_the_detail_page_names_every_holder_and_who_waits_in_order(viewer):
+    with identity.activity("reader one"):
+        taken("a", shared=True)
+    with identity.activity("reader two"):
+        second = taken("a", shared=True)
+    for who in ("writer one", "writer two <b>"):
+        with identity.activity(who):
+            waiter = replace(claim("a"), holder=identity.holder_text())
+        registry["default"].backend.acquire(waiter, 5)
+
+    html = viewer.get(change_url(id_of("default", key_of("a"), str(second.fence))))
+    text = html.content.decode()
+
+    assert text.index("reader one") < text.index("writer one") < text.index("writer two &lt;b&gt;")
+    assert text.count("reader two") == 2  # of this page, and among all
+    assert second.claim.owner not in text and waiter.owner not in text
+
+
 def test_the_detail_page_of_a_lock_that_is_free_says_so(viewer):
     with Lock("a"):
         pk = row_id("a")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -108,6 +108,13 @@ class BaseLockBackend:
     def holders(self, key: str | None = None) -> Iterable[Holding]:
         """Yield what is held now, of one key or of all."""
         raise NotImplementedError
+
+    def queue(self, key: str) -> list[Mapping[str, Any]] | None:
+        """Return who waits for `key`, as `Holding.holder` says it, in order of arrival.
+
+        None: the engine cannot tell. Of a long queue only its beginning.
+        """
+        return None
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int | None]:
         """Return what is held of `count` locks from place `start`, and how many locks are.

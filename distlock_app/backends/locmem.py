@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic, time_ns
 from typing import Any
@@ -139,6 +139,12 @@ class LocMemBackend(BaseLockBackend):
                 for held in state.held.values()
                 if held.until > now
             ]
+
+    def queue(self, key: str) -> list[Mapping[str, Any]]:
+        with self._lock:
+            state = self._states.get(key)
+            waiters = list(state.queue.values()) if state else []
+        return [identity.holder_fields(waiter.claim.holder) for waiter in waiters]
 
     def prolong(self, key: str, seen: str, ttl: float) -> bool:
         with self._lock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
@@ -43,6 +43,8 @@ BATCH = 500
 # bytes for a held lock instead of 170, up to about 100,000 of them. In a Cluster each part has a
 # hash slot of its own, with the locks in it; a single server has them all in one.
 PARTS = 1024
+# People are shown so many of those who wait.
+MOST_QUEUED = 50
 # How long the first waiter of a process waits for its subscription to be confirmed.
 SUBSCRIBE_SECONDS = 1.0
 
@@ -252,6 +254,16 @@ class RedisBackend(BaseLockBackend):
             for at in range(0, len(keys), BATCH):
                 yield from self._holdings(keys[at : at + BATCH])
 
+    def queue(self, key: str) -> list[Mapping[str, Any]]:
+        _, queue, claims, *_ = self._keys(key)
+        owners = self._pool.ask(pack(b"ZRANGE", queue, b"0", b"%d" % (MOST_QUEUED - 1)))[0]
+        if not owners:
+            return []
+        entries = self._pool.ask(pack(b"HMGET", claims, *owners))[0]
+        # "heard ttl channel limit holder name", or "fence limit holder name" of who just got it.
+        words = [entry.decode().split(" ", 4) for entry in entries if entry]
+        return [_about_of(w[4])[0] for w in words if len(w) == 5 and not w[2].startswith("{")]
+
     def page(self, start: int, count: int) -> tuple[list[Holding], int]:
         seconds, micros = self._pool.ask(pack(b"TIME"))[0]
         now_ms = b"%d" % ((int(seconds) * 1_000_000 + int(micros)) // 1000)
@@ -408,12 +420,9 @@ class RedisBackend(BaseLockBackend):
     def _holding(
         self, key: str, limit: str, fence: str, about: str, left: float, waiters: int, now: float
     ) -> Holding:
-        try:
-            holder, end = json.JSONDecoder().raw_decode(about)
-        except ValueError:
-            holder, end = {}, about.find(" ")
+        holder, name = _about_of(about)
         return Holding(
-            name=about[end + 1 :],
+            name=name,
             key=key,
             alias=self.alias,
             seen=fence,
@@ -437,6 +446,15 @@ def _about(claim: Claim) -> bytes:
     if len(name) > SHOWN_LENGTH or not name.isprintable():
         name = shown(name)
     return f"{claim.holder} {name}".encode()
+
+
+def _about_of(text: str) -> tuple[Mapping[str, Any], str]:
+    """Return holder and name of what `_about` wrote."""
+    try:
+        holder, end = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        holder, end = {}, text.find(" ")
+    return holder, text[end + 1 :]
 
 
 def _milliseconds(seconds: float) -> bytes:
