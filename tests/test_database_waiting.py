@@ -365,11 +365,12 @@ def test_a_server_that_cannot_queue_is_polled(backend, places, monkeypatch):
 
 @pytest.mark.parametrize("leave", ["dump", "leave_for"])
 def test_a_lock_that_is_left_to_itself_keeps_no_connection(places, leave):
-    hold = Lock("a", using="locks", ttl=0.5).acquire()
+    lock = Lock("a", using="locks", ttl=DEADLINE)
+    hold = lock.acquire()
     assert places.parked == 1
 
-    getattr(hold, leave)(0.6)
+    getattr(hold, leave)(DEADLINE)
 
     assert places.parked == 0
-    assert Lock("a", using="locks").locked()
-    Lock("a", using="locks", wait=DEADLINE).acquire().release()
+    assert lock.clear() == 1
+    lock.acquire(wait=0).release()
