@@ -13,6 +13,7 @@ DISTLOCK_TEST_ISOLATION       "repeatable read" ...: the transactions of MySQL a
 DISTLOCK_TEST_SUFFIX          keeps the test databases of runs apart that share a server
 DISTLOCK_TEST_VAR             where the files of SQLite are, instead of tests/var
 DISTLOCK_TEST_REQUIRE         servers whose absence fails tests instead of skipping them: 1 = all
+DISTLOCK_TEST_EXAMPLES        so many other examples in tests by Hypothesis, smallest one shown
 DISTLOCK_TEST_DB_NAME         set by conftest.py: processes started by a test use its database
 """
 
