@@ -141,6 +141,8 @@ class Sentinel(Redis):
         yield
         self._until(lambda: self._master() != old)
         self.servers[old].start()
+        # Until the Sentinel tells it, seconds later, it is a second master, for whoever asks it.
+        self._until(lambda: b"role:slave" in self.servers[old].tell("INFO replication"))
 
     @staticmethod
     def _until(condition: Callable[[], bool]) -> None:
