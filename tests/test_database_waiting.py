@@ -361,6 +361,7 @@ def test_a_server_that_cannot_queue_is_polled(backend, places, monkeypatch):
 
     assert waiter.served()
     assert places.parked == 0
+    registry["locks"].backend.close()  # whose connections would not queue in other tests either
 
 
 @pytest.mark.parametrize("leave", ["dump", "leave_for"])
