@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from celery import Celery, shared_task
+from celery.signals import setup_logging
 
 from distlock_app import LockBusy, locked
 
@@ -23,7 +24,6 @@ app.conf.update(
     broker_transport_options={"polling_interval": 0.02},
     result_backend="cache+memory://",
     broker_connection_retry_on_startup=False,
-    worker_hijack_root_logger=False,
 )
 if directory := os.environ.get("TESTS_CELERY_DIRECTORY"):
     app.conf.update(
@@ -37,6 +37,11 @@ if directory := os.environ.get("TESTS_CELERY_DIRECTORY"):
         result_backend=f"file://{directory}",
     )
 app.set_default()
+
+
+@setup_logging.connect
+def leave_logging_alone(**kwargs: object) -> None:
+    """Keep Celery from setting the level of the root logger, for other tests too."""
 
 
 def documented() -> ModuleType:
