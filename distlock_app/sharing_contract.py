@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from itertools import pairwise
+from random import uniform
 from time import monotonic, sleep
 from typing import Any
 from unittest import SkipTest
@@ -96,11 +97,12 @@ class SharingContract:
     @staticmethod
     def eventually(attempt: Any, *, within: float) -> Any:
         """Return the first true answer of `attempt`, or fail after `within` seconds."""
-        deadline = monotonic() + within
+        deadline, pause = monotonic() + within, 0.002
         while monotonic() < deadline:
             if answer := attempt():
                 return answer
-            sleep(0.002)
+            sleep(uniform(0, pause))  # those who try together get in each other's way
+            pause = min(2 * pause, 0.1)
         raise AssertionError(f"still nothing after {within} s")
 
     def needs(self, *flags: str) -> None:

@@ -216,10 +216,10 @@ def _interrupt(pid):
 
     Once is not enough: Python ignores an exception inside a finalizer.
     """
-    deadline = monotonic() + 20
+    deadline = monotonic() + 30
     while monotonic() < deadline:
         os.kill(pid, signal.SIGINT)
-        patience = monotonic() + 1
+        patience = monotonic() + 5  # a second one would interrupt the tidying up of the first
         while monotonic() < patience:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

@@ -292,9 +292,9 @@ start_servers() {
     [ -z "$browser" ] || DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE chromium"
 }
 
-# run_lane NAME PAIR MARKS [PYTEST ARGUMENTS]: the suite of a pair, or the tests with these marks,
-# on one database after the other, on servers of its own; the lane of the slow tests, which is the
-# first to be done, then runs the other pairs.
+# run_lane NAME PAIR MARKS [PYTEST ARGUMENTS]: the tests of a pair with these marks, on one
+# database after the other, on servers of its own. The lane of the oldest pair then runs the lowest
+# versions, that of the slow tests the wheel.
 run_lane() {
     lane="$work/$1" pair=$2 marks=$3 lanes='' child=''
     shift 3
@@ -304,19 +304,18 @@ run_lane() {
     export TMPDIR="$lane/tmp" DISTLOCK_TEST_VAR="$lane/var" DISTLOCK_TEST_TOTALS="$lane/totals"
     start_servers
     for database in ${pair:+$databases}; do
-        [ "$database" = sqlite ] || once=' and not once'
-        run_suite "$pair" "$database" "$@" ${marks:+-m "$marks${once:-}"}
+        [ "$database" = sqlite ] || more=' and not once'
+        run_suite "$pair" "$database" "$@" -m "$marks${more:-}"
     done
-    [ "${lane##*/}" = slow ] || return 0
-    for pair in $lowest_pair $wheel_pair; do
-        skip "$pair: slow tests and crowds, and most on MariaDB and PostgreSQL: the main pairs run them"
-    done
-    once=
-    for database in ${lowest_pair:+$databases}; do
-        run_suite "$lowest_pair" "$database" "$@" -m "not slow and not crowd$once" ${once:+-k contract}
-        once=' and not once'
-    done
-    [ -z "$wheel_pair" ] || test_wheel "$@"
+    more=
+    case ${lane##*/} in
+        old) for database in ${lowest_pair:+$databases}; do
+                run_suite "$lowest_pair" "$database" "$@" -m "not slow and not crowd$more" \
+                    ${more:+-k contract}
+                more=' and not once'
+            done ;;
+        slow) [ -z "$wheel_pair" ] || test_wheel "$@" ;;
+    esac
 }
 
 # Test what users install, in a copy of the project that has lost its sources.
@@ -353,8 +352,18 @@ if [ -n "$quick" ]; then
     run_lane new "$new_pair" 'not slow' "$@" &
     lanes=$!
 else
-    [ -z "$old_pair" ] || skip "slow tests on $old_pair: the pair $new_pair runs them"
-    [ -z "$old_pair" ] || start_lane old "${old_pair% }" 'not slow' "$@"
+    for pair in $old_pair $lowest_pair $wheel_pair; do
+        skip "slow tests on $pair: the pair $new_pair runs them"
+    done
+    for pair in $lowest_pair $wheel_pair; do
+        skip "tests on $pair that start processes, and most on MariaDB and PostgreSQL"
+    done
+    old_marks='not slow'
+    if [ -n "$lowest_pair" ]; then
+        skip "what is the same on every database on $old_pair: the pair $lowest_pair runs it"
+        old_marks='not slow and not once'
+    fi
+    [ -z "$old_pair" ] || start_lane old "${old_pair% }" "$old_marks" "$@"
     start_lane slow "$new_pair" slow "$@"
     run_lane new "$new_pair" 'not slow' "$@" &
     lanes="$lanes $!"

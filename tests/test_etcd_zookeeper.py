@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic, sleep
+from unittest.mock import patch
 from urllib.request import Request, urlopen
 
 import pytest
@@ -21,7 +22,7 @@ from distlock_app.claims import Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
-from tests.engines import until
+from tests.engines import DEADLINE, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
 from tests.servers import EtcdServer, ZooKeeperServer
@@ -106,7 +107,15 @@ def other():
 @contextmanager
 def waiting(name, using="other", within=60.0):
     """A thread that waits for the lock; yields a list that gets the time at which it had it."""
-    had_it, errors = [], []
+    had_it, errors, tried = [], [], threading.Event()
+    backend = registry[using].backend
+    acquire = backend.acquire
+
+    def acquire_and_tell(claim, wait):
+        try:
+            return acquire(claim, wait)
+        finally:
+            tried.set()
 
     def wait():
         try:
@@ -116,10 +125,15 @@ def waiting(name, using="other", within=60.0):
             errors.append(error)
 
     thread = threading.Thread(target=wait)
-    thread.start()
-    yield had_it
-    thread.join(within + 10)
-    assert errors == []
+    with patch.object(backend, "acquire", acquire_and_tell):
+        thread.start()
+        # An engine that breaks during the first try is no engine to wait for.
+        assert backend.blocks or tried.wait(DEADLINE)
+    try:
+        yield had_it
+    finally:
+        thread.join(within + 10)
+        assert errors == []
     assert len(had_it) == 1
 
 

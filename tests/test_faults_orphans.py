@@ -16,7 +16,7 @@ from distlock_app import BackendError, Lock, LockBusy, LockLost
 from distlock_app.registry import registry
 from tests.proxy import proxy_to
 
-LONG = 60.0  # seconds; nothing in these tests may come free by expiry
+LONG = 600.0  # seconds; nothing in these tests may come free by expiry
 
 
 def eventually_free(using, within=5.0):
@@ -129,19 +129,19 @@ def test_cancelled_tasks_leave_no_lock(using):
 
 
 @pytest.mark.slow
-def test_200_interrupts_leave_no_lock_that_python_lets_us_release(using, processes):
-    ended = processes.run("tests.lock_workers:interrupt_children", count=1, number=200,
-                          using=using, ttl=LONG)[0]  # fmt: skip
+def test_100_interrupts_leave_no_lock_that_python_lets_us_release(using, processes):
+    ended = processes.run("tests.lock_workers:interrupt_children", count=1, number=100,
+                          using=using, ttl=LONG, deadline=400)[0]  # fmt: skip
 
     left = eventually_free(using, within=2)
     for holding in left:
         registry[using].backend.clear(holding.key)
 
     # A driver may make an error of its own of a signal that comes in the middle of its work.
-    assert ended["interrupted"] >= 195
+    assert ended["interrupted"] >= 97
     # These loops do nothing but take and release: about one in 300 stops at that call.
     assert {holding.name for holding in left} <= set(ended["helpless"])
-    assert len(ended["helpless"]) <= 8
+    assert len(ended["helpless"]) <= 5
 
 
 def test_a_release_whose_answer_was_lost_can_be_repeated(bad_network):

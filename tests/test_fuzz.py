@@ -18,6 +18,9 @@ from distlock_app.registry import MAX_TTL, MIN_TTL, registry
 from distlock_app.testing import NASTY_NAMES
 from tests.examples import examples
 
+# Hypothesis takes what engines' threads do for a strategy's: they use `random` for their jitter.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
+
 # Every code point, lone surrogates too.
 TEXTS = st.one_of(
     st.text(st.characters(codec=None, exclude_categories=()), max_size=300),
