@@ -19,7 +19,8 @@ from distlock_app.testing import NASTY_NAMES
 from tests.examples import examples
 
 # Hypothesis takes what engines' threads do for a strategy's: they use `random` for their jitter.
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
+# And it warns of long values, which are asked for.
+pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 
 # Every code point, lone surrogates too.
 TEXTS = st.one_of(

@@ -29,7 +29,8 @@ from distlock_app.registry import registry
 from tests.examples import examples
 
 # Hypothesis takes what engines' threads do for a strategy's: they use `random` for their jitter.
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
+# And it warns of long values, which are asked for.
+pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 
 TTL = 1000.0  # time decides nothing here
 EXCLUSIVE, SHARED, PERMIT = (1, False), (1, True), (2, False)  # limit, shared
