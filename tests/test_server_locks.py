@@ -246,8 +246,13 @@ def test_ctrl_c_ends_the_wait_and_leaves_the_queue(backend):
     assert free("a")
 
 
-def test_a_cancelled_task_leaves_the_queue_at_once(backend):
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_cancelled_task_leaves_the_queue_at_once(backend, kept):
+    """Also on a session that was idle before, which the server might have closed meanwhile."""
+    backend.close()
     holder = backend.acquire(a_claim("a"), 0)
+    if kept:
+        assert backend.release(backend.acquire(a_claim("b"), 0))
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -256,7 +261,8 @@ def test_a_cancelled_task_leaves_the_queue_at_once(backend):
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
-        await loop.run_in_executor(None, until, lambda: waiters("a") == 0)
+        # At once: a statement that nobody ends waits for SLICE, 30 seconds.
+        await loop.run_in_executor(None, until, lambda: waiters("a") == 0, 15)
 
     asyncio.run(main())
 

@@ -262,9 +262,12 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
                 if granted is None and not given_up:
                     del self._taken[place]
         except BaseException as error:
+            given_up = self._taken.get(place) is not session
             self._drop(session)
-            if isinstance(error, Trouble):
+            if isinstance(error, Trouble) and not given_up:
                 raise Died(self._says(error)) from error
+            if isinstance(error, Trouble):  # release() hung up: no reason to line up again
+                raise BackendError(self._says("the wait was given up")) from error
             self._stop(session)
             if isinstance(error, Silence):
                 raise BackendError(self._says(error)) from error
