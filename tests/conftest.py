@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pytest_django import DjangoDbBlocker
 
 from tests.launching import NotInstalled, Server
 from tests.processes import Processes
@@ -80,6 +81,17 @@ def django_db_setup(django_db_setup: None) -> Iterator[None]:
     yield
     del os.environ["DISTLOCK_TEST_DB_NAME"]
     registry.reset()  # PostgreSQL does not drop a database to which somebody is connected.
+
+
+@pytest.fixture
+def atomic_requests() -> Iterator[None]:
+    """Let each request be a transaction on the default database."""
+    from django.db import connections
+
+    settings = connections.settings["default"]
+    settings["ATOMIC_REQUESTS"] = True
+    yield
+    settings["ATOMIC_REQUESTS"] = False
 
 
 @pytest.fixture(scope="session")
@@ -174,18 +186,41 @@ def own_redis(private_server: Callable[..., RedisServer]) -> Iterator[RedisServe
 
 
 @pytest.fixture
-def own_mariadb(private_server: Callable[..., MariaDBServer]) -> Iterator[MariaDBServer]:
-    """A MariaDB of this test alone, without any schema."""
-    server = private_server(MariaDBServer)
-    yield server
-    server.close()
+def own_server(
+    request: pytest.FixtureRequest,
+    private_server: Callable[..., Any],
+    django_db_blocker: DjangoDbBlocker,
+) -> Iterator[Server]:
+    """A server of this test alone, of the kind under test, as database `own` with a lock table.
 
+    Parametrize it with `indirect=True` to give it settings of the server.
+    """
+    from django.conf import settings
+    from django.db import connections
 
-@pytest.fixture
-def own_postgresql(private_server: Callable[..., PostgreSQLServer]) -> Iterator[PostgreSQLServer]:
-    """A PostgreSQL of this test alone."""
-    server = private_server(PostgreSQLServer)
-    yield server
+    from distlock_app.models import DistLock
+
+    if settings.ENGINE == "sqlite":
+        pytest.skip("SQLite has no server")
+    kind, user, name = {
+        "mysql": (MariaDBServer, "root", "locks"),
+        "postgresql": (PostgreSQLServer, "postgres", "postgres"),
+    }[settings.ENGINE]
+    server = private_server(kind, config=getattr(request, "param", None))
+    place = {"HOST": "127.0.0.1", "PORT": server.port, "USER": user, "NAME": name}
+    connections.settings["own"] = {**connections.settings["locks"], **place}
+    own = connections["own"]
+    with django_db_blocker.unblock():
+        if settings.ENGINE == "mysql":
+            with own._nodb_cursor() as cursor:
+                cursor.execute(f"CREATE DATABASE {name}")
+        with own.schema_editor() as editor:
+            editor.create_model(DistLock)
+        own.close()
+        yield server
+        own.close()
+    del connections["own"]
+    del connections.settings["own"]
     server.close()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
 import redis
 
+from tests.servers import MariaDBServer, PostgreSQLServer
 from tests.turns import Turns
 
 pytestmark = pytest.mark.slow
@@ -39,44 +40,53 @@ def test_16_processes_take_turns_with_two_requests_each_on_redis(own_redis, proc
     assert turns.overtaken <= 3 * 16
 
 
-@pytest.fixture(params=["mysql", "postgresql"])
-def own_database(request, processes):
-    """A server of this test alone with a lock table: the workers' environment, its statements."""
-    kind = request.param
-    server = request.getfixturevalue({"mysql": "own_mariadb", "postgresql": "own_postgresql"}[kind])
-    env = {
-        "DISTLOCK_TEST_DATABASE": kind,
-        f"DISTLOCK_TEST_{kind.upper()}_URL": server.url,
-        "DISTLOCK_TEST_DB_NAME": "",
-    }
-    if kind == "mysql":
-        import MySQLdb
+@contextmanager
+def counting_on_mariadb(server):
+    """Make the workers' database; yield a function that returns how many statements came so far."""
+    import MySQLdb
 
-        client = MySQLdb.connect(host="127.0.0.1", port=server.port, user="root")
-        with closing(client):
-            cursor = client.cursor()
-            cursor.execute("CREATE DATABASE distlock")
+    with closing(MySQLdb.connect(host="127.0.0.1", port=server.port, user="root")) as client:
+        cursor = client.cursor()
+        cursor.execute("CREATE DATABASE distlock")
 
-            def statements():
-                cursor.execute("SHOW GLOBAL STATUS LIKE 'Questions'")
-                return int(cursor.fetchone()[1])
+        def statements():
+            cursor.execute("SHOW GLOBAL STATUS LIKE 'Questions'")
+            return int(cursor.fetchone()[1])
 
-            processes.run("tests.database_workers:migrate", count=1, env=env)
-            yield env, statements
-        return
+        yield statements
+
+
+@contextmanager
+def counting_on_postgresql(server):
+    """Yield a function that returns how many transactions there were so far."""
     import psycopg
 
-    with psycopg.connect(server.url, autocommit=True) as connection:
+    with psycopg.connect(server.url, autocommit=True) as client:
 
         def transactions():
-            row = connection.execute(
+            row = client.execute(
                 "SELECT xact_commit + xact_rollback FROM pg_stat_database"
                 " WHERE datname = current_database()"
             ).fetchone()
             return row[0]
 
+        yield transactions
+
+
+COUNTING = {MariaDBServer: counting_on_mariadb, PostgreSQLServer: counting_on_postgresql}
+
+
+@pytest.fixture(params=COUNTING, ids=lambda kind: kind.name)
+def own_database(request, private_server, processes):
+    """A server of this test alone with a lock table: the workers' environment, its statements."""
+    with private_server(request.param) as server, COUNTING[request.param](server) as count:
+        env = {
+            "DISTLOCK_TEST_DATABASE": server.name,
+            f"DISTLOCK_TEST_{server.name.upper()}_URL": server.url,
+            "DISTLOCK_TEST_DB_NAME": "",
+        }
         processes.run("tests.database_workers:migrate", count=1, env=env)
-        yield env, transactions
+        yield env, count
 
 
 def test_32_processes_take_turns_with_five_requests_each_on_the_lock_table(own_database, processes):

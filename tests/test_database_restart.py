@@ -5,44 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-from django.db import connection, connections
 
 from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.errors import BackendError
-from distlock_app.models import DistLock
 from distlock_app.registry import registry
 from tests.database_workers import grab
 
 
-@pytest.fixture
-def own_server(request, django_db_blocker):
-    """A database server of this test alone, known to Django as `own`, with a lock table."""
-    fixture, user, database = {
-        "mysql": ("own_mariadb", "root", "locks"),
-        "postgresql": ("own_postgresql", "postgres", "postgres"),
-    }[connection.vendor]
-    server = request.getfixturevalue(fixture)
-    connections.settings["own"] = {
-        **connections.settings["locks"],
-        "HOST": "127.0.0.1",
-        "PORT": server.port,
-        "USER": user,
-        "NAME": database,
-    }
-    with django_db_blocker.unblock():
-        if connection.vendor == "mysql":
-            with connections["own"]._nodb_cursor() as cursor:
-                cursor.execute("CREATE DATABASE locks")
-        with connections["own"].schema_editor() as editor:
-            editor.create_model(DistLock)
-        connections["own"].close()
-        yield server
-    del connections["own"]
-    del connections.settings["own"]
-
-
-@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server")
 @pytest.mark.slow
 def test_a_restart_of_the_server_is_not_seen_once_it_is_back(own_server):
     backend = DatabaseBackend(alias="default", location="own")
@@ -60,7 +30,6 @@ def test_a_restart_of_the_server_is_not_seen_once_it_is_back(own_server):
     backend.close()
 
 
-@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server")
 @pytest.mark.slow
 def test_who_waits_while_the_server_restarts_is_served_afterwards(own_server, settings):
     settings.DISTLOCK = {

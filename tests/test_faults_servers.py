@@ -16,7 +16,6 @@ from django.db import connection, connections
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockLost
-from distlock_app.models import DistLock
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "locks"]),
@@ -45,35 +44,11 @@ def redis_server(own_redis):
 
 
 @pytest.fixture
-def database_server(request):
-    """A database server of this test alone, as alias `own`, with a lock table."""
-    fixture, user, name = {
-        "mysql": ("own_mariadb", "root", "locks"),
-        "postgresql": ("own_postgresql", "postgres", "postgres"),
-        "sqlite": ("", "", ""),
-    }[connection.vendor]
-    if not fixture:
-        pytest.skip("SQLite has no server")
-    server = request.getfixturevalue(fixture)
-    connections.settings["own"] = {
-        **connections.settings["locks"],
-        "HOST": "127.0.0.1",
-        "PORT": server.port,
-        "USER": user,
-        "NAME": name,
-    }
-    if connection.vendor == "mysql":
-        with connections["own"]._nodb_cursor() as cursor:
-            cursor.execute("CREATE DATABASE locks")
-    with connections["own"].schema_editor() as editor:
-        editor.create_model(DistLock)
-    connections["own"].close()
+def database_server(own_server):
+    """A database server of this test alone, as alias `own`."""
     engine = "distlock_app.backends.database.DatabaseBackend"
     with override_settings(DISTLOCK={"own": {"BACKEND": engine, "LOCATION": "own"}}):
-        yield server
-    connections["own"].close()
-    del connections["own"]
-    del connections.settings["own"]
+        yield own_server
 
 
 def free_for_another(name):

@@ -11,7 +11,7 @@ import pytest
 from celery import signals as celery_signals
 from celery.contrib.testing.worker import start_worker
 from django.contrib.auth.models import User
-from django.db import connections, transaction
+from django.db import transaction
 from django.test import Client
 from django.urls import include, path
 from django.utils import timezone
@@ -219,15 +219,6 @@ def test_rest_clients_are_told_423_as_json(client, ann, url):
 def test_what_rest_framework_answers_with_an_error_is_rolled_back(client):
     assert client.post("/write").status_code == 400
     assert not Counter.objects.exists()
-
-
-@pytest.fixture
-def atomic_requests():
-    """Let each request be a transaction on the default database."""
-    settings = connections.settings["default"]
-    settings["ATOMIC_REQUESTS"] = True
-    yield
-    settings["ATOMIC_REQUESTS"] = False
 
 
 def put(client, url, **changes):

@@ -11,7 +11,7 @@ import pytest
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.models import AnonymousUser, User
-from django.db import connection, connections, transaction
+from django.db import connection, transaction
 from django.http import HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
@@ -43,15 +43,6 @@ def post(view, *args, user=None, path="/", **kwargs):
     request = RequestFactory().post(path, **kwargs.pop("extra", {}))
     request.user = user or AnonymousUser()
     return view(request, *args, **kwargs)
-
-
-@pytest.fixture
-def atomic_requests():
-    """Let each request be a transaction on the default database."""
-    settings = connections.settings["default"]
-    settings["ATOMIC_REQUESTS"] = True
-    yield
-    settings["ATOMIC_REQUESTS"] = False
 
 
 # Who gets in

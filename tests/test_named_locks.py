@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connection, connections
+from django.db import connection
 
 from distlock_app.backends.mysql import NamedLockBackend
 from distlock_app.registry import registry
@@ -94,22 +94,15 @@ def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
 
 
 @pytest.mark.slow
-def test_with_performance_schema_all_locks_are_listed(private_server, django_db_blocker):
-    from tests.servers import MariaDBServer
-
-    server = private_server(MariaDBServer, config=INSTRUMENTED)
-    place = {"HOST": "127.0.0.1", "PORT": server.port, "USER": "root", "NAME": "mysql"}
-    connections.settings["own"] = {**connections.settings["default"], **place}
+@pytest.mark.parametrize("own_server", [INSTRUMENTED], indirect=True)
+def test_with_performance_schema_all_locks_are_listed(own_server):
     mine, other = (NamedLockBackend(alias="own", location="own") for _ in range(2))
-    with django_db_blocker.unblock():
-        grant = other.acquire(a_claim("seen from afar"), 0)
-        (holding,) = mine.holders()
+    grant = other.acquire(a_claim("seen from afar"), 0)
+    (holding,) = mine.holders()
 
-        assert holding.name == "seen from afar"
-        assert holding.holder["host"] == "elsewhere"
-        assert mine.clear(holding.key, holding.seen) == 1
-        assert other.release(grant) is False
-        mine.close()
-        other.close()
-    del connections.settings["own"]
-    server.close()
+    assert holding.name == "seen from afar"
+    assert holding.holder["host"] == "elsewhere"
+    assert mine.clear(holding.key, holding.seen) == 1
+    assert other.release(grant) is False
+    mine.close()
+    other.close()

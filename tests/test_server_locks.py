@@ -427,24 +427,6 @@ REQUESTS = {
 }
 
 
-@pytest.fixture
-def own_server(request, django_db_blocker):
-    """A server of this test alone, as alias `own`: nobody else's statements are counted."""
-    fixture, name = {
-        "mysql": ("own_mariadb", "mysql"),
-        "postgresql": ("own_postgresql", "postgres"),
-    }[connection.vendor]
-    server = request.getfixturevalue(fixture)
-    user = {"mysql": "root", "postgresql": "postgres"}[connection.vendor]
-    place = {"HOST": "127.0.0.1", "PORT": server.port, "USER": user, "NAME": name}
-    connections.settings["own"] = {**connections.settings["default"], **place}
-    with django_db_blocker.unblock():
-        yield server
-        connections["own"].close()
-    del connections["own"]
-    del connections.settings["own"]
-
-
 def requests_so_far():
     with connections["own"].cursor() as cursor:
         cursor.execute(REQUESTS[connection.vendor])
