@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,13 +106,7 @@ def rows_of(ids: Iterable[str]) -> Found:
 def queue_of(alias: str, key: str) -> list[str] | None:
     """Return who waits for a lock, in order of arrival; None if that is not known."""
     [(_health, waiters)] = live.ask({alias: lambda backend: backend.queue(key)})
-    return None if waiters is None else [who(waiter) for waiter in waiters]
-
-
-def who(holder: Mapping[str, Any]) -> str:
-    """Return where somebody runs and what for, in one line."""
-    words = [word for word in (live.place_of(holder), live.activity_of(holder)) if word]
-    return " – ".join(words) or "—"
+    return None if waiters is None else [live.who(waiter) or "—" for waiter in waiters]
 
 
 def query_of(rows: Iterable[LiveLock]) -> str:
@@ -185,8 +179,7 @@ def clear_up(alias: str, action: str, older_than: float) -> tuple[live.Health, i
 
 def holder_of(row: LiveLock) -> str:
     """Return who holds the lock, for a sentence."""
-    words: Sequence[str] = [word for word in (row.place, row.activity) if word]
-    return " – ".join(words) or gettext("an unnamed holder")
+    return live.who(row.holding.holder) or gettext("an unnamed holder")
 
 
 def _changed_hands(row: LiveLock) -> str:

@@ -190,6 +190,11 @@ def activity_of(holder: Mapping[str, Any]) -> str:
     return shown(str(holder.get("who") or ""))
 
 
+def who(holder: Mapping[str, Any]) -> str:
+    """Return where somebody runs and what for, in one line; empty if nothing was said."""
+    return " – ".join(filter(None, (place_of(holder), activity_of(holder))))
+
+
 def clock(seconds: float) -> str:
     """Return a duration as 0:07, 2:07 or 1:02:07: the same in every language."""
     minutes, second = divmod(max(0, int(seconds)), 60)

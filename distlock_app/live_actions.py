@@ -121,13 +121,10 @@ class LiveActions(LiveColumns, _Base):
 
     def _extend(self, request: Any, row: LiveLock, seconds: int) -> None:
         facts = {"name": row.name, "holder": clearing.holder_of(row), "seconds": seconds}
-        if problem := clearing.extend(row, seconds, request.user.get_username()):
-            self._warn(request, [problem])
-            return
-        text = gettext("Extended for %(holder)s: at least %(seconds)d seconds left") % facts
-        self.log_change(request, _lock(row), text)
-        done = gettext("“%(name)s” now lasts at least %(seconds)d more seconds.") % facts
-        self.message_user(request, done, messages.SUCCESS)
+        problem = clearing.extend(row, seconds, request.user.get_username())
+        entry = gettext("Extended for %(holder)s: at least %(seconds)d seconds left")
+        done = gettext("“%(name)s” now lasts at least %(seconds)d more seconds.")
+        self._tell(request, row, problem, entry % facts, done % facts)
 
     def _clear_up(self, request: Any, *, alias: str, action: str, days: int) -> None:
         health, count = clearing.clear_up(alias, action, days * DAY)
@@ -145,12 +142,18 @@ class LiveActions(LiveColumns, _Base):
     def _clear(self, request: Any, row: LiveLock, reason: str) -> None:
         facts = {"name": row.name, "holder": clearing.holder_of(row), "reason": reason}
         problem = clearing.clear(row, request.user.get_username(), reason)
+        entry = gettext("Forced release from %(holder)s: %(reason)s")
+        done = gettext("“%(name)s” was released; %(holder)s held it.")
+        self._tell(request, row, problem, entry % facts, done % facts)
+
+    def _tell(self, request: Any, row: LiveLock, problem: str, entry: str, done: str) -> None:
+        """Show the problem, or log what was done to the lock and say so."""
         if problem:
             self._warn(request, [problem])
             return
-        text = gettext("Forced release from %(holder)s: %(reason)s") % facts
-        self.log_change(request, _lock(row), text)
-        done = gettext("“%(name)s” was released; %(holder)s held it.") % facts
+        # What the history is about: the lock, whoever holds it.
+        lock = LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)
+        self.log_change(request, lock, entry)
         self.message_user(request, done, messages.SUCCESS)
 
     def _confirm(
@@ -192,8 +195,3 @@ class LiveActions(LiveColumns, _Base):
     def _url(self, page: str, *args: str) -> str:
         name = f"admin:distlock_app_livelock_{page}"
         return reverse(name, args=args, current_app=self.admin_site.name)
-
-
-def _lock(row: LiveLock) -> LiveLock:
-    """Return what the history is about: the lock, whoever holds it."""
-    return LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)

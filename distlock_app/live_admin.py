@@ -197,7 +197,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     def _holders(self, holdings: Iterable[Holding]) -> list[tuple[str, str]]:
         """Return who holds a lock, and where the page of each is."""
         rows = [row_of(held) for held in holdings]
-        return [(clearing.who(r.holding.holder), self._url("change", quote(r.pk))) for r in rows]
+        return [(live.who(r.holding.holder) or "—", self._url("change", quote(r.pk))) for r in rows]
 
     def _events(self, row_id: str) -> str:
         """Return where the events of a lock are; nothing without a history."""

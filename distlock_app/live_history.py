@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy as _
 
 from . import history
 from .claims import Holding
-from .live import activity_of, place_of
+from .live import who
 from .models import LockEvent
 from .names import shown
 
@@ -119,8 +119,7 @@ def _detail(event: LockEvent) -> str:
     if event.event not in _WAITS:
         return shown(event.detail)
     try:
-        holder = json.loads(event.detail)
-        return " – ".join(filter(None, (place_of(holder), activity_of(holder))))
+        return who(json.loads(event.detail))
     except (ValueError, AttributeError):
         return ""
 

@@ -98,22 +98,26 @@ def browser(chromium, site):
                 codename=codename, content_type=kind, defaults={"name": codename}
             )
             user.user_permissions.add(permission)
-        log_in(chromium, site)
+        log_in(chromium, f"{site}/admin/login/?next={LIST}")
         return chromium
 
     yield login
-    violations = [e["message"] for e in chromium.get_log("browser") if "Policy" in e["message"]]
-    assert violations == []
+    assert violations(chromium) == []
 
 
-def log_in(browser, site):
-    """Log ann in, on the page of the live locks."""
+def log_in(browser, url, user="ann", password="x", shown="Live locks"):
+    """Log somebody in at the form to which `url` leads, and wait for the page behind it."""
     browser.delete_all_cookies()
-    browser.get(f"{site}/admin/login/?next={LIST}")
-    browser.find_element(By.NAME, "username").send_keys("ann")
-    browser.find_element(By.NAME, "password").send_keys("x")
+    browser.get(url)
+    browser.find_element(By.NAME, "username").send_keys(user)
+    browser.find_element(By.NAME, "password").send_keys(password)
     browser.find_element(By.CSS_SELECTOR, "[type=submit]").click()
-    shows(browser, "Live locks")
+    shows(browser, shown)
+
+
+def violations(browser):
+    """Return what the browser refused because of the Content-Security-Policy."""
+    return [e["message"] for e in browser.get_log("browser") if "Policy" in e["message"]]
 
 
 def taken(name, ttl=600.0, who="bob /pay/7"):
@@ -324,7 +328,7 @@ def test_the_pages_work_in_the_theme_of_unfold(chromium, processes, tmp_path):
         },
     )
     site = f"http://127.0.0.1:{worker.read(within=60)}"
-    log_in(chromium, site)
+    log_in(chromium, f"{site}/admin/login/?next={LIST}")
 
     shows(chromium, "invoice:42")
     assert re.search(r"broken\s+down", text(chromium))

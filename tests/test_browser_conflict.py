@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.app.versioned_models import Extra, Offer, Tag
-from tests.test_browser import WITHIN, chromium, shows, text  # noqa: F401
+from tests.test_browser import WITHIN, chromium, shows, text, violations  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
@@ -64,12 +64,12 @@ def windows(chromium, settings, live_server):  # noqa: F811
         return chromium
 
     yield (use, *people)
-    violations = [e["message"] for e in chromium.get_log("browser") if "Policy" in e["message"]]
+    refused = violations(chromium)
     chromium.switch_to.window(people[1].handle)
     chromium.close()
     chromium.switch_to.window(first)
     chromium.delete_all_cookies()
-    assert violations == []
+    assert refused == []
 
 
 def write(page, **values):

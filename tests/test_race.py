@@ -18,7 +18,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from tests.conftest import missing
 from tests.engines import until
 from tests.launching import free_port
-from tests.test_browser import chromium, shows, text  # noqa: F401
+from tests.test_browser import chromium, log_in, shows, text, violations  # noqa: F401
 from tests.test_browser_conflict import PICTURES, picture
 from tests.test_demo import Shop, open_up, somebody_listens
 
@@ -163,15 +163,9 @@ def site(shop):
 @pytest.fixture
 def page(chromium, site):  # noqa: F811
     """A browser in which the shop's admin is logged in, at the race lab."""
-    chromium.delete_all_cookies()
-    chromium.get(f"{site}/race/")
-    chromium.find_element(By.NAME, "username").send_keys("admin")
-    chromium.find_element(By.NAME, "password").send_keys("locked-shop")
-    chromium.find_element(By.CSS_SELECTOR, "[type=submit]").click()
-    shows(chromium, "Race lab")
+    log_in(chromium, f"{site}/race/", "admin", "locked-shop", "Race lab")
     yield chromium
-    violations = [e["message"] for e in chromium.get_log("browser") if "Policy" in e["message"]]
-    assert violations == []
+    assert violations(chromium) == []
 
 
 def wait_until(page, condition):

@@ -264,10 +264,10 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         except BaseException as error:
             given_up = self._taken.get(place) is not session
             self._drop(session)
-            if isinstance(error, Trouble) and not given_up:
+            if isinstance(error, Trouble):
+                if given_up:  # release() hung up: after Died acquire() would line up again
+                    raise BackendError(self._says("the wait was given up")) from error
                 raise Died(self._says(error)) from error
-            if isinstance(error, Trouble):  # release() hung up: no reason to line up again
-                raise BackendError(self._says("the wait was given up")) from error
             self._stop(session)
             if isinstance(error, Silence):
                 raise BackendError(self._says(error)) from error
