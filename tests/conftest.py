@@ -14,10 +14,11 @@ from tests.launching import NotInstalled, Server
 from tests.processes import Processes
 from tests.servers import MariaDBServer, PostgreSQLServer, RedisServer
 
-# A shell starts what it puts into the background with Ctrl-C ignored, and the programs that the
-# tests start would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what it puts into the background with Ctrl-C ignored, nohup with SIGHUP ignored,
+# and the programs that the tests start would inherit that.
+for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def missing(server: str, reason: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -255,13 +256,15 @@ def started(transactional_db):
         command = mortal([sys.executable, "-m", "django", "distlock", *args])
         env = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **env}
         pipe = subprocess.PIPE
-        process = launch(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+        pipes = {"stdout": pipe, "stderr": pipe, "text": True}
+        process = launch(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
         running.append(process)
         return process
 
     yield start
     for process in running:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its program has our pipes open, too
         process.communicate()
 
 
