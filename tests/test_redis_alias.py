@@ -147,7 +147,8 @@ def test_a_user_with_few_permissions_is_enough(own_redis):
     client = client_of(own_redis.url)
     commands = (
         "+evalsha +script|load +get +set +getset +del +exists +pttl +pexpire +time +zadd +zrem "
-        "+zrange +zrangebyscore +zpopmin +zcard +hset +hget +hdel +publish +subscribe +ping"
+        "+zrange +zrangebyscore +zpopmin +zcard +hset +hget +hdel +publish "
+        "+pubsub|numsub +subscribe +ping"
     )
     user = "on >word ~distlock:* &distlock:wake:* -@all"
     client.execute_command("ACL", "SETUSER", "locks", *user.split(), *commands.split())

@@ -129,6 +129,26 @@ def test_a_waiter_is_woken_on_each_master(backend):
         assert backend.release(waiter.granted(within=30))
 
 
+def test_a_waiter_that_listens_elsewhere_is_passed_over_and_hears_nothing(backend):
+    # As after a failover, for a moment: messages go from each node to all others, and replicas
+    # have those of their master, but only who listens where the lock is was counted.
+    here, elsewhere, _ = one_of_each_master(backend)
+    first = backend.acquire(claim(here), 0)
+    listener = backend._listener(claim(elsewhere).key)
+    right, waiter = backend._listener, Waiter(backend, here)
+    backend._listener = lambda key: listener
+    assert listener.works(30) and not waiter.ask()
+    backend._listener = right
+
+    assert backend.release(first)
+
+    second = backend.acquire(claim(here), 0)
+    assert second
+    assert not waiter.event.wait(0.5), waiter.woken
+    again = waiter.ask()
+    assert not again and backend.release(second) and backend.release(waiter.granted())
+
+
 def test_a_waiter_in_another_process_is_woken_and_a_dead_one_skipped(backend, processes, prefix):
     first = backend.acquire(claim("a"), 0)
     workers = processes.start_many(

@@ -336,7 +336,7 @@ class RedisBackend(BaseLockBackend):
     def _listener(self, key: str) -> Listener:
         """Return the listener at the server of this lock.
 
-        PUBLISH counts who listens at the very server where it runs, so each has a listener of
+        A script knows who listens at the very server where it runs, so each has a listener of
         its own, and what holds for one server holds in a Cluster.
         """
         node = self._pool.node(self._template(ACQUIRE, key))

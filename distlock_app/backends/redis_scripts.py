@@ -124,6 +124,12 @@ _HAND_OVER = """
 local HEARD_WITHIN = 3000000  -- a waiter asks again each second: after three it has died
 local UNHEARD_MS = 3000       -- first lease of a waiter without a channel: its next try renews it
 
+-- Does anybody listen here? Asked before anything is sent: what PUBLISH counts as unheard is heard
+-- all the same by who listens at another node of a Cluster, or at a replica.
+local function is_heard(channel)
+  return redis.call('PUBSUB', 'NUMSUB', channel)[2] > 0
+end
+
 -- Let waiters in, in order of arrival, as long as the next one fits (call drop_expired() first);
 -- return the fence of `me` if I am among them: the answer tells me, not a message.
 -- A waiter whom nobody heard of lately, or whose process does not listen, has died or lost
@@ -144,15 +150,9 @@ local function hand_over(me)
       granted = take(head, ttl, limit, about)
     elseif there and channel == '-' then
       take(head, math.min(ttl, UNHEARD_MS), limit, about)
-    elseif there then
+    elseif there and is_heard(channel) then
       local fence = take(head, ttl, limit, about)
-      if redis.call('PUBLISH', channel, head .. ' ' .. text(fence) .. ' ' .. text(now)) == 0 then
-        if limit == '1' then
-          redis.call('DEL', lock)
-          held = false
-        end
-        drop(head)
-      end
+      redis.call('PUBLISH', channel, head .. ' ' .. text(fence) .. ' ' .. text(now))
     end
   end
   if not held and redis.call('EXISTS', members) == 0 then redis.call('ZREM', index, key) end
