@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from distlock_app.backends.redis import RedisBackend
+from distlock_app.backends.redis_pool import MASTER_SECONDS
 from distlock_app.errors import BackendError
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, backend_at, claim, client_of
@@ -19,6 +20,11 @@ pytest_plugins = ["tests.redis_fixtures"]
 
 QUICK = {"repl-diskless-sync-delay": "0"}
 OPTIONS = {"SOCKET_TIMEOUT": 1, "SOCKET_CONNECT_TIMEOUT": 1}
+BY_SENTINEL = {
+    **OPTIONS,
+    "CLIENT_CLASS": "django_redis.client.SentinelClient",
+    "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+}
 
 
 def eventually(condition, within=30.0):
@@ -202,12 +208,7 @@ def test_sentinels_make_a_new_master_under_load(private_server, processes, tmp_p
     cache = {
         "BACKEND": "django_redis.cache.RedisCache",
         "LOCATION": "redis://locks/0",
-        "OPTIONS": {
-            **OPTIONS,
-            "CLIENT_CLASS": "django_redis.client.SentinelClient",
-            "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
-            "SENTINELS": [("127.0.0.1", sentinel.port)],
-        },
+        "OPTIONS": {**BY_SENTINEL, "SENTINELS": [("127.0.0.1", sentinel.port)]},
     }
     params = {
         "BACKEND": "distlock_app.backends.redis.RedisBackend",
@@ -225,6 +226,34 @@ def test_sentinels_make_a_new_master_under_load(private_server, processes, tmp_p
         assert min(one[1], other[1]) - max(one[0], other[0]) < 1.5
     assert gap < 30  # a second to take it for dead, two or three to promote and connect
     for server in (sentinel, *others, master):
+        server.close()
+
+
+@pytest.mark.slow
+def test_an_old_master_that_lives_is_left_before_its_sentinel_tells_it(private_server):
+    master = private_server(RedisServer, config=QUICK)
+    follow = {**QUICK, "replicaof": f"127.0.0.1 {master.port}"}
+    replica = private_server(RedisServer, config=follow)
+    sentinel = private_server(SentinelServer, master)
+    names = client_of(sentinel.url)
+    eventually(lambda: len(names.sentinel_slaves("locks")) == 1)
+    backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
+    grant = backend.acquire(claim("before"), 0)
+    eventually(lambda: in_step(client_of(master.url)))
+
+    eventually(lambda: names.sentinel_failover("locks"))
+    eventually(lambda: names.sentinel_get_master_addr_by_name("locks")[1] == replica.port)
+    time.sleep(MASTER_SECONDS)  # so often it asks; the connection that it has works all the time
+
+    assert backend.acquire(claim("after"), 0)
+    assert client_of(replica.url).exists(backend._lock(claim("after").key))
+    assert client_of(master.url).info("replication")["role"] == "master"
+    assert backend.extend(grant, 60)
+    sentinel.close()
+    backend._pool._ask_again = 0.0
+    assert backend.release(grant)
+    backend.close()
+    for server in (replica, master):
         server.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from django.conf import settings
@@ -134,7 +135,20 @@ def _ours(pool: Any) -> Any:
     kwargs.update(_OURS)
     if kwargs.get("socket_timeout") is None:
         kwargs["socket_timeout"] = SOCKET_TIMEOUT
+    if (sentinels := getattr(pool, "sentinel_manager", None)) is not None:
+        sentinels.discover_master = partial(_master, sentinels)
     return pool
+
+
+def _master(sentinels: Any, service: str) -> tuple[str, int]:
+    """Return the address of the master, as the sentinel names it that says all is well.
+
+    redis-py reads it from SENTINEL MASTERS, which names the old one until the failover is over:
+    if that is back by then, without its memory, it would be a second master for its clients.
+    """
+    type(sentinels).discover_master(sentinels, service)  # puts that sentinel first
+    host, port = sentinels.sentinels[0].sentinel_get_master_addr_by_name(service)
+    return getattr(sentinels, "_force_master_ip", None) or host, port
 
 
 def _urls(location: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import select
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -24,6 +24,9 @@ from .redis_scripts import Script, pack
 KEEP_IDLE = 64
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
+# The Sentinels are asked so often who the master is, and after no answer so much later.
+MASTER_SECONDS = 1.0
+SENTINELS_AWAY_SECONDS = 10.0
 
 
 class Lost(BackendError):
@@ -47,6 +50,11 @@ class Link:
         if hasattr(select, "poll"):
             self._poll = select.poll()
             self._poll.register(self.connection._sock, select.POLLIN)
+
+    @property
+    def server(self) -> tuple[str, int]:
+        """Where it leads, over TCP."""
+        return self.connection.host, self.connection.port
 
     def usable(self) -> bool:
         """Tell whether the idle connection is as we left it: nothing to read, no end of file."""
@@ -120,6 +128,9 @@ class Pool(Servers):
         self._replicas = replicas
         self._wait = pack(b"WAIT", b"%d" % replicas, b"%d" % max(1, int(within * 1000)))
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+        self._ask_master = getattr(recipe, "get_master_address", None)  # behind Sentinels
+        self._master: tuple[str, int] | None = None
+        self._ask_again = 0.0
 
     def node(self, request: bytes) -> Pool:
         return self
@@ -129,7 +140,7 @@ class Pool(Servers):
 
     def connect(self) -> Any:
         """Return a new connection that is nobody else's."""
-        return Link(self._recipe).connection
+        return self._connect().connection
 
     def close(self) -> None:
         while self._idle:
@@ -150,7 +161,7 @@ class Pool(Servers):
             # The server had closed it, or was restarted, or a sentinel has a new master.
             self.close()
             link = None
-            link = Link(self._recipe)
+            link = self._connect()
             return self._exchange(link, script, requests)
         except RedisError as error:
             # A server that does not answer may have been replaced: a new connection asks.
@@ -159,15 +170,34 @@ class Pool(Servers):
         except OSError as error:  # such as a name that does not resolve, at a sentinel
             raise Unreached(f"Redis {self.name!r} could not be reached.") from error
 
+    def _connect(self) -> Link:
+        link = Link(self._recipe)
+        if self._ask_master is not None:
+            self._master = link.server
+        return link
+
     def _take(self) -> Link:
+        if self._ask_master is not None and monotonic() >= self._ask_again:
+            self._follow_master(self._ask_master)
         while True:
             try:
                 link = self._idle.pop()
             except IndexError:
-                return Link(self._recipe)
-            if link.usable():
+                return self._connect()
+            if link.usable() and (self._master is None or link.server == self._master):
                 return link
             link.connection.disconnect()
+
+    def _follow_master(self, ask: Callable[[], tuple[str, int]]) -> None:
+        """Leave a server that is not the master any more, but lives.
+
+        It is told so ten seconds after the failover, and would grant locks until then.
+        """
+        self._ask_again = monotonic() + MASTER_SECONDS  # other threads do not wait for the answer
+        try:
+            self._master = ask()
+        except (RedisError, OSError):  # no reason to give up a connection that works
+            self._ask_again = monotonic() + SENTINELS_AWAY_SECONDS
 
     def _exchange(self, link: Link, script: Script | None, requests: Sequence[bytes]) -> list[Any]:
         """Send requests and return their answers; an error of the server is an answer."""
