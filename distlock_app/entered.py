@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -15,28 +13,24 @@ class Entry(NamedTuple):
     """One `with` that was entered and not left yet."""
 
     frame: FrameType | None
-    runner: Any
     hold: Any
     block: Any  # the atomic() block inside, or None
     lock: Any  # so that its id() is not used again
 
 
-# By id(lock): two equal locks are two.
-_entries: dict[int, list[Entry]] = {}
-_guard = threading.RLock()  # reentrant: a finalizer may close a generator in the middle of it
+# By id(lock), for two equal locks are two, and id(frame), in which one thread runs at a time: so
+# nothing here needs a guard.
+_entries: dict[tuple[int, int], list[Entry]] = {}
 
 
 def enter(lock: Any, hold: Any, block: Any, frame: FrameType | None) -> None:
     """Note that the `with` of `lock` in `frame` was entered."""
-    entry = Entry(frame, identity.current_runner(), hold, block, lock)
-    with _guard:
-        _entries.setdefault(id(lock), []).append(entry)
+    _entries.setdefault((id(lock), id(frame)), []).append(Entry(frame, hold, block, lock))
 
 
 def entered(lock: Any, frame: FrameType | None) -> Entry:
     """Return the `with` of `lock` that ends in `frame`."""
-    with _guard:
-        entry = _find(lock, frame)
+    entry = _find(lock, frame)
     if entry is None:
         raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
     return entry
@@ -44,28 +38,21 @@ def entered(lock: Any, frame: FrameType | None) -> Entry:
 
 def forget(lock: Any, frame: FrameType | None) -> None:
     """Note that the `with` of `lock` in `frame` has ended, if there is one."""
-    with _guard:
-        gone = _find(lock, frame)
-        left = [entry for entry in _entries.pop(id(lock), ()) if entry is not gone]
+    entry = _find(lock, frame)
+    if entry is not None:
+        place = (id(lock), id(entry.frame))
+        left = [other for other in _entries.pop(place, ()) if other is not entry]
         if left:
-            _entries[id(lock)] = left
+            _entries[place] = left
 
 
 def _find(lock: Any, frame: FrameType | None) -> Entry | None:
-    entries = _entries.get(id(lock), [])
-    found = [entry for entry in entries if entry.frame is frame]
-    if not found:
-        # An ExitStack enters and leaves it in frames of its own: what this runner entered last.
-        runner = identity.current_runner()
-        found = [entry for entry in entries if entry.runner is runner]
-    if not found and len(entries) == 1:
-        found = entries
-    return found[-1] if found else None
-
-
-def _after_fork() -> None:
-    global _guard
-    _guard = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    if here := _entries.get((id(lock), id(frame))):
+        return here[-1]
+    # An ExitStack enters and leaves it in frames of its own: what this runner entered last.
+    found = [entry for here in list(_entries.values()) for entry in here if entry.lock is lock]
+    runner = identity.current_runner()
+    ours = [entry for entry in found if entry.hold.runner is runner]
+    if not ours and len(found) == 1:
+        ours = found
+    return ours[-1] if ours else None
