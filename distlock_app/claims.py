@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Nobody changes a claim or a grant. They are not frozen because to make them would take four
-# times as long, a tenth of what a lock costs.
+# Nobody changes a claim or a grant, and both may be keys of a dict. They are not frozen because to
+# make them would take four times as long, a tenth of what a lock costs.
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Claim:
     """What a caller asks an engine for; the same `owner` again is the same claim."""
 
@@ -31,7 +31,7 @@ class Claim:
     wake: Callable[[Grant | None], None] | None = field(default=None, compare=False, repr=False)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Grant:
     """What an engine gave: the claim is held from now on."""
 

@@ -146,8 +146,8 @@ def _master(sentinels: Any, service: str) -> tuple[str, int]:
     redis-py reads it from SENTINEL MASTERS, which names the old one until the failover is over:
     if that is back by then, without its memory, it would be a second master for its clients.
     """
-    type(sentinels).discover_master(sentinels, service)  # puts that sentinel first
-    host, port = sentinels.sentinels[0].sentinel_get_master_addr_by_name(service)
+    found = type(sentinels).discover_master(sentinels, service)  # puts that sentinel first
+    host, port = sentinels.sentinels[0].sentinel_get_master_addr_by_name(service) or found
     return getattr(sentinels, "_force_master_ip", None) or host, port
 
 
