@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import secrets
 import weakref
 from time import monotonic
 from typing import Any
@@ -81,7 +81,7 @@ class Attempt:
         return Claim(
             name=lock.name,
             key=self.key,
-            owner=os.urandom(16).hex() if lock.owner is None else _stable_owner(lock),
+            owner=secrets.token_hex(16) if lock.owner is None else _stable_owner(lock),
             ttl=self.ttl,
             holder=identity.holder_text(),
             shared=lock.shared,

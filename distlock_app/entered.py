@@ -13,6 +13,7 @@ class Entry(NamedTuple):
     """One `with` that was entered and not left yet."""
 
     frame: FrameType | None
+    runner: Any
     hold: Any
     block: Any  # the atomic() block inside, or None
     lock: Any  # so that its id() is not used again
@@ -25,7 +26,8 @@ _entries: dict[tuple[int, int], list[Entry]] = {}
 
 def enter(lock: Any, hold: Any, block: Any, frame: FrameType | None) -> None:
     """Note that the `with` of `lock` in `frame` was entered."""
-    _entries.setdefault((id(lock), id(frame)), []).append(Entry(frame, hold, block, lock))
+    entry = Entry(frame, identity.current_runner(), hold, block, lock)
+    _entries.setdefault((id(lock), id(frame)), []).append(entry)
 
 
 def entered(lock: Any, frame: FrameType | None) -> Entry:
@@ -52,7 +54,7 @@ def _find(lock: Any, frame: FrameType | None) -> Entry | None:
     # An ExitStack enters and leaves it in frames of its own: what this runner entered last.
     found = [entry for here in list(_entries.values()) for entry in here if entry.lock is lock]
     runner = identity.current_runner()
-    ours = [entry for entry in found if entry.hold.runner is runner]
+    ours = [entry for entry in found if entry.runner is runner]
     if not ours and len(found) == 1:
         ours = found
     return ours[-1] if ours else None

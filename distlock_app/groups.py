@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from . import names
 from .attempts import UNSET
@@ -59,11 +58,6 @@ class Holds(tuple[Hold, ...]):
                 error = error or raised
         if error is not None:
             raise error
-
-    @property
-    def runner(self) -> Any:
-        """The thread or task that took them; None when that has ended."""
-        return self[0].runner
 
     def __enter__(self) -> Holds:
         return self

@@ -50,11 +50,6 @@ class Hold:
         return self._lease.grant.claim.name
 
     @property
-    def runner(self) -> Any:
-        """The thread or task that took it; None when that has ended."""
-        return self._lease.runner()
-
-    @property
     def fence(self) -> int | None:
         """A number that grows with every new owner of the lock; None: the engine has none."""
         return self._lease.grant.fence
