@@ -9,14 +9,14 @@ import re
 import time
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from django.contrib.auth.models import User
 from django.db import connection
 from django.utils import timezone
 
-from distlock_app import live
-from distlock_app.live_admin import MOST_SORTED
+from distlock_app import live, live_admin
 from distlock_app.models import DistLock
 from distlock_app.names import key_of
 from distlock_app.registry import registry
@@ -70,7 +70,9 @@ def check_pages(pages):
     looked = pages("q=of+memory")
     assert names(looked) == ["of memory"]
     assert "looked through in time" in looked.content.decode()
-    numbers = [int(name.removeprefix("order:")) for name in names(pages("o=-3&host=web7"))]
+    with mock.patch.object(live_admin, "LOOKED_FOR", 5.0):  # a busy machine sees few in its 0.4 s
+        found = names(pages("o=-3&host=web7"))
+    numbers = [int(name.removeprefix("order:")) for name in found]
     assert numbers and {number % 20 for number in numbers} == {7}
 
 
@@ -130,6 +132,6 @@ def test_redis_is_paged_searched_and_sorted_without_a_scan(own_redis, pages, set
     stats = own_redis.tell("INFO commandstats").decode()
 
     [read] = re.findall(r"cmdstat_get:calls=(\d+)", stats)
-    assert int(read) == MOST_SORTED + 100
+    assert int(read) == live_admin.MOST_SORTED + 100
     assert "cmdstat_scan" not in stats and "cmdstat_keys" not in stats
     check_pages(pages)
