@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import select
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -172,32 +172,34 @@ class Pool(Servers):
 
     def _connect(self) -> Link:
         link = Link(self._recipe)
-        if self._ask_master is not None:
-            self._master = link.server
+        if self._ask_master is not None:  # to connect has asked, too
+            self._master, self._ask_again = link.server, monotonic() + MASTER_SECONDS
         return link
 
     def _take(self) -> Link:
-        if self._ask_master is not None and monotonic() >= self._ask_again:
-            self._follow_master(self._ask_master)
         while True:
             try:
                 link = self._idle.pop()
             except IndexError:
                 return self._connect()
-            if link.usable() and (self._master is None or link.server == self._master):
+            if link.usable() and self._leads_to_master(link):
                 return link
             link.connection.disconnect()
 
-    def _follow_master(self, ask: Callable[[], tuple[str, int]]) -> None:
-        """Leave a server that is not the master any more, but lives.
+    def _leads_to_master(self, link: Link) -> bool:
+        """Tell whether the Sentinels, if there are any, still call its server the master.
 
-        It is told so ten seconds after the failover, and would grant locks until then.
+        An old one that lives is told ten seconds after the failover, and grants locks until then.
         """
-        self._ask_again = monotonic() + MASTER_SECONDS  # other threads do not wait for the answer
-        try:
-            self._master = ask()
-        except (RedisError, OSError):  # no reason to give up a connection that works
-            self._ask_again = monotonic() + SENTINELS_AWAY_SECONDS
+        if self._ask_master is None:
+            return True
+        if monotonic() >= self._ask_again:
+            self._ask_again = monotonic() + MASTER_SECONDS  # other threads do not wait for it
+            try:
+                self._master = self._ask_master()
+            except (RedisError, OSError):  # no reason to give up a connection that works
+                self._ask_again = monotonic() + SENTINELS_AWAY_SECONDS
+        return link.server == self._master
 
     def _exchange(self, link: Link, script: Script | None, requests: Sequence[bytes]) -> list[Any]:
         """Send requests and return their answers; an error of the server is an answer."""
