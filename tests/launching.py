@@ -23,6 +23,7 @@ from typing import Any
 # From 32768 on the kernel hands out ports for outgoing connections, so one that was free when
 # it was looked at may be taken when the server binds it.
 PORTS = range(20000, 32768)
+ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 20.0
 

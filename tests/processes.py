@@ -20,16 +20,13 @@ import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
-from tests.launching import launch, mortal
+from tests import nursery
 
-ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0
 
 
@@ -50,20 +47,14 @@ def hear() -> Any:
     return json.loads(sys.stdin.readline())
 
 
-def main(dotted: str, arguments: str) -> None:
-    """Set Django up, say so, wait for the start, call the function, print what it returns."""
-    # No worker outlives its deadline, and it says where it hung. The time to load Django, which
-    # is long on a busy machine, does not count.
-    deadline = float(os.environ["DISTLOCK_TEST_DEADLINE"])
-    faulthandler.dump_traceback_later(deadline + 60, exit=True)
-    import django
-
-    django.setup()
+def main(dotted: str, arguments: str, deadline: str) -> None:
+    """Say that it is there, wait for the start, call the function, print what it returns."""
     module, _, function = dotted.partition(":")
     work = getattr(importlib.import_module(module), function)
     say("ready")
     hear()
-    faulthandler.dump_traceback_later(deadline, exit=True)
+    # No worker outlives its deadline, and it says where it hung.
+    faulthandler.dump_traceback_later(float(deadline), exit=True)
     print(json.dumps({"result": work(**json.loads(arguments))}), flush=True)
 
 
@@ -78,19 +69,10 @@ class Worker:
     ) -> None:
         self.dotted = dotted
         self.errors = tempfile.TemporaryFile("w+")
-        self.process = launch(
-            mortal([sys.executable, "-m", "tests.processes", dotted, json.dumps(arguments)]),
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "DJANGO_SETTINGS_MODULE": "tests.settings",
-                "DISTLOCK_TEST_DEADLINE": str(deadline),
-                **env,
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
+        self.process = nursery.fork(
+            {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **env},
+            [dotted, json.dumps(arguments), str(deadline)],
+            stderr=self.errors.fileno(),
         )
         self.deadline = deadline
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -118,7 +100,6 @@ class Worker:
 
     def tell(self, value: Any) -> None:
         """Send something to the worker, which gets it from `hear()`."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
@@ -144,12 +125,10 @@ class Worker:
         self.kill()
         self._reader.join(10)
         for file in (self.process.stdin, self.process.stdout, self.errors):
-            if file is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    file.close()
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
 
     def _read_lines(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
                 self._lines.put(json.loads(line))
@@ -226,8 +205,3 @@ class Processes:
         """Kill whatever still runs."""
         for worker in self.workers:
             worker.close()
-
-
-if __name__ == "__main__":
-    # Under its real name: `say` and `hear` of this module and of the function's are the same.
-    importlib.import_module("tests.processes").main(*sys.argv[1:])

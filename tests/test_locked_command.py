@@ -20,7 +20,7 @@ from distlock_app.commands import Terminated
 from distlock_app.registry import registry
 from distlock_app.testing import held_elsewhere, lose
 from tests.app.models import Counter
-from tests.processes import ROOT
+from tests.launching import ROOT
 
 # Django 6.1 checks every database before a command.
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
