@@ -73,7 +73,7 @@ def jobs(*, quick: bool) -> Iterator[Job]:
         if kind == "sqlite" or not quick:
             yield Job("saving", kind, "guards.saving", [rounds, False], 4, *where)
         if where[0] and not quick:
-            yield Job("guards", kind, "guards.measure", [1.6, [1, 2, 8, 32]], 55, *where)
+            yield Job("guards", kind, "guards.measure", [2.4, [1, 2, 8, 32]], 80, *where)
 
 
 def _jobs_of_scale(quick: bool) -> Iterator[Job]:

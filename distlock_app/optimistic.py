@@ -76,7 +76,7 @@ class VersionedModel(models.Model):
             self.refresh_from_db(from_queryset=rows._locked(self.pk) if lock else rows.all())
             return self
 
-        return Retrying(read, change, using=using, **options)
+        return Retrying(read, change, using=using, model=type(self), pk=self.pk, **options)
 
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None

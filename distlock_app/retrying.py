@@ -1,4 +1,4 @@
-"""Do a change again after somebody else was faster: on a fresh row, with pauses, then locked."""
+"""Do a change again after somebody else was faster: on a fresh row, then on a locked one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from .errors import RetriesExhausted, StaleObjectError
 from .timing import full_jitter
 
 ATTEMPTS = 5
-# Only the last attempt locks the row: a lock held over four round trips costs more than a
-# pause, but it ends a bad series.
-LOCK_FROM = -1
-# Seconds, doubled with each attempt. 8 processes on one row of a busy machine with two cores:
+LOCK_FROM = 2
+# A row that had to be locked is locked at once for so many seconds: else each change of a hot row
+# would begin with an attempt in vain. 32 processes on one row, MariaDB and PostgreSQL: 238 and 226
+# changes a second without, 469 and 293 if all lock at once; 339 and 274, but up to 1.4 s for one,
+# if four attempts with pauses come before the one that locks.
+HOT_SECONDS = 1.0
+HOT_ROWS = 1000  # that a process remembers
+# Seconds, doubled with each attempt, unless the next one locks. 8 processes on one row, two cores:
 # 55 to 143 successes a second with 0.005, 366 to 405 with 0.05 (110 to 222 without a pause).
 PAUSE = 0.05
 MAX_PAUSE = 1.0
@@ -43,6 +47,16 @@ def was_sacrificed(error: BaseException) -> bool:
     return code in SACRIFICED or str(code).startswith("database is locked")
 
 
+# The rows that had to be locked lately, and until when they are locked at once.
+_hot: dict[tuple[str, type, str], float] = {}
+
+
+def _remember(row: tuple[str, type, str]) -> None:
+    if len(_hot) >= HOT_ROWS:
+        _hot.clear()  # those that are still hot come back by a conflict each
+    _hot[row] = time.monotonic() + HOT_SECONDS
+
+
 class Retrying:
     """One change to one row, until it is saved.
 
@@ -55,6 +69,8 @@ class Retrying:
         change: Callable[[Any], Any],
         *,
         using: str,
+        model: type,
+        pk: Any,
         attempts: int = ATTEMPTS,
         lock_from: int | None = LOCK_FROM,
         pause: float = PAUSE,
@@ -70,6 +86,9 @@ class Retrying:
         self.lock_from = attempts + 1 if lock_from is None else lock_from
         if self.lock_from < 0:
             self.lock_from += attempts + 1
+        self._row = using, model, str(pk)
+        if lock_from is not None and _hot.get(self._row, 0.0) > time.monotonic():
+            self.lock_from = 1
         self.pause = pause
         self.max_pause = max_pause
 
@@ -117,7 +136,11 @@ class Retrying:
         finally:
             if obj is not None:
                 obj._state.__dict__.pop("attempt", None)
-        if attempt == self.attempts or self._locks(attempt + 1, inside=inside):
+        if attempt == self.attempts:
+            return obj, failure, 0.0
+        if self._locks(attempt + 1, inside=inside):
+            if not lock:
+                _remember(self._row)
             return obj, failure, 0.0  # who waits for the row waits in the database
         base = max(self.pause, PATIENCE * (time.monotonic() - started))
         return obj, failure, full_jitter(attempt - 1, base=base, cap=self.max_pause)

@@ -97,9 +97,10 @@ class VersionedQuerySet(models.QuerySet[Any]):
     def retrying(self, pk: Any, change: Callable[[Any], Any], **options: Any) -> Any:
         """Read the row, call `change(obj)`, save; again on a fresh row after each conflict.
 
-        Return the saved object. Options: `attempts=5`, then RetriesExhausted; `lock_from=-1`,
-        the attempt from which the row is locked (-1: the last one, None: never); `pause=0.05`
-        and `max_pause=1`, seconds of full-jitter back-off.
+        Return the saved object. Options: `attempts=5`, then RetriesExhausted; `lock_from=2`,
+        the attempt from which the row is locked (-1: the last one, None: never), and for the
+        next second from the first one; before an attempt that does not lock `pause=0.05` and
+        `max_pause=1`, seconds of full-jitter back-off.
         """
         return self._retrying(pk, change, options).run()
 
@@ -117,6 +118,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
             lambda lock: (rows._locked(pk) if lock else rows).get(pk=pk),
             change,
             using=self.db,
+            model=self.model,
+            pk=pk,
             **options,
         )
 

@@ -12,6 +12,7 @@ from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
 from django.test import TestCase
 
+from distlock_app import retrying
 from distlock_app.errors import RetriesExhausted, StaleObjectError
 from distlock_app.optimistic import retry_on_conflict
 from distlock_app.signals import version_conflict
@@ -22,6 +23,12 @@ from tests.test_optimistic import Undone, other_saves, version_of
 pytestmark = pytest.mark.django_db(transaction=True)
 
 QUICK: dict[str, Any] = {"pause": 0.0001, "max_pause": 0.001}
+
+
+@pytest.fixture(autouse=True)
+def no_row_is_hot() -> Iterator[None]:
+    yield
+    retrying._hot.clear()
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ def test_without_a_conflict_it_costs_one_read_and_one_write(
 def test_the_change_is_applied_again_to_a_fresh_row(account: Account, conflicts: list[Any]) -> None:
     change = Interrupted(2)
 
-    saved = Account.objects.retrying(account.pk, change, **QUICK)
+    saved = Account.objects.retrying(account.pk, change, lock_from=None, **QUICK)
 
     assert saved.balance == Account.objects.get().balance == 100 + 2 * 1 + 10
     assert saved.version == version_of(account) == 4
@@ -153,19 +160,66 @@ def test_the_row_is_locked_from_the_nth_attempt_on(account: Account) -> None:
     assert in_transaction == [False, False, True]
 
 
-def test_the_last_attempt_is_locked_so_that_it_ends(account: Account) -> None:
+class Locked:
+    """Say of each attempt whether it locks; let somebody else save in between, `times` times."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, obj: Account) -> None:
+        self.seen.append(connection.in_atomic_block)
+        if len(self.seen) <= self.times:
+            other_saves(obj)
+
+    def of(self, account: Account, times: int, **options: Any) -> list[bool]:
+        self.seen: list[bool] = []
+        self.times = times
+        account.save_retrying(self, **options, **QUICK)
+        return self.seen
+
+
+def test_the_attempt_after_a_conflict_is_locked_and_the_next_change_at_once(
+    account: Account, monkeypatch: Any
+) -> None:
+    other = Account.objects.create()
+    locked = Locked()
+
+    assert locked.of(account, 0) == [False]
+    assert locked.of(account, 1) == [False, True]
+    assert locked.of(account, 0) == [True]
+    assert locked.of(account, 1, lock_from=None) == [False, False]
+    assert locked.of(other, 0) == [False]
+
+    over = time.monotonic() + retrying.HOT_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: over)
+    assert locked.of(account, 0) == [False]
+
+
+def test_a_locked_change_that_goes_well_keeps_no_row_hot(account: Account) -> None:
+    Locked().of(account, 0, lock_from=1)
+
+    assert not retrying._hot
+
+
+def test_a_process_remembers_few_rows(account: Account, monkeypatch: Any) -> None:
+    monkeypatch.setattr(retrying, "HOT_ROWS", 2)
+
+    for _ in range(5):
+        Locked().of(Account.objects.create(), 1)
+
+    assert len(retrying._hot) <= 2
+
+
+def test_it_ends_with_the_last_attempt_also_if_that_is_locked(account: Account) -> None:
     """Here "somebody else" is this very transaction, which no lock keeps out."""
-    in_transaction: list[bool] = []
-
-    def change(obj: Account) -> None:
-        in_transaction.append(connection.in_atomic_block)
-        other_saves(obj)
-
-    for options in ({"attempts": 3}, {"attempts": 3, "lock_from": None}):
+    for options in ({}, {"lock_from": None}, {"lock_from": -1}):
+        locked = Locked()
         with pytest.raises(RetriesExhausted):
-            Account.objects.retrying(account.pk, change, **options, **QUICK)
+            locked.of(account, 9, attempts=3, **options)
+        assert len(locked.seen) == 3
+        retrying._hot.clear()
 
-    assert in_transaction == [False, False, True, False, False, False]
+    assert locked.seen == [False, False, True]
 
 
 @pytest.mark.parametrize("model", [Account, SavingsAccount])
