@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import warnings
+from contextlib import suppress
 
 from django.db import connection, transaction
 from django.test import override_settings
@@ -18,6 +19,7 @@ from django.test import override_settings
 from distlock_app import Lock, LockLost, NotHeld
 from distlock_app.registry import registry
 from distlock_app.renewal import renewer
+from tests.engines import renewed
 
 FAKE = {"BACKEND": "tests.engines.FakeBackend"}
 CHILD_DEADLINE = 30
@@ -59,7 +61,7 @@ def _raised(work, *errors):
 def leave_the_with_in_a_child():
     backend = engine()
     warnings.simplefilter("error")
-    with Lock("a", ttl=0.6) as hold:
+    with Lock("a", ttl=3) as hold:
         asked = len(backend.asked)
 
         def work():
@@ -77,7 +79,7 @@ def leave_the_with_in_a_child():
         if os.fork() == 0:
             pass  # and goes on, out of the with
     if os.getpid() != pid:
-        time.sleep(1.0)  # nothing renews in the child either
+        time.sleep(1.5)  # nothing renews in the child either, after a third of the ttl
         os.write(writer, json.dumps(backend.asked[asked:]).encode())
         os._exit(0)
     os.close(writer)
@@ -95,9 +97,8 @@ def take_the_same_lock_in_a_child():
 
         def work():
             asked = len(backend.asked)
-            with Lock("a", ttl=0.5) as hold:
-                time.sleep(1.2)
-                hold.check()
+            with Lock("a", ttl=3) as hold:
+                renewed(hold)
                 fresh = hold.fence != mine.fence
             return {"fresh": fresh, "asked": sorted(set(backend.asked[asked:]))}
 
@@ -166,7 +167,8 @@ def fork_while_threads_lock(forks):
 
     def hammer(number):
         while not stop.is_set():
-            with Lock(f"b{number % 2}", ttl=0.3, wait=None):
+            # A short ttl, so that the renewer has something to do at the fork.
+            with suppress(LockLost), Lock(f"b{number % 2}", ttl=0.3, wait=None):
                 pass
 
     async def ahammer():
@@ -181,11 +183,11 @@ def fork_while_threads_lock(forks):
 
     def work():
         for name in ("a", "b0", "b1", "c"):
-            with Lock(name, ttl=0.3, wait=0) as hold:
+            with Lock(name, ttl=30, wait=0) as hold:
                 hold.check()
-        with Lock("a", ttl=0.3) as hold:
-            time.sleep(0.5)
-            hold.check()
+        with Lock("a", ttl=30) as hold:
+            renewer._schedule(hold._lease, time.monotonic())
+            renewed(hold)
         return "fine"
 
     answers = [in_child(work) for _ in range(forks)]

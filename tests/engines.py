@@ -141,6 +141,19 @@ def until(condition, within=DEADLINE):
         time.sleep(0.002)
 
 
+def renewed(*holds, times=1):
+    """Wait until each hold was renewed `times` times from now on; raise LockLost if one is lost."""
+    for _ in range(times):
+        before = [hold._lease.trusted_until for hold in holds]
+        for hold, end in zip(holds, before, strict=True):
+            until(lambda hold=hold, end=end: hold.check() or hold._lease.trusted_until > end)
+
+
+def outlast(hold):
+    """Sleep until nobody could hold it any more by what the engine has answered so far."""
+    time.sleep(max(0.0, hold._lease.trusted_until + 0.2 - time.monotonic()))
+
+
 def free(backend, name="a"):
     """Return whether nobody holds the lock or waits for it, as the engine sees it."""
     from distlock_app.names import key_of

@@ -15,7 +15,7 @@ from distlock_app.renewal import renewer
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
-from tests.engines import DEADLINE, until
+from tests.engines import DEADLINE, outlast, until
 
 engine = pytest.fixture(engines.install)
 
@@ -124,7 +124,7 @@ def test_a_cancelled_release_is_done_all_the_same_and_no_loss_is_told(engine):
     told = []
 
     async def main():
-        hold = await Lock("a", ttl=0.5).aacquire()
+        hold = await Lock("a", ttl=2).aacquire()
         hold.on_lost(told.append)
         engine.hang("release")
         task = asyncio.ensure_future(hold.arelease())
@@ -136,7 +136,7 @@ def test_a_cancelled_release_is_done_all_the_same_and_no_loss_is_told(engine):
 
     hold = asyncio.run(main())
     until(lambda: all_free(engine))
-    time.sleep(0.6)
+    outlast(hold)
 
     assert told == []
     with pytest.raises(NotHeld):
@@ -147,7 +147,7 @@ def test_a_release_cancelled_before_it_got_a_thread_is_done_all_the_same(engine)
     told = []
 
     async def main():
-        hold = await Lock("a", ttl=0.5).aacquire()
+        hold = await Lock("a", ttl=2).aacquire()
         hold.on_lost(told.append)
         engine.hang("acquire")  # in all threads of the engine
         stuck = [asyncio.ensure_future(Lock(f"b{n}").aacquire()) for n in range(8)]
@@ -163,7 +163,7 @@ def test_a_release_cancelled_before_it_got_a_thread_is_done_all_the_same(engine)
 
     hold = asyncio.run(main())
     until(lambda: all_free(engine))
-    time.sleep(0.5)
+    outlast(hold)
 
     assert told == []
     assert not hold._lease.lost_because
@@ -386,14 +386,20 @@ def test_an_async_generator_may_be_finished_by_another_task(engine):
 
 
 def test_what_an_ended_program_began_is_released_before_the_process_ends(engine):
+    taken = threading.Event()
+
+    def answer_late():
+        time.sleep(0.1)
+        taken.set()
+
     async def main():
-        engine.after["acquire"] = lambda: time.sleep(0.1)
+        engine.after["acquire"] = answer_late
         asyncio.ensure_future(Lock("a").aacquire())
         await asyncio.sleep(0.01)
 
     asyncio.run(main())  # cancels what still runs
-    until(lambda: "acquire" in engine.asked)
-    time.sleep(0.15)
+    assert taken.wait(DEADLINE)
+    until(lambda: renewer._owed or all_free(engine))
     renewer.settle()
 
     assert all_free(engine)

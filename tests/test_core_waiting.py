@@ -119,16 +119,16 @@ def test_the_last_try_has_no_wait_whatever_came_before(get):
 
 def test_an_engine_that_waited_until_the_deadline_is_asked_once_more_without_a_wait(get):
     def slowly():
-        time.sleep(0.15)
+        time.sleep(1.1)
         return Busy()
 
     backend = Scripted(slowly, Busy())
     backend.blocks = True
 
     with pytest.raises(LockTimeout):
-        get(backend, claim(), 0.1, Bell())
+        get(backend, claim(), 1.0, Bell())
 
-    assert 0 < backend.asked[0] <= 0.1
+    assert 0 < backend.asked[0] <= 1.0
     assert backend.asked[1:] == [0]
 
 
@@ -190,12 +190,13 @@ def test_a_grant_that_comes_after_its_own_lease_is_given_back(get):
         time.sleep(0.12)
         return Grant(claim(ttl=0.1))
 
-    backend = Scripted(slowly, Grant(claim(ttl=0.1)))
+    backend = Scripted(slowly, Grant(claim()))
+    began = time.monotonic()
 
-    grant, asked_at = get(backend, claim(ttl=0.1), 10, Bell())
+    grant, asked_at = get(backend, claim(ttl=0.1), 60, Bell())
 
+    assert grant.claim.ttl == 10 and asked_at >= began + 0.12
     assert backend.asked[1] == "release"
-    assert time.monotonic() < asked_at + 0.1 or grant
     assert len(backend.asked) == 3
 
 
@@ -204,12 +205,12 @@ def test_an_engine_that_fails_to_take_a_late_grant_back_does_not_end_the_wait(ge
         time.sleep(0.12)
         return Grant(claim(ttl=0.1))
 
-    backend = Scripted(slowly, Grant(claim(ttl=0.1)))
+    backend = Scripted(slowly, Grant(claim()))
     backend.release = lambda grant: _raise(BackendError("down"))
 
     grant, _ = get(backend, claim(ttl=0.1), 10, Bell())
 
-    assert grant
+    assert grant.claim.ttl == 10
 
 
 def test_the_time_that_a_grant_names_decides_when_its_lease_began(get):
@@ -222,7 +223,7 @@ def test_the_time_that_a_grant_names_decides_when_its_lease_began(get):
 
 
 def test_a_late_pushed_grant_is_refused_once_and_not_again(get):
-    wanted = claim(ttl=0.1)
+    wanted = claim(ttl=3)
     stale = Grant(wanted, asked_at=time.monotonic() - 5)
     backend = Scripted(Busy(), Busy(), Busy(), Grant(wanted))
     backend.pushes = True
