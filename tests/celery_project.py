@@ -55,13 +55,13 @@ def documented() -> ModuleType:
 
 
 @shared_task(autoretry_for=(LockBusy,), default_retry_delay=0.2, max_retries=None)
-@locked("count:{name}", wait=0, ttl=0.5)
+@locked("count:{name}", wait=0, ttl=2)
 def count(name: str) -> int:
     """Raise a counter for longer than the ttl of the lock."""
     from tests.app.models import Counter
 
     value = Counter.objects.get(name=name).value
-    time.sleep(1.2)
+    time.sleep(2.2)
     Counter.objects.filter(name=name).update(value=value + 1)
     return os.getpid()
 

@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import os
 import sys
+import threading
 
 from distlock_app import Lock, LockError
 from tests.processes import hear, say
@@ -56,9 +57,11 @@ def fences(name, using, times):
 
 
 def hold_until_told(name, using, ttl):
-    """Hold the lock; say the fence, and whether it was lost when asked."""
+    """Hold the lock; say the fence, and, when asked, whether its loss was told soon."""
+    told = threading.Event()
     hold = Lock(name, using=using, ttl=ttl).acquire(wait=30)
+    hold.on_lost(lambda _: told.set())
     say(hold.fence)
     hear()
-    say(hold.lost)
+    say(told.wait(10) and hold.lost)
     os._exit(0)

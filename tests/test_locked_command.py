@@ -112,7 +112,7 @@ def test_a_kill_leaves_the_lock_to_its_ttl(shells):
     process.kill()
     process.wait(30)
 
-    Lock(NAP, wait=2).acquire().release()
+    Lock(NAP, wait=15).acquire().release()
 
 
 def test_help_explains_the_options(shells):
@@ -267,8 +267,8 @@ def test_a_quick_job_keeps_its_lock_for_a_time_after_its_end():
     assert call_command("lock_shop", "a", stdout=out) == "settled a"
 
     assert call_command("lock_shop", "a", stdout=out) is None
-    Lock("settle:a", wait=2).acquire().release()
-    assert 0.49 < time.monotonic() - started < 1.5
+    Lock("settle:a", wait=15).acquire().release()
+    assert 1.99 < time.monotonic() - started < 15
 
 
 def test_a_quick_job_keeps_its_lock_although_its_process_has_ended(shells):
@@ -276,7 +276,7 @@ def test_a_quick_job_keeps_its_lock_although_its_process_has_ended(shells):
     out, err = process.communicate(timeout=60)
 
     assert (process.returncode, out, err) == (0, "settled a\n", "")
-    Lock("settle:a", wait=5).acquire().release()
+    Lock("settle:a", wait=15).acquire().release()
 
 
 def test_a_job_that_failed_keeps_it_too_but_one_that_was_stopped_does_not():

@@ -108,7 +108,7 @@ def test_a_waiter_whose_process_died_is_skipped_at_once(backend, server, process
     until(lambda: len(listeners(server, prefix)) == 1)
     backend.release(grant)
 
-    assert living.granted(within=1).claim is living.claim
+    assert living.granted(within=3).claim is living.claim
 
 
 def test_a_waiter_who_was_not_heard_of_lately_is_skipped(backend, server, prefix):
@@ -201,6 +201,7 @@ def test_a_waiter_who_died_holding_its_place_does_not_stop_the_queue(backend, se
 def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, own):
     backend, server = own
     other = backend_at(own_redis.url)
+    other.poll_max = 30.0  # it has to be woken: it does not just ask again by itself
     grant = backend.acquire(claim("a"), 0)
     result = {}
 
@@ -224,7 +225,7 @@ def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, o
     freed = time.monotonic()
     thread.join(10)
 
-    assert result["at"] - freed < 1
+    assert result["at"] - freed < 5
     assert other.release(result["grant"])
     other.close()
 

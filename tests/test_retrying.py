@@ -460,7 +460,7 @@ def test_a_pausing_task_occupies_no_thread(account: Account) -> None:
         started = time.monotonic()
         task = asyncio.create_task(
             Account.objects.aretrying(
-                account.pk, Interrupted(1), pause=5, max_pause=5, lock_from=None
+                account.pk, Interrupted(1), pause=60, max_pause=60, lock_from=None
             )
         )
         await asyncio.sleep(0.2)
@@ -471,7 +471,7 @@ def test_a_pausing_task_occupies_no_thread(account: Account) -> None:
         await sync_to_async(connections.close_all)()
         return elapsed
 
-    assert asyncio.run(run()) < 2
+    assert asyncio.run(run()) < 30
 
 
 # The decorator

@@ -139,7 +139,7 @@ def test_a_client_that_is_cut_off_without_a_word_keeps_no_lock_for_ever(proxy):
     proxy.silent = False
 
     until(lambda: lost_at)
-    assert lost_at[0] < got_at, "two owners"
+    assert hold._lease.trusted_until < got_at, "two owners"
     with pytest.raises(LockLost):
         hold.release()
 
@@ -154,9 +154,9 @@ def test_an_idle_session_that_died_is_not_noticed_by_who_locks_next(backend):
 
 
 def test_a_hold_lives_on_by_its_heartbeats_alone():
-    hold = lock("a", ttl=0.5).acquire()
+    hold = lock("a", ttl=2).acquire()
 
-    time.sleep(0.5 + server_sessions.GRACE + 1.5)  # MySQL counts whole seconds
+    time.sleep(2 + server_sessions.GRACE + 1.5)  # MySQL counts whole seconds
 
     assert not hold.lost
     assert not free("a")
@@ -373,9 +373,8 @@ def test_the_holder_in_another_process_is_shown_and_cleared(processes):
 
     with lock("far") as hold:
         assert hold.fence > fence
-    time.sleep(0.7)
     worker.tell("well?")
-    assert worker.read() is True
+    assert worker.read(within=30) is True
 
 
 def test_who_waits_is_counted(backend):

@@ -1,11 +1,11 @@
-"""Settle one shop, and not again within half a second."""
+"""Settle one shop, and not again within two seconds."""
 
 from django.core.management.base import BaseCommand
 
 from distlock_app import locked_command
 
 
-@locked_command("settle:{shop}", at_least=0.5, ttl=0.3, busy_exit=0)
+@locked_command("settle:{shop}", at_least=2, ttl=1, busy_exit=0)
 class Command(BaseCommand):
     requires_system_checks = []
 
