@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -173,7 +174,8 @@ class Proxy:
         )
         self.swallow: str | None = None  # "silent" or "close": what to do to the next answer
         self.sockets = [self.server]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.thread = threading.Thread(target=self._accept, daemon=True)
+        self.thread.start()
 
     def _accept(self) -> None:
         while True:
@@ -181,7 +183,11 @@ class Proxy:
                 client, _ = self.server.accept()
             except OSError:
                 return
-            server = socket.create_connection(self.target)
+            try:
+                server = socket.create_connection(self.target)
+            except OSError:  # it has been stopped
+                client.close()
+                continue
             self.sockets += [client, server]
             for source, sink, answers in ((client, server, False), (server, client, True)):
                 args = (source, sink, answers)
@@ -205,6 +211,9 @@ class Proxy:
                 pass
 
     def close(self) -> None:
+        with suppress(OSError):
+            self.server.shutdown(socket.SHUT_RDWR)  # or a thread would accept one more
+        self.thread.join(DEADLINE)
         for one in self.sockets:
             one.close()
 

@@ -66,7 +66,7 @@ def test_a_restarted_server_is_used_again_and_its_waiters_try_again(own_redis):
 
 
 def test_a_server_that_does_not_answer_is_an_error_and_no_busy_lock(own_redis):
-    backend = backend_at(own_redis.url, SOCKET_TIMEOUT=0.2, SOCKET_CONNECT_TIMEOUT=0.2)
+    backend = backend_at(own_redis.url, SOCKET_TIMEOUT=1, SOCKET_CONNECT_TIMEOUT=1)
     grant = backend.acquire(claim("a"), 0)
 
     own_redis.pause()
@@ -89,7 +89,7 @@ def test_a_server_that_does_not_answer_is_an_error_and_no_busy_lock(own_redis):
 
 @pytest.mark.parametrize("how", ["silent", "close"])
 def test_a_lost_answer_to_acquire_leaves_no_orphan(proxy, own, how):
-    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5, SOCKET_CONNECT_TIMEOUT=5)
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=2, SOCKET_CONNECT_TIMEOUT=5)
     wanted = claim("a")
     backend.acquire(claim("warm"), 0)
 
@@ -112,7 +112,7 @@ def test_a_lost_answer_to_acquire_leaves_no_orphan(proxy, own, how):
 
 
 def test_a_lost_answer_to_release_is_repeated_and_says_what_it_can(proxy, own):
-    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5, SOCKET_CONNECT_TIMEOUT=5)
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=2, SOCKET_CONNECT_TIMEOUT=5)
     backend.release(backend.acquire(claim("a"), 0))  # the script is loaded
     closed, silent = (backend.acquire(claim(name), 0) for name in ("closed", "silent"))
 

@@ -154,7 +154,7 @@ def test_readers_and_permits_are_taken_one_after_the_other(names):
 
 @pytest.mark.parametrize("how", ["silent", "close"])
 def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_redis, how):
-    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5)
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=2)
     wanted = [claim("a"), claim("b")]
     backend.release(backend.acquire(claim("a"), 0))
 

@@ -66,7 +66,7 @@ def test_waiting_costs_one_message_and_one_request_a_second(own):
 
 
 def test_a_count_whose_answer_was_lost_is_counted_once(proxy, own_redis):
-    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5)
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=2)
     one = claim("a", latch=True, limit=3)
     backend.count_down(claim("a", latch=True, limit=3))
 

@@ -218,7 +218,7 @@ def test_one_message_wakes_each_and_costs_two_requests(own, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("how", ["silent", "close"])
 def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_redis, kind, how):
-    backend = backend_at(proxy.url, SOCKET_TIMEOUT=0.5)
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=2)
     wanted = claim("a", **kind)
     first = backend.acquire(claim("a", **kind), 0)
 
