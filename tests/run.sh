@@ -227,20 +227,23 @@ make_venv() {
     lowest=
     [ "$pair" != "$lowest_pair" ] || lowest=tests/lowest.txt
     # shellcheck disable=SC2086  # none or one
-    { cat requirements.txt $lowest; echo "Django~=${pair#*-}.0"; } > "$work/all.txt"
+    { cat requirements.txt $lowest; echo "Django~=${pair#*-}.0"; } > "$work/$pair-all"
     # mysqlclient has to be compiled: not for those who only try SQLite and Redis.
-    grep -v '^mysqlclient' "$work/all.txt" > "$work/some.txt"
+    grep -v '^mysqlclient' "$work/$pair-all" > "$work/$pair-some"
     if wants mysql; then wanted=all; else wanted=some; fi
     for made in $wanted all; do
-        stamp=$({ echo "$source"; cat "$work/$made.txt"; } | cksum)
+        stamp=$({ echo "$source"; cat "$work/$pair-$made"; } | cksum)
         [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ] || return 0
     done
     say "Virtual environment $pair"
     rm -rf "$venv"
     "$source" -m venv "$venv" &&
         run "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
-            -r "$work/$wanted.txt" &&
-        { echo "$source"; cat "$work/$wanted.txt"; } | cksum > "$venv/stamp"
+            -r "$work/$pair-$wanted" &&
+        { echo "$source"; cat "$work/$pair-$wanted"; } | cksum > "$venv/stamp" && return
+    fail "virtual environment $pair"
+    record "$pair" install FAILED 0 ''
+    return 1
 }
 
 # --- The runs. ------------------------------------------------------------------------------
@@ -302,8 +305,9 @@ run_lane() {
     trap '[ -z "$child" ] || kill -TERM "$child"; exit 143' TERM
     mkdir -m 711 "$lane" "$lane/servers" "$lane/tmp"
     export TMPDIR="$lane/tmp" DISTLOCK_TEST_VAR="$lane/var" DISTLOCK_TEST_TOTALS="$lane/totals"
+    make_venv "$pair" || return
     start_servers
-    for database in ${pair:+$databases}; do
+    for database in $databases; do
         [ "$database" = sqlite ] || more=' and not once'
         case ${lane##*/}-$database in
             old-sqlite | old-postgresql) crowd=' and not crowd' ;;
@@ -313,7 +317,8 @@ run_lane() {
     done
     more=
     case ${lane##*/} in
-        old) for database in ${lowest_pair:+$databases}; do
+        old) [ -z "$lowest_pair" ] || make_venv "$lowest_pair" || return
+            for database in ${lowest_pair:+$databases}; do
                 run_suite "$lowest_pair" "$database" "$@" -m "not slow and not crowd$more" \
                     ${more:+-k contract}
                 more=' and not once'
@@ -324,6 +329,7 @@ run_lane() {
 
 # Test what users install, in a copy of the project that has lost its sources.
 test_wheel() {
+    make_venv "$wheel_pair" || return
     bin="$here/.venv-tests/$wheel_pair/bin"
     mkdir "$lane/project"
     cp -R ./* "$lane/project"
@@ -340,11 +346,8 @@ test_wheel() {
     cd "$here" || exit 1
 }
 
-for pair in $main_pairs $lowest_pair $wheel_pair; do
-    make_venv "$pair" || { fail "virtual environment $pair"; record "$pair" install FAILED 0 ''; }
-done
-
 new_pair=${main_pairs##* }
+make_venv "$new_pair" || exit 1
 old_pair=${main_pairs%"$new_pair"}
 start_lane() {
     run_lane "$@" > "$work/$1.log" 2>&1 &
