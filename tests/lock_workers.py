@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost
+from distlock_app.registry import registry
 from tests.processes import hear, say
 
 
@@ -194,6 +196,8 @@ def interrupt_children(number, using, ttl):
     """
     chance = random.Random(3)
     interrupted, helpless = 0, []
+    registry[using].backend.ping()  # here, or each child would import the driver anew
+    registry[using].backend.close()
     for child in range(number):
         name = f"interrupted-{child}"
         ready, told = os.pipe()
@@ -201,36 +205,28 @@ def interrupt_children(number, using, ttl):
         if pid == 0:
             _take_until_interrupted(name, using, ttl, told)
         os.close(told)
-        os.read(ready, 1)
+        while os.read(ready, 1):  # it goes on: Python ignores an exception in a finalizer
+            sleep(chance.uniform(0.0, 0.02))
+            os.kill(pid, signal.SIGINT)
+            if not select.select([ready], [], [], 30)[0]:
+                os.kill(pid, signal.SIGABRT)  # says where it hangs
         os.close(ready)
-        sleep(chance.uniform(0.0, 0.02))
-        ended_by = _interrupt(pid)
+        ended_by = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         interrupted += ended_by in (INTERRUPTED, HELPLESS)
         if ended_by == HELPLESS:
             helpless.append(name)
     return {"interrupted": interrupted, "helpless": helpless}
 
 
-def _interrupt(pid):
-    """Press Ctrl-C until the child ends, and return its exit code.
-
-    Once is not enough: Python ignores an exception inside a finalizer.
-    """
-    deadline = monotonic() + 30
-    while monotonic() < deadline:
-        os.kill(pid, signal.SIGINT)
-        patience = monotonic() + 5  # a second one would interrupt the tidying up of the first
-        while monotonic() < patience:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            sleep(0.001)
-    os.kill(pid, signal.SIGABRT)  # says where it hangs
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def _take_until_interrupted(name, using, ttl, told):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard = False
+
+    def interrupt(*_):
+        nonlocal heard
+        heard = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     parent = os.getppid()
     try:
         lock = Lock(name, using=using, ttl=ttl)
@@ -239,9 +235,12 @@ def _take_until_interrupted(name, using, ttl, told):
         while os.getppid() == parent:  # it may be killed
             with lock:
                 pass
+            if heard:
+                heard = False
+                os.write(told, b"!")
         os._exit(2)
     except KeyboardInterrupt as error:
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        *_, (frame, line), _ = traceback.walk_tb(error.__traceback__)
         leaving = Lock.__exit__.__code__
         at_the_call = frame.f_code is leaving and line == leaving.co_firstlineno
         os._exit(HELPLESS if at_the_call else INTERRUPTED)
