@@ -355,6 +355,23 @@ def test_a_renewal_that_fails_for_one_lease_renews_the_others(engine, monkeypatc
     left_quietly(unlucky)
 
 
+def test_what_is_released_while_its_renewal_waits_for_others_is_not_asked_for(engine):
+    first, released = Lock("a", ttl=30).acquire(), Lock("b", ttl=30).acquire()
+    engine.hang("extend")
+    renewer._put(engine, "extend", weakref.ref(first._lease))
+    until(lambda: "extend" in engine.asked)
+    renewer._put(engine, "extend", weakref.ref(released._lease))
+    released.release()
+    renewer._put(engine, "extend", weakref.ref(first._lease))
+    before = first._lease.trusted_until
+
+    engine.go_on()
+    until(lambda: engine.asked.count("extend") >= 2 and first._lease.trusted_until > before)
+
+    assert engine.asked.count("extend") == 2
+    first.release()
+
+
 def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, monkeypatch):
     mine = Renewer()
     monkeypatch.setattr("distlock_app.attempts.renewer", mine)

@@ -100,7 +100,9 @@ def test_the_next_owner_comes_soon_after_a_killed_holder(using, processes):
     killed_at = monotonic()
     holder.kill()
 
-    assert waiter.result() - killed_at <= ttl + 1.5  # what a busy machine adds, and no second ttl
+    late = waiter.result() - killed_at - ttl
+    print(f"{late:+.2f} s after the ttl")
+    assert late <= 1.5  # what a busy machine adds, and no second ttl
 
 
 def test_the_late_write_of_a_stopped_holder_is_refused_by_its_fence(using, processes):

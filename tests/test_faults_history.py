@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from tests.conftest import missing
-from tests.faults.__main__ import start, table
+from tests.faults.__main__ import start, tables
 from tests.faults.broken import BROKEN, SIMPLE
 from tests.faults.checker import ASLEEP, HANGS, judge
 from tests.faults.engines import ENGINES
@@ -290,7 +290,7 @@ def outcome(runs, engine):
     found = runs[engine].result(4 * WITHIN)
     if "missing" in found:
         missing(found["missing"], found["why"])
-    print(table({engine: found}))
+    print(tables({engine: found}))
     return found
 
 

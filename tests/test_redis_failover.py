@@ -257,6 +257,28 @@ def test_an_old_master_that_lives_is_left_before_its_sentinel_tells_it(private_s
         server.close()
 
 
+def test_a_master_that_lost_its_place_while_it_was_connected_to_is_left(private_server):
+    old, new = private_server(RedisServer), private_server(RedisServer)
+    sentinel = private_server(SentinelServer, new)
+    backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
+    sentinels = backend._pool._recipe.sentinel_manager
+    named, discover = [("127.0.0.1", old.port)], sentinels.discover_master
+    sentinels.discover_master = lambda service: named.pop() if named else discover(service)
+
+    grant = backend.acquire(claim("a"), 0)
+
+    assert not named
+    assert client_of(new.url).exists(backend._lock(grant.claim.key))
+    sentinels.discover_master = lambda service: ("127.0.0.1", next(ports))
+    ports = itertools.cycle([old.port, new.port])
+    backend._pool.close()
+    with pytest.raises(BackendError):
+        backend.release(grant)
+    backend.close()
+    for server in (sentinel, old, new):
+        server.close()
+
+
 @pytest.fixture(scope="module")
 def own_cluster(private_server):
     return private_server(RedisCluster)

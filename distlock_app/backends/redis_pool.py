@@ -171,10 +171,15 @@ class Pool(Servers):
             raise Unreached(f"Redis {self.name!r} could not be reached.") from error
 
     def _connect(self) -> Link:
-        link = Link(self._recipe)
-        if self._ask_master is not None:  # to connect has asked, too
-            self._master, self._ask_again = link.server, monotonic() + MASTER_SECONDS
-        return link
+        for _ in range(3):
+            link = Link(self._recipe)
+            # The Sentinels named its server before we reached it: it may have died meanwhile, lost
+            # its place and come back, empty and a master in its own eyes. So they are asked again.
+            self._master, self._ask_again = link.server, 0.0
+            if self._leads_to_master(link):
+                return link
+            link.connection.disconnect()
+        raise ConnectionError("the Sentinels name another master each time")
 
     def _take(self) -> Link:
         while True:

@@ -1,4 +1,4 @@
-"""The command `python -m tests.faults`: random faults over engines, and a table of the results."""
+"""The command `python -m tests.faults`: random faults over engines, and what came of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from tests.faults.engines import ENGINES
 from tests.processes import Processes, Worker
 
-COLUMNS = [
-    *("engine", "fault", "times", "acquisitions", "overlaps", "unexplained"),
+VERDICT = [
+    *("engine", "faults", "acquisitions", "overlaps", "unexplained"),
     *("stale writes refused", "accepted", "stuck", "other", "longest gap, s"),
 ]
 STUCK = ("free again", "wakes waiters", "starves nobody", "ends in time")
@@ -39,24 +39,32 @@ def start(group: Processes, engine: str, **options: Any) -> Worker:
     return group.start("tests.faults.run:run", deadline=deadline, engine=engine, **options)
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """Return the figures of all engines as Markdown."""
-    lines = [COLUMNS, ["---"] * 2 + ["---:"] * (len(COLUMNS) - 2)]
-    for engine, result in results.items():
-        rows = dict(sorted(result["rows"].items()))
-        for kind, row in [*rows.items(), ("all", total(list(rows.values())))]:
-            accused = dict(row["accused"])
-            figures = [
-                *(row["times"], row["acquisitions"], row["overlaps"]),
-                accused.pop("one at a time", 0),
-                row["refused"],
-                accused.pop("refuses late writers", 0),
-                sum(accused.pop(promise, 0) for promise in STUCK),
-                sum(accused.values()),
-                f"{row['longest_gap']:.1f}",
-            ]
-            lines.append([engine, kind, *map(str, figures)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def tables(results: dict[str, dict[str, Any]]) -> str:
+    """Return, as Markdown, what came of each engine, and what it did under each fault."""
+    rows = {engine: dict(result["rows"]) for engine, result in results.items()}
+    faults = sorted({fault for of_engine in rows.values() for fault in of_engine})
+    verdicts, acquisitions = [VERDICT], [["acquisitions under", *faults]]
+    for engine, of_engine in rows.items():
+        done = total(list(of_engine.values()))
+        accused = done["accused"]
+        figures = [
+            *(done["times"], done["acquisitions"], done["overlaps"]),
+            accused.pop("one at a time", 0),
+            done["refused"],
+            accused.pop("refuses late writers", 0),
+            sum(accused.pop(promise, 0) for promise in STUCK),
+            sum(accused.values()),
+            f"{done['longest_gap']:.1f}",
+        ]
+        verdicts.append([engine, *map(str, figures)])
+        under = [of_engine[one]["acquisitions"] if one in of_engine else "" for one in faults]
+        acquisitions.append([engine, *map(str, under)])
+    return f"{_markdown(verdicts)}\n\n{_markdown(acquisitions)}"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    rows.insert(1, ["---"] + ["---:"] * (len(rows[0]) - 1))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def total(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -93,7 +101,7 @@ def main() -> int:
         results = {engine: result_of(worker, engine) for engine, worker in workers.items()}
     finally:
         group.close()
-    print(table(results))
+    print(tables(results))
     accusations = [(e, text) for e, result in results.items() for text in result["accusations"]]
     for engine, text in accusations[:50]:
         print(f"{engine}: {text}", file=sys.stderr)
