@@ -32,14 +32,20 @@ def main() -> int:
         action="store_true",
         help="a tiny round without peers, on SQLite and Redis: does it still run?",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    keeps = "write the figures to FILE; with --only, those of the other parts stay there"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=keeps)
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"renew {page.PAGE} in DIR")
     arguments = parser.parse_args()
     work = [job for job in jobs(quick=arguments.quick) if job.part in (arguments.only or PARTS)]
     about = machine()
+    results = {}
+    if arguments.only and arguments.json and arguments.json.exists():
+        results = json.loads(arguments.json.read_text())
     with servers_for(work) as servers:
-        about["servers"] = servers.versions
-        results = measure(work, servers)
+        results.update(measure(work, servers))
+    before = results.get("machine", {"servers": {}, "loads": {}})
+    about["servers"] = {**before["servers"], **servers.versions}
+    about["loads"] = {**before["loads"], **{job.part: about["load"] for job in work}}
     results["machine"] = about
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -32,14 +32,14 @@ def sections(results: Results) -> dict[str, str]:
         "saving": saving,
         "guards": guards,
     }
-    load = _load(results["machine"])
     found = {"machine": machine(results["machine"])}
     # With one part alone, most targets cannot be judged: the page keeps its table.
     if set(made) <= set(results):
         found["targets"] = targets(results)
     for part, write_it in made.items():
         if part in results:
-            found[part] = write_it(results[part]) + "\n" + load
+            about = {**results["machine"], "load": results["machine"]["loads"][part]}
+            found[part] = write_it(results[part]) + "\n" + _load(about)
     if bad := failures(results):
         found["failures"] = "".join(f"- {line}\n" for line in bad)
     elif "targets" in found:

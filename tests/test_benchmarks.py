@@ -45,12 +45,13 @@ def test_tables_go_between_their_marks(page, tmp_path):
     for name in writer.PAGES:
         (tmp_path / name).write_text((docs / name).read_text())
     about = {"cores": 2, "cpu": "x", "load": 0.0, "python": "3", "packages": {}, "servers": {}}
+    about["loads"] = {"guards": 3.7, "saving": 0.2}
     rows = {"f": {"1": [12345.0, 0.0]}}
     figures = {"machine": about, "guards": {"mysql": rows}, "saving": {"sqlite": {"error": "no"}}}
 
     writer.write(figures, tmp_path)
 
     old, new = (docs / page).read_text(), (tmp_path / page).read_text()
-    assert ("12,345" in new) == (page == "choosing-a-guard.md")
+    assert ("12,345" in new) == ("before the run: 3.7" in new) == (page == "choosing-a-guard.md")
     assert ("saving, sqlite: no" in new) == (page == "benchmarks.md")
     assert new.count("<!-- end -->") == old.count("<!-- end -->")
