@@ -86,7 +86,7 @@ class Retrying:
         self.lock_from = attempts + 1 if lock_from is None else lock_from
         if self.lock_from < 0:
             self.lock_from += attempts + 1
-        self._row = using, model, str(pk)
+        self._row = using, model, str(pk)  # a composite key may come as a list
         if lock_from is not None and _hot.get(self._row, 0.0) > time.monotonic():
             self.lock_from = 1
         self.pause = pause

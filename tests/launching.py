@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ from typing import Any
 # it was looked at may be taken when the server binds it.
 PORTS = range(20000, 32768)
 ROOT = Path(__file__).resolve().parent.parent
+PR_SET_PDEATHSIG = 1  # of prctl()
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 20.0
 
@@ -69,6 +71,11 @@ def mortal(command: list[str], orphan_signal: signal.Signals = signal.SIGKILL) -
     Any change of the user clears that wish, so it has to come first: [*as_user, *mortal(...)].
     """
     return [find_program("setpriv"), f"--pdeathsig={orphan_signal.name[3:]}", *command]
+
+
+def die_with_parent() -> None:
+    """Do in a forked child what `mortal` does for a command."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def launch(command: list[str], **options: Any) -> subprocess.Popen[Any]:

@@ -7,7 +7,6 @@ would not have.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -18,9 +17,8 @@ import subprocess
 import sys
 from typing import IO
 
-from tests.launching import ROOT, at_exit, launch, mortal
+from tests.launching import ROOT, at_exit, die_with_parent, launch, mortal
 
-PR_SET_PDEATHSIG = 1
 LONGEST = 1 << 16  # bytes of a message
 
 
@@ -113,7 +111,7 @@ def serve(connection: socket.socket) -> list[str] | None:
             return None
         pid = os.fork()
         if pid == 0:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             for number, stream in enumerate(streams[:3]):
                 os.dup2(stream, number)
             connection.close()

@@ -297,7 +297,8 @@ start_servers() {
 }
 
 # run_lane NAME PAIR MARKS [PYTEST ARGUMENTS]: the tests of a pair with these marks, on one
-# database after the other, on servers of its own. The other lanes then run the other pairs.
+# database after the other, on servers of its own. The lane of the oldest pair then runs the lowest
+# versions, that of the slow tests the wheel. (run_suite and make_venv set $pair.)
 run_lane() {
     lane="$work/$1" own=$2 marks=$3 lanes='' child=''
     shift 3
@@ -305,10 +306,7 @@ run_lane() {
     trap '[ -z "$child" ] || kill -TERM "$child"; exit 143' TERM
     mkdir -m 711 "$lane" "$lane/servers" "$lane/tmp"
     export TMPDIR="$lane/tmp" DISTLOCK_TEST_VAR="$lane/var" DISTLOCK_TEST_TOTALS="$lane/totals"
-    case ${lane##*/} in
-        old) make_venv "$own" || return
-            [ -z "$lowest_pair" ] || make_venv "$lowest_pair" || lowest_pair= ;;
-    esac
+    [ "${lane##*/}" != old ] || make_venv "$own" || return
     start_servers
     for database in $databases; do
         [ "$database" = sqlite ] || more=' and not once'
@@ -319,13 +317,13 @@ run_lane() {
         run_suite "$own" "$database" "$@" -m "$marks${more:-}$crowd"
     done
     case ${lane##*/} in
-        old) [ -z "$lowest_pair" ] ||
-                run_suite "$lowest_pair" sqlite "$@" -m 'not slow and not crowd and once' ;;
-        slow) [ -z "$wheel_pair" ] || test_wheel "$@"
-            for database in ${lowest_pair:+$databases}; do
+        old) [ -n "$lowest_pair" ] && make_venv "$lowest_pair" || return
+            run_suite "$lowest_pair" sqlite "$@" -m 'not slow and not crowd and once'
+            for database in $databases; do
                 run_suite "$lowest_pair" "$database" "$@" -m 'not slow and not crowd and not once' \
                     -k contract
             done ;;
+        slow) [ -z "$wheel_pair" ] || test_wheel "$@" ;;
     esac
 }
 
@@ -349,7 +347,7 @@ test_wheel() {
 }
 
 new_pair=${main_pairs##* }
-make_venv "$new_pair" || exit 1
+make_venv "$new_pair" || exit 1  # two lanes use it; each of the others makes its own
 old_pair=${main_pairs%"$new_pair"}
 start_lane() {
     run_lane "$@" > "$work/$1.log" 2>&1 &

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import random
@@ -23,10 +22,8 @@ from django.utils import timezone
 from distlock_app import BackendError, Hold, Lock, LockBusy, LockLost
 from tests.faults.history import Recorder
 from tests.faults.store import FencedStore
+from tests.launching import die_with_parent
 from tests.processes import hear, say
-
-# prctl(): have a signal when the parent ends, as a stopped process never looks.
-PR_SET_PDEATHSIG = 1
 
 
 def nest(
@@ -77,7 +74,7 @@ def _be_worker(
     directory: Path, order: dict[str, Any], store: str, seed: int, plan: dict[str, Any]
 ) -> None:
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()  # as a stopped process never looks
         who = order["who"]
         faulthandler.enable((directory / f"{who}.stack").open("w"))
         recorder = Recorder(directory / f"{who}.events")
