@@ -1,26 +1,66 @@
 """Break the code on purpose, at random places, and see whether a test notices: by hand.
 
-In a copy of the project, for it changes the sources while it runs:
+In a clone of the project, for it changes the sources while it runs, and with the servers that
+`python -m tests.servers` starts and `DISTLOCK_TEST_DATABASE=mysql`: SQLite does not run half of it.
 
-    pip install cosmic-ray
+    pip install cosmic-ray pytest-cov
+    python -m tests.mutation learn
     cosmic-ray init tests/mutation.toml mutation.sqlite
     cr-filter-operators mutation.sqlite tests/mutation.toml
-    python -m tests.mutation mutation.sqlite --most 200 --seed 1
+    python -m tests.mutation sample mutation.sqlite --most 200 --seed 1
     cosmic-ray exec tests/mutation.toml mutation.sqlite
     cr-report mutation.sqlite --surviving-only --show-diff
 
-A survivor is a change that no test noticed: a missing test, or code that does the same.
+`learn` notes which tests run which line, so that each change is shown to those only that could
+notice. A survivor is a change that no test noticed: a missing test, or code that does the same.
 """
 
 from __future__ import annotations
 
 import random
+import re
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
+import coverage
 from cosmic_ray.tools.filters.filter_app import FilterApp
 from cosmic_ray.work_db import WorkDB
 from cosmic_ray.work_item import WorkerOutcome, WorkItem, WorkResult
+
+PYTEST = [sys.executable, "-W", "error", "-m", "pytest", "-q", "--no-header"]
+KNOWN = "mutation.coverage"
+CHANGED = re.compile(r"^\+\+\+ b/(?P<file>.*)\n@@ -(?P<line>\d+)", re.MULTILINE)
+
+
+def learn() -> int:
+    # What starts processes is left out: a change is noticed there late, and by hanging.
+    chosen = ["-m", "not slow and not crowd", "--ignore-glob=*browser*"]
+    data = ["--cov=distlock_app", "--cov-context=test", "--cov-report="]
+    status = subprocess.call([*PYTEST, *chosen, *data])
+    Path(".coverage").rename(KNOWN)
+    return status
+
+
+def check() -> int:
+    """Run the tests that run the line which git sees changed, until one notices."""
+    diff = subprocess.check_output(["git", "diff", "-U0", "--", "distlock_app"], text=True)
+    change = CHANGED.search(diff)
+    known = coverage.CoverageData(KNOWN)
+    known.read()
+    if change is None:
+        tests = known.measured_contexts()
+    else:
+        lines = known.contexts_by_lineno(str(Path(change["file"]).absolute()))
+        # A statement of several lines is known by the first of each of its expressions.
+        line = max((line for line in lines if line <= int(change["line"])), default=0)
+        tests = set(lines.get(line, ()))
+        if "" in tests:  # it runs at the import, and may matter to all of the module
+            tests = set().union(*lines.values())
+    chosen = Path("mutation.tests")
+    chosen.write_text("\n".join(sorted({test.rpartition("|")[0] for test in tests} - {""})))
+    return subprocess.call([*PYTEST, "-x", f"@{chosen}"]) if tests else 0
 
 
 class Sample(FilterApp):
@@ -47,4 +87,7 @@ class Sample(FilterApp):
 
 
 if __name__ == "__main__":
-    sys.exit(Sample().main())
+    what, *arguments = sys.argv[1:] or ["help"]
+    if what == "sample":
+        sys.exit(Sample().main(arguments))
+    sys.exit({"learn": learn, "check": check}[what]() if what in {"learn", "check"} else __doc__)

@@ -124,6 +124,8 @@ class Worker:
         """Kill the process if it still runs, and free its pipes."""
         self.kill()
         self._reader.join(10)
+        if self._reader.is_alive():  # to close what it reads would hang
+            raise WorkerFailed(f"a child of {self.dotted} outlived it")
         for file in (self.process.stdin, self.process.stdout, self.errors):
             with contextlib.suppress(BrokenPipeError):
                 file.close()

@@ -99,7 +99,11 @@ def test_a_stable_owner_stays_one(engine):
     hold.release()
 
 
-@pytest.mark.parametrize("text", ["", "a", signing.dumps(["default"]), "a:b:c"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", signing.dumps(["default"]), "a:b:c"],
+    ids=["empty", "unsigned", "too little", "three parts"],
+)
 def test_other_texts_are_refused(text, engine):
     with pytest.raises(ValueError, match="SECRET_KEY"):
         Lock.resume(text)
