@@ -12,7 +12,15 @@ from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError
 
 from .errors import LockBusy, LockTimeout
-from .retrying import ATTEMPTS, MAX_PAUSE, PAUSE, calling_again, in_transaction, was_sacrificed
+from .retrying import (
+    ATTEMPTS,
+    MAX_PAUSE,
+    PAUSE,
+    calling_again,
+    code_of,
+    in_transaction,
+    was_sacrificed,
+)
 from .timing import Deadline, full_jitter
 
 __all__ = [
@@ -50,7 +58,7 @@ def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M
     deadlock, or if it has read what others changed since (see `retry_on_deadlock`).
     """
     rows = rows.order_by("pk").select_related(None)
-    locking = rows.select_for_update()
+    locking = _locking(rows)
     connection = _in_atomic(locking.db)
     if connection.vendor != "mysql" or connection.isolation_level != "read committed":
         return _locked(locking, wait)
@@ -60,7 +68,7 @@ def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M
     rows = rows.using(locking.db)
     keys = list(rows.values_list("pk", flat=True))
     by_key = rows.model._base_manager.using(locking.db).filter(pk__in=keys)
-    _locked(by_key.order_by("pk").select_for_update(), wait)
+    _locked(_locking(by_key.order_by("pk")), wait)
     return list(rows.filter(pk__in=keys))
 
 
@@ -73,18 +81,23 @@ def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
     """
     rows = rows if rows.ordered else rows.order_by("pk")
     rows = rows.select_related(None)
-    locking = rows.select_for_update()
+    locking = _locking(rows)
     connection = _in_atomic(locking.db)
     if not connection.features.has_select_for_update_skip_locked:
         return _locked(locking[:n], WAIT)
-    locking = locking.select_for_update(skip_locked=True)
+    locking = _locking(rows, skip_locked=True)
     if connection.vendor != "mysql":
         return list(locking[:n])
     # InnoDB locks all rows that it sorts, also those that LIMIT leaves out: one worker would
     # have the whole queue. So one by one, by their keys.
     found: list[M] = []
-    for key in rows.using(locking.db).values_list("pk", flat=True)[: n + SPARE]:
-        found += locking.filter(pk=key)
+    rows = rows.using(locking.db)
+    by_key = _locking(rows.model._base_manager.using(locking.db), skip_locked=True)
+    for key in rows.values_list("pk", flat=True)[: n + SPARE]:
+        if not _locks_joined(locking):
+            found += locking.order_by().filter(pk=key)
+        elif by_key.filter(pk=key):
+            found += rows.filter(pk=key)
         if len(found) == n:
             break
     return found
@@ -98,14 +111,17 @@ class LockingQuerySet(models.QuerySet[M]):
 
         Raise the model's DoesNotExist, and what the function `for_update` raises.
         """
-        rows = self.filter(pk=pk).order_by().select_related(None).select_for_update()
-        features = _in_atomic(rows.db).features
+        row = self.filter(pk=pk).order_by().select_related(None)
+        locking = _locking(row)
+        features = _in_atomic(locking.db).features
         found: list[M] = []
-        if wait is not None and features.has_select_for_update_skip_locked:
+        if _locks_joined(locking):
+            found = for_update(row, wait=wait)
+        elif wait is not None and features.has_select_for_update_skip_locked:
             # One query instead of up to five, if nobody else has it.
-            found = list(rows.select_for_update(skip_locked=True))
+            found = list(_locking(row, skip_locked=True))
         if not found:
-            found = _locked(rows, wait)
+            found = _locked(locking, wait)
         if not found:
             model: Any = self.model
             raise model.DoesNotExist(f"there is no {self.model._meta.label} {pk!r}")
@@ -156,6 +172,39 @@ def retry_on_deadlock(
     return calling_again(function, OperationalError, seconds_after, attempts=attempts, begin=begin)
 
 
+def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:
+    """Have the rows of the model locked, not those that its conditions join, if there is a way."""
+    locking = rows.select_for_update(**how)
+    if connections[locking.db].features.has_select_for_update_of:
+        locking = rows.select_for_update(of=tuple(_tables(rows.model)), **how)
+    return locking
+
+
+def _tables(model: Any, path: str = "self") -> Iterator[str]:
+    """Yield the names of a model's own table and of those that it inherits from."""
+    yield path
+    for parent, link in model._meta.concrete_model._meta.parents.items():
+        if link is not None:
+            before = "" if path == "self" else f"{path}__"
+            yield from _tables(parent, before + link.name)
+
+
+def _locks_joined(locking: models.QuerySet[Any]) -> bool:
+    """Whether this locking queryset locks joined rows too, and their condition can be left out.
+
+    On MariaDB, which locks all that a query reads. At READ COMMITTED a plain read under the lock
+    of the row sees what is true now; at any other level only a locking one does.
+    """
+    connection: Any = connections[locking.db]
+    if connection.vendor != "mysql" or connection.features.has_select_for_update_of:
+        return False
+    model: Any = locking.model
+    own = {base._meta.db_table for base in (model, *model._meta.get_parent_list())}
+    tables = [join.table_name for join in locking.query.alias_map.values()]
+    joined = len(tables) > len(own.intersection(tables))
+    return joined and connection.isolation_level == "read committed"
+
+
 def _in_atomic(using: str) -> Any:
     connection = connections[using]
     if not connection.in_atomic_block:
@@ -170,7 +219,7 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
     deadline = Deadline(wait)
     connection = connections[rows.db]
     if wait == 0 and connection.features.has_select_for_update_nowait:
-        rows = rows.select_for_update(nowait=True)
+        rows = _locking(rows, nowait=True)
     try:
         if connection.vendor == "sqlite":
             _lock_file(connection, rows.model, wait)
@@ -185,7 +234,7 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         return list(rows)
     except OperationalError as error:
         # Cancelled by a person, a statement says on PostgreSQL what it says after its time.
-        if not _was_refused(error) or (_code(error) == "57014" and deadline.remaining()):
+        if not _was_refused(error) or (code_of(error) == "57014" and deadline.remaining()):
             raise
         label = rows.model._meta.label
         if wait == 0:
@@ -193,15 +242,8 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         raise LockTimeout(f"rows of {label} were locked by others for {wait} s") from error
 
 
-def _code(error: BaseException) -> Any:
-    cause = error.__cause__ or error
-    # psycopg 3, psycopg 2, MySQLdb.
-    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    return code or (cause.args[0] if cause.args else None)
-
-
 def _was_refused(error: OperationalError) -> bool:
-    code = _code(error)
+    code = code_of(error)
     if str(code).startswith("database is locked"):
         # A snapshot that is too old does not get newer by waiting. (Python 3.10 cannot tell.)
         return getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_BUSY_SNAPSHOT"
@@ -253,7 +295,7 @@ def _mariadb_time(connection: Any, wait: float) -> Iterator[None]:
 
 def _poll(rows: models.QuerySet[M], deadline: Deadline) -> list[M]:
     """Try with NOWAIT until the deadline: MySQL counts in whole seconds, and for each row."""
-    rows = rows.select_for_update(nowait=True)
+    rows = _locking(rows, nowait=True)
     attempt = 0
     while True:
         last = deadline.remaining() == 0

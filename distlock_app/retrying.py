@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from inspect import iscoroutinefunction
+from inspect import isasyncgenfunction, iscoroutine, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
 from asgiref.sync import async_to_sync, sync_to_async
@@ -39,10 +39,17 @@ PATIENCE = 8
 SACRIFICED = frozenset({"40001", "40P01", 1213, 1020})
 
 
+def code_of(error: BaseException) -> Any:
+    """Return what the driver calls an error of the database."""
+    cause = error.__cause__ or error
+    # psycopg 3, psycopg 2, MySQLdb and SQLite.
+    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    return code or (cause.args[0] if cause.args else None)
+
+
 def was_sacrificed(error: BaseException) -> bool:
     """Whether the database rolled the transaction back only because of another one."""
-    cause = error.__cause__ or error
-    code = getattr(cause, "sqlstate", None) or (cause.args[0] if cause.args else None)
+    code = code_of(error)
     # SQLite: another connection wrote, and may go on writing.
     return code in SACRIFICED or str(code).startswith("database is locked")
 
@@ -121,7 +128,7 @@ class Retrying:
             with _locking_transaction(self.using) if lock and not inside else nullcontext():
                 obj = self.read(lock)
                 obj._state.attempt = attempt
-                self.change(obj)
+                refuse_undone(self.change(obj))
                 obj.save(using=self.using)
             return obj, None, 0.0
         except StaleObjectError as conflict:
@@ -202,6 +209,8 @@ def calling_again(
     """
     if attempts < 1:
         raise ValueError("attempts must be at least 1")
+    if isgeneratorfunction(function) or isasyncgenfunction(function):
+        raise TypeError(f"{function.__qualname__}() is a generator: it cannot begin again")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -230,12 +239,21 @@ def _pause_after(
     error: Exception, attempt: int, *, attempts: int, pause: float, max_pause: float
 ) -> float:
     """Return the seconds to sleep before the next call; raise what the caller is to see."""
-    final = isinstance(error, RetriesExhausted) or in_transaction()
-    if final or not (isinstance(error, StaleObjectError) or was_sacrificed(error)):
+    if in_transaction() or not (_may_pass(error) or was_sacrificed(error)):
         raise error
     if attempt == attempts:
         raise _exhausted(attempts, error) from error
     return full_jitter(attempt - 1, base=pause, cap=max_pause)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether it is a conflict that the same call may not meet again.
+
+    It will if the object was read without its version, or if a client named another one.
+    """
+    if not isinstance(error, StaleObjectError) or isinstance(error, RetriesExhausted):
+        return False
+    return error.obj is None or error.expected is not None
 
 
 def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
@@ -245,6 +263,13 @@ def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
         expected=getattr(failure, "expected", None),
         found=getattr(failure, "found", None),
     )
+
+
+def refuse_undone(result: Any) -> None:
+    """Raise TypeError if a change returned a coroutine: it was not made."""
+    if iscoroutine(result):
+        result.close()
+        raise TypeError("the change returned a coroutine: pass the async function itself")
 
 
 def in_transaction() -> bool:

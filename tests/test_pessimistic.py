@@ -19,7 +19,7 @@ from django.test import TestCase
 
 from distlock_app import LockBusy, LockTimeout, pessimistic
 from distlock_app.pessimistic import for_update, next_unlocked, retry_on_deadlock
-from tests.app.guarded_models import Job
+from tests.app.guarded_models import ColdShelf, Job, Shelf
 from tests.app.versioned_models import SavingsAccount
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -292,6 +292,44 @@ def test_rows_are_locked_by_key_whatever_the_condition(jobs: list[Job]) -> None:
 
 
 # The queue
+
+
+@pytest.fixture
+def chain(jobs: list[Job]) -> Any:
+    """Jobs that come after one and the same: a condition on that one joins its row."""
+    Job.objects.exclude(pk=jobs[0].pk).update(after=jobs[0])
+    return Job.objects.filter(after__state="new").order_by("after__rank", "rank")
+
+
+def test_a_queue_with_a_condition_on_another_row_serves_many_workers(
+    jobs: list[Job], chain: Any
+) -> None:
+    if not connection.features.has_select_for_update_skip_locked:
+        pytest.skip("one transaction at a time")
+
+    with locked_elsewhere(jobs[0].pk, jobs[5].pk), transaction.atomic():
+        assert next_unlocked(chain, 2) == [jobs[4], jobs[3]]
+
+
+def test_a_row_is_locked_without_those_of_its_conditions(jobs: list[Job], chain: Any) -> None:
+    if not connection.features.has_select_for_update:
+        pytest.skip("one transaction at a time")
+
+    with locked_elsewhere(jobs[0].pk), transaction.atomic():
+        assert chain.for_update(jobs[2].pk, wait=0) == jobs[2]
+        assert for_update(chain.filter(pk=jobs[3].pk), wait=0) == [jobs[3]]
+        with pytest.raises(LockBusy):
+            for_update(Job.objects.filter(pk=jobs[0].pk), wait=0)
+
+
+def test_a_row_is_locked_with_the_table_that_it_inherits_from() -> None:
+    if not connection.features.has_select_for_update:
+        pytest.skip("one transaction at a time")
+    shelf = ColdShelf.objects.create()
+
+    with locked_elsewhere(shelf.pk, model=ColdShelf), transaction.atomic():
+        with pytest.raises(LockBusy):
+            for_update(Shelf.objects.filter(pk=shelf.pk), wait=0)
 
 
 def test_the_next_rows_are_those_that_nobody_has(jobs: list[Job]) -> None:

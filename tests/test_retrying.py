@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
-from django.test import TestCase
+from django.http import HttpRequest
+from django.test import RequestFactory, TestCase
 
 from distlock_app import retrying
 from distlock_app.errors import RetriesExhausted, StaleObjectError
+from distlock_app.etags import PreconditionFailed, require_match
 from distlock_app.optimistic import retry_on_conflict
 from distlock_app.signals import version_conflict
 from tests.app.versioned_models import Account, GuardedNamed, SavingsAccount
@@ -512,6 +514,53 @@ def test_a_decorated_function_gives_up(account: Account) -> None:
     with transaction.atomic(), pytest.raises(StaleObjectError):
         pay()
     assert len(calls) == 3
+
+
+def test_what_no_retry_can_mend_is_raised_at_once(account: Account) -> None:
+    calls = []
+
+    @retry_on_conflict
+    def put(request: HttpRequest) -> None:
+        row = Account.objects.get(pk=account.pk)
+        calls.append(row)
+        require_match(request, row)
+
+    with pytest.raises(PreconditionFailed):
+        put(RequestFactory().put("/", headers={"If-Match": '"77"'}))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("attribute", ["sqlstate", "pgcode"])  # psycopg 3 and 2
+def test_every_driver_of_postgresql_tells_of_a_deadlock(attribute: str) -> None:
+    class DeadlockDetected(Exception):
+        pass
+
+    cause = DeadlockDetected("deadlock detected")
+    setattr(cause, attribute, "40P01")
+    calls = []
+
+    @retry_on_conflict(**QUICK)
+    def pay() -> str:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OperationalError(str(cause)) from cause
+        return "paid"
+
+    assert pay() == "paid"
+
+
+def test_a_change_that_is_not_made_is_refused(account: Account) -> None:
+    async def change(row: Account) -> None:
+        row.balance = 0
+
+    with pytest.raises(TypeError, match="pass the async function itself"):
+        Account.objects.retrying(account.pk, lambda row: change(row))
+
+    def changes() -> Iterator[None]:
+        yield
+
+    with pytest.raises(TypeError, match="is a generator"):
+        retry_on_conflict(changes)
 
 
 def test_a_decorated_coroutine_function_is_called_again(account: Account) -> None:
