@@ -170,7 +170,7 @@ site="http://127.0.0.1:$port"
 say "The shop is open, served by two processes; locks: $engine"
 cat <<TEXT
     $site/         the shop
-    $site/race/    the race lab: every guard against the same buyers
+    $site/race/    the race lab: every guard against the same buyers (log in first)
     $site/admin/   live locks; user admin, password locked-shop
                                     (user clerk, same password: may look, not release)
     The nightly job, in another terminal (or two at once):

@@ -10,6 +10,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 
+from . import history
 from .backends.dummy import DummyBackend
 from .backends.locmem import LocMemBackend
 from .registry import Entry, registry
@@ -39,7 +40,7 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
                 id="distlock_app.W001",
             )
         )
-    return [*messages, *_check_isolation()]
+    return [*messages, *_check_history(), *_check_isolation()]
 
 
 def check_servers(
@@ -112,6 +113,11 @@ def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
             hint="The TTL says how long a crash keeps a lock; renewal covers longer work.",
             id="distlock_app.W002",
         )
+
+
+def _check_history() -> Iterator[checks.CheckMessage]:
+    if trouble := history.trouble():
+        yield checks.Error(trouble, id="distlock_app.E001")
 
 
 def _check_isolation() -> Iterator[checks.CheckMessage]:

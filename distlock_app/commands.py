@@ -20,7 +20,7 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from . import identity
 from .attempts import lease_of_runner
 from .decorators import probe, sorted_out
-from .errors import LockBusy, LockError, LockLost
+from .errors import BackendError, LockBusy, LockError, LockLost
 from .holds import Hold
 from .leases import Lease
 from .locks import Lock
@@ -31,7 +31,9 @@ from .registry import checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .transactions import open_blocks
 
-EX_TEMPFAIL = 75  # sysexits.h: "temporary failure; user is invited to retry"
+# sysexits.h: "service unavailable", "temporary failure; user is invited to retry".
+EX_UNAVAILABLE = 69
+EX_TEMPFAIL = 75
 # 128 + 15, as shells report a process that SIGTERM ended.
 TERMINATED = 143
 
@@ -55,7 +57,8 @@ def locked_command(
     The fields of the template are the command's options: `"settle:{shop}"`. `name=` is a
     function of them (as keyword arguments). Without either the name is the command's.
     Adds --lock-wait, --lock-ttl and --no-lock. Busy: a message that names the holder, and
-    exit code `busy_exit`; 0 skips the run in silence. `call_command` gets a CommandError.
+    exit code `busy_exit`; 0 skips the run in silence. With the engine down: exit code 69.
+    `call_command` gets a CommandError.
     `at_least` seconds after its start nobody runs it again, however soon it ends, by the
     engine's clock: for jobs that are quicker than the clocks of hosts are alike.
     SIGTERM and Ctrl-C release the lock. Further options are those of Lock; `using=` may be a
@@ -90,7 +93,9 @@ def locked_command(
 
 def _check_at_least(at_least: float, alias: str) -> None:
     checked_ttl(at_least)
-    if settings.configured and not registry[alias].backend.expires:
+    if not settings.configured or registry.misconfigured(alias):
+        return
+    if not registry[alias].backend.expires:
         engine = type(registry[alias].backend).__name__
         raise ValueError(
             f"at_least= is not possible with {engine} (alias {alias!r}): its locks end with the "
@@ -210,6 +215,9 @@ class _Guard:
                     raise _Busy from error
                 else:
                     release_half_taken(lock, held_before)
+                    if isinstance(error, BackendError):
+                        text = f"cannot take the lock {shown(lock.name)!r}: {error}"
+                        raise CommandError(text, returncode=EX_UNAVAILABLE) from error
                 raise
             self._end(hold, started, None)
         return result
@@ -303,7 +311,7 @@ def held_by(lock: Lock) -> str:
     who += [f"process {holder['pid']}"] if "pid" in holder else []
     who += [str(holder["who"])] if "who" in holder else []
     since = "" if holding.held_for is None else f", for {holding.held_for:.0f} s"
-    return f"its lock {shown(lock.name)!r} is held by {', '.join(who) or 'somebody else'}{since}"
+    return f"the lock {shown(lock.name)!r} is held by {', '.join(who) or 'somebody else'}{since}"
 
 
 def _command_name(command: type) -> str:

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
-from django.core.exceptions import AppRegistryNotReady
+from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 
 from .attempts import lease_of_runner
 from .errors import LockBusy, LockLost, NotHeld
 from .locks import Lock
 from .names import Made, shown
 from .placeholders import NameTemplate, arguments, parameters_of, signature_of
+from .registry import registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 OnBusy = Literal["raise", "skip"] | Callable[..., Any]
@@ -143,13 +144,20 @@ def sorted_out(
 
 
 def probe(lock_options: dict[str, Any]) -> None:
-    """Raise what Lock raises for `lock_options`, where there are settings; connect to nothing."""
+    """Raise what Lock raises for `lock_options`, where there are settings; connect to nothing.
+
+    Not what is wrong in the settings of the alias: the system checks tell that, if the modules of
+    the project can be imported.
+    """
     if not settings.configured:
         return
     try:
         Lock("probe", **lock_options)
     except AppRegistryNotReady:
         pass  # decorated in a models.py: the first call tells
+    except ImproperlyConfigured:
+        if not registry.misconfigured(lock_options.get("using", "default")):
+            raise
 
 
 def path_of(function: Any) -> str:
@@ -195,7 +203,7 @@ def _call(function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBus
                 stack.enter_context(Lock(naming(args, kwargs), **options))
             except LockBusy as busy:
                 return _answer(on_busy, busy, args, kwargs)
-            return refuse_coroutine(function(*args, **kwargs), function)
+            return refuse_undone(function(*args, **kwargs), function)
 
     return wrapper
 
@@ -267,12 +275,15 @@ def _answer(on_busy: OnBusy, busy: LockBusy, args: tuple[Any, ...], kwargs: dict
     return None if on_busy == "skip" else on_busy(busy, *args, **kwargs)
 
 
-def refuse_coroutine(result: Any, function: Any) -> Any:
-    """Return `result`; raise TypeError if the work it stands for has not begun yet."""
-    if inspect.iscoroutine(result):
-        result.close()
-        raise TypeError(
-            f"{path_of(function)} returned a coroutine, which would run without the lock: "
-            "decorate the async function itself"
-        )
-    return result
+def refuse_undone(result: Any, function: Any) -> Any:
+    """Return `result`; raise TypeError if the work that it stands for is not done yet."""
+    pending = inspect.isawaitable(result) or inspect.isgenerator(result)
+    if not pending and not inspect.isasyncgen(result):
+        return result
+    for end in ("close", "cancel"):  # of a coroutine or generator, a task or future
+        if hasattr(result, end):
+            getattr(result, end)()
+    raise TypeError(
+        f"{path_of(function)} returned a {type(result).__name__}, which would run without the "
+        "lock: decorate the async or generator function itself"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -13,6 +12,9 @@ from django.core.exceptions import ImproperlyConfigured
 from .errors import LockError
 from .locks import Lock
 from .registry import registry
+
+# Seconds: another doctor may be at work, or have died.
+TTL = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,11 +40,13 @@ def examine(alias: str) -> Finding:
     try:
         backend = registry[alias].backend
         found.engine = type(backend).__name__
+        backend.ping()  # it may have to connect
         started = monotonic()
         backend.ping()
         found.ping_ms = _ms_since(started)
         found.messages = backend.check(ask=True)
-        lock = Lock(f"distlock doctor {secrets.token_hex(8)}", using=alias, wait=0, release="now")
+        # Always the same one: a lock table keeps a row for each name that it ever saw.
+        lock = Lock("distlock doctor", using=alias, ttl=TTL, wait=2 * TTL, release="now")
         lock.acquire().release()  # connections are made, scripts loaded
         started = monotonic()
         lock.acquire().release()

@@ -38,8 +38,17 @@ AT_EXIT = 2.0
 
 
 def kept() -> int:
-    """Return how many events of each lock are kept; 0: none are."""
-    return int(getattr(settings, "DISTLOCK_HISTORY", 0) or 0)
+    """Return how many events of each lock are kept; 0: none are, or the setting is wrong."""
+    count = getattr(settings, "DISTLOCK_HISTORY", None)
+    return 0 if trouble() else count or 0
+
+
+def trouble() -> str:
+    """Return what is wrong with the setting."""
+    count = getattr(settings, "DISTLOCK_HISTORY", None)
+    if count is None or (type(count) is int and count >= 0):
+        return ""
+    return f"DISTLOCK_HISTORY must be a number of events, 0 or more, not {count!r}."
 
 
 def events_of(alias: str, key: str) -> list[LockEvent]:

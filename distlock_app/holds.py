@@ -385,7 +385,12 @@ class Hold:
         in_time = not lease.lost
         try:
             return lease.backend.release(lease.grant)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, BackendError) and lease.lost:
+                # It is over, whatever the engine would say: a worker goes on asking.
+                renewer.give_back(lease.backend, lease.grant)
+                renewer.lose(lease, "it was not renewed in time", at_release=True)
+                raise self._lost_error() from error
             lease.release_asked |= in_time
             lease.rejoin()
             self.released = False

@@ -167,7 +167,9 @@ class Lock:
 
     @classmethod
     def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
-        """Go on holding, here, the lock that `Hold.dump()` handed over; a text is good once.
+        """Go on holding, here, the lock that `Hold.dump()` handed over; only once.
+
+        Nobody notices a second time: both would have the lock, with the same fence.
 
         Raise LockLost if nobody resumed it in time, ValueError for any other text, and
         BackendError if the engine cannot tell: then try again.

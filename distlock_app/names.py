@@ -47,7 +47,8 @@ def bucket(name: str, value: object, *, buckets: int = 16) -> str:
     if buckets < 1:
         raise ValueError(f"buckets must be 1 or more, not {buckets!r}")
     number = zlib.crc32(str(value).encode("utf-8", "surrogatepass")) % buckets
-    return Made(f"{checked(name)}:{number}", f"{template_of(name) or name}:{{bucket}}")
+    template = template_of(checked(name))
+    return Made(f"{name}:{number}", f"{template}:{{bucket}}" if template else "")
 
 
 @lru_cache(maxsize=4096)

@@ -90,6 +90,8 @@ class NameTemplate:
             raise ValueError(
                 f"{{{field}}} in the lock name {self.template!r}: {type(error).__name__}: {error}"
             ) from error
+        if getattr(value, "is_anonymous", False):
+            value = None  # all who are not logged in would share one lock
         if value is None and absent is not None and (text := absent(field)) is not None:
             return text
         try:

@@ -24,6 +24,14 @@ DEFAULT_SETTING: dict[str, dict[str, Any]] = {
     }
 }
 KEYS = frozenset({"BACKEND", "LOCATION", "TTL", "WAIT", "OPTIONS"})
+# The extra of distlock_app that installs what an engine imports.
+EXTRAS = {
+    "redis": "redis",
+    "django_redis": "redis",
+    "MySQLdb": "mysql",
+    "psycopg": "postgresql",
+    "kazoo": "zookeeper",
+}
 DEFAULT_TTL = 30.0
 DEFAULT_WAIT = 10.0
 
@@ -83,6 +91,15 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.setting())
+
+    def misconfigured(self, alias: Any) -> bool:
+        """Whether settings name `alias`, and are wrong: `manage.py check` tells (E001)."""
+        try:
+            if alias in list(self.setting()):
+                self[alias]
+        except Exception:  # whatever an engine's own code raises
+            return True
+        return False
 
     def made(self) -> list[Entry]:
         """Return the entries in use so far, without making any."""
@@ -150,7 +167,7 @@ def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
         raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.") from None
     except (ImportError, AttributeError, TypeError) as error:  # the last two of what is no text
         raise ImproperlyConfigured(
-            f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {error}"
+            f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
         ) from error
     options = params.get("OPTIONS") or {}
     if not isinstance(options, dict):
@@ -163,11 +180,20 @@ def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
     kwargs = {str(key).lower(): value for key, value in options.items()}
     try:
         backend: BaseLockBackend = cls(alias=alias, location=params.get("LOCATION"), **kwargs)
+    except ImportError as error:
+        raise ImproperlyConfigured(f"{where}: {cls.__name__}: {_why(error)}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ImproperlyConfigured(
             f"{where}: {cls.__name__} cannot use this LOCATION or these OPTIONS: {error}"
         ) from error
     return backend
+
+
+def _why(error: Exception) -> str:
+    """Return what it says, and what to install."""
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    extra = EXTRAS.get(missing) if isinstance(error, ModuleNotFoundError) else None
+    return f"{error}" + (f": install distlock_app with the extra {extra!r}" if extra else "")
 
 
 registry = Registry()

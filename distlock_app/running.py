@@ -16,8 +16,7 @@ from .errors import LockBusy
 from .holds import Hold
 from .locks import Lock
 
-# sysexits.h: a service is unavailable. 76 stands there beside 75 (busy), and no shell uses it.
-EX_UNAVAILABLE = 69
+# It stands in sysexits.h beside 75 (busy), and no shell uses it.
 EX_LOST = 76
 # What a shell answers for a command that it cannot run, or not find.
 EX_NOT_EXECUTABLE = 126

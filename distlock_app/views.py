@@ -17,7 +17,7 @@ from django.views.generic import View
 
 from . import identity
 from .atomic_requests import in_transactions, mark, refuse_open
-from .decorators import path_of, probe, refuse_coroutine, refuse_what_is_no_function, sorted_out
+from .decorators import path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
 from .errors import LockBusy
 from .holds import Hold
 from .locks import Lock
@@ -120,7 +120,7 @@ class _Guard:
         refuse_open(call.aliases)
         if call.request.method not in self.methods:
             with in_transactions(call.aliases):
-                return refuse_coroutine(call.view(), call.view)
+                return refuse_undone(call.view(), call.view)
         name, who = self._about(call)
         with identity.activity(who):
             try:
@@ -129,7 +129,7 @@ class _Guard:
                 return self._busy(call.request, busy)
             try:
                 with in_transactions(call.aliases):
-                    response = refuse_coroutine(call.view(), call.view)
+                    response = refuse_undone(call.view(), call.view)
                     hold.check()
                     if getattr(response, "exception", False):  # REST framework answered an error
                         for alias in call.aliases:
@@ -178,7 +178,8 @@ class _Guard:
 
         def absent(field: str) -> str | None:
             # An anonymous user has no pk; the view may well refuse it, but that comes later.
-            return None if known or not field.startswith("request.user.") else visitor(request)
+            of_user = f"{field}.".startswith("request.user.")
+            return visitor(request) if of_user and not known else None
 
         return self.template.fill({**call.fields(), "request": request}, absent=absent), who
 

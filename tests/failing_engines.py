@@ -15,6 +15,13 @@ class DownBackend(LocMemBackend):
         raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
 
 
+class UnreachedBackend(LocMemBackend):
+    """Grants nothing, for it cannot be asked."""
+
+    def acquire(self, claim, wait):
+        raise BackendError("no route to db7")
+
+
 class HangingBackend(LocMemBackend):
     """Accepts the question and says nothing until the test lets it."""
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 
 import pytest
 from django.core import checks
-from django.core.management import CommandError, call_command
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import BaseCommand, CommandError, call_command
 from django.db import connections
 from django.test import override_settings
 
+from distlock_app import BackendError, Lock, locked, locked_command, locked_view
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_deployment, check_servers, check_settings
+from distlock_app.history import kept
+from distlock_app.registry import EXTRAS
 
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
 TABLE = "distlock_app.backends.database.DatabaseBackend"
@@ -167,10 +173,85 @@ def test_migrate_makes_the_lock_table_although_the_check_misses_it(settings):
     call_command("migrate", "distlock_app", "zero", **options)
     try:
         assert found(check_servers, databases=["locks"]) == ["E012"]
+        with pytest.raises(BackendError, match=r"\(run: manage.py migrate .* --database=locks\)"):
+            Lock("invoice").acquire()
     finally:
         call_command("migrate", "distlock_app", **options)
 
     assert found(check_servers, databases=["locks"]) == []
+
+
+@pytest.mark.parametrize("setting", [[], {"default": {}}, alias(LOCATION=1, OPTIONS={"x": 1})])
+def test_wrong_settings_leave_it_to_the_checks_to_tell_where_functions_are_decorated(
+    settings, setting
+):
+    settings.DISTLOCK = setting
+
+    @locked("invoice:{number}")
+    def bill(number): ...
+
+    @locked_view("pay:{number}")
+    def pay(request, number): ...
+
+    @locked_command(at_least=1)
+    class Command(BaseCommand): ...
+
+    assert found(check_settings) == ["E001"]
+    with pytest.raises(ImproperlyConfigured, match="DISTLOCK"):
+        bill(1)
+
+
+@pytest.mark.parametrize("history", ["many", -5, 2.5, True])
+def test_a_wrong_history_is_an_error_and_keeps_none(settings, history):
+    settings.DISTLOCK_HISTORY = history
+
+    assert found(check_settings) == ["E001"]
+    assert kept() == 0
+
+
+def test_a_name_that_is_no_alias_is_told_where_it_is_written(settings):
+    settings.DISTLOCK = {"default": {}}
+
+    for wrong in ("rdeis", ["redis"]):
+        with pytest.raises(ImproperlyConfigured, match="no alias"):
+            locked("invoice", using=wrong)
+
+
+@pytest.mark.parametrize(
+    ("package", "backend"),
+    [
+        ("redis", "redis.RedisBackend"),
+        ("kazoo", "zookeeper.ZooKeeperBackend"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(package, backend):
+    program = f"""
+import sys
+sys.modules[{package!r}] = None  # as if it were not installed
+from django.conf import settings
+settings.configure(DISTLOCK={{"default": {{"BACKEND": "distlock_app.backends.{backend}"}}}})
+from distlock_app.registry import registry
+registry["default"]
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert "ImproperlyConfigured: DISTLOCK['default']" in ended.stderr
+    assert f"install distlock_app with the extra {EXTRAS[package]!r}" in ended.stderr
+
+
+def test_a_missing_django_redis_is_named_with_its_extra(settings, monkeypatch):
+    for module in [name for name in sys.modules if name.partition(".")[0] == "django_redis"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "django_redis", None)
+    settings.CACHES = {
+        "other": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": "redis://localhost"}
+    }
+    settings.DISTLOCK = alias(BACKEND="distlock_app.backends.redis.RedisBackend", LOCATION="other")
+
+    [message] = check_settings()
+
+    assert message.id == "distlock_app.E001"
+    assert "install distlock_app with the extra 'redis'" in message.msg
 
 
 def test_the_checks_are_known_to_django():

@@ -92,14 +92,16 @@ def test_a_release_that_never_arrived_may_be_repeated(engine):
     assert engines.free(engine)
 
 
-def test_a_repeated_release_does_not_hide_that_the_lock_was_lost_before(engine):
+def test_the_release_of_a_lost_lock_says_so_although_the_engine_cannot_be_asked(engine):
     hold = Lock("a", ttl=0.2, renew=False).acquire()
     until(lambda: hold.lost and not list(engine.holders()))
     engine.fail("release", times=1)
-    with pytest.raises(BackendError):
+
+    with pytest.raises(LockLost) as lost:
         hold.release()
 
-    with pytest.raises(LockLost):
+    assert isinstance(lost.value.__cause__, BackendError)
+    with pytest.raises(NotHeld):
         hold.release()
 
 

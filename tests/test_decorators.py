@@ -481,12 +481,24 @@ def test_what_runs_later_cannot_be_atomic():
             on_locmem("a", atomic=True)(function)
 
 
-def test_a_plain_function_that_returns_a_coroutine_is_refused():
-    async def work():
+def test_a_plain_function_whose_work_comes_later_is_refused():
+    async def coroutine():
         pass
 
-    with pytest.raises(TypeError, match="without the lock"):
-        on_locmem("a")(lambda: work())()
+    def generator():
+        yield
+
+    async def stream():
+        yield
+
+    async def task():
+        with pytest.raises(TypeError, match="returned a Task, which would run without the lock"):
+            on_locmem("a")(lambda: asyncio.ensure_future(coroutine()))()
+
+    for work in (coroutine, generator, stream):
+        with pytest.raises(TypeError, match="without the lock"):
+            on_locmem("a")(lambda work=work: work())()
+    asyncio.run(task())
 
 
 def test_decorating_connects_to_nothing(settings):

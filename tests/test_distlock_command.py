@@ -20,6 +20,7 @@ from django.db import connection
 from distlock_app import identity
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
+from distlock_app.models import DistLock
 from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.signals import lock_cleared
@@ -143,6 +144,21 @@ def test_list_tells_which_engine_is_down_and_shows_the_rest(memory, capsys):
     assert out.splitlines()[1].startswith("a")
 
 
+def test_list_does_not_say_that_nothing_is_held_if_it_is_not_known(memory, capsys):
+    memory("typo", "distlock_app.backends.redis.RedisBakend")
+
+    code, out, err = say(capsys, "list")
+
+    assert (code, out) == (69, "")
+    assert err.startswith("typo cannot be used: DISTLOCK['typo']")
+
+
+def test_show_names_the_lock_that_nobody_holds(memory, capsys):
+    taken("other")
+
+    assert say(capsys, "show", "nightly")[:2] == (1, "nobody holds 'nightly' (alias 'default')\n")
+
+
 def test_no_name_or_holder_can_write_to_the_terminal(memory, capsys):
     taken("\x1b[2Jred\n\u202efake", who="\x1b]0;title\x07")
 
@@ -222,6 +238,7 @@ def test_an_engine_that_is_down_is_neither_free_nor_cleared(memory, capsys, acti
         ["show", "a", "--using", "none"],
         ["show", ""],
         ["purge", "--older-than", "-1"],
+        ["purge", "--older-than", "inf"],
         ["run", "a", "--ttl", "0", "--", "true"],
         ["run", "a", "--using", "none", "--", "true"],
         ["run", "", "--", "true"],
@@ -366,7 +383,10 @@ def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
     ("program", "code"), [("/no/such/program", 127), (str(Path(__file__)), 126)]
 )
 def test_run_of_what_cannot_run_ends_as_a_shell_does(memory, capsys, program, code):
-    assert say(capsys, "run", "a", "--", program)[0] == code
+    ended, _, err = say(capsys, "run", "a", "--", program)
+
+    assert ended == code
+    assert err.startswith(f"{program}: ")
     assert not is_held("a")
 
 
@@ -412,6 +432,17 @@ def test_the_doctor_takes_a_lock_of_every_engine(memory, capsys):
     assert out.startswith("default: LocMemBackend works; one round trip took ")
     assert "\nsecond: LocMemBackend works" in out
     assert list(registry["default"].backend.holders()) == []
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_doctor_leaves_no_more_than_one_row_in_a_lock_table(settings, capsys):
+    table = "distlock_app.backends.database.DatabaseBackend"
+    settings.DISTLOCK = {"default": {"BACKEND": table, "LOCATION": "default"}}
+
+    for _ in range(3):
+        assert say(capsys, "doctor")[0] == 0
+
+    assert DistLock.objects.count() == 1
 
 
 def test_the_doctor_says_what_is_wrong_and_goes_on(memory, capsys):

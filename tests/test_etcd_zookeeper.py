@@ -435,14 +435,6 @@ def test_a_wrong_setting_is_refused(engine):
             registry["default"]
 
 
-def test_a_missing_kazoo_is_named(monkeypatch):
-    monkeypatch.setattr("distlock_app.backends.zookeeper_session.KazooClient", None)
-    setting = {"BACKEND": BACKENDS["zookeeper"], "LOCATION": "127.0.0.1:1"}
-    with override_settings(DISTLOCK={"default": setting}):
-        with pytest.raises(ImproperlyConfigured, match=r"distlock_app\[zookeeper\]"):
-            registry["default"]
-
-
 def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):
     if engine.name != "etcd":
         return  # kazoo does that

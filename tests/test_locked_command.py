@@ -370,3 +370,13 @@ def test_only_classes_of_commands_can_be_decorated():
         locked_command("a", ttl=-1)
     with pytest.raises(ValueError):
         locked_command("{a!r}")
+
+
+def test_an_engine_that_is_down_is_told_without_a_traceback(settings):
+    down = "tests.failing_engines.UnreachedBackend"
+    settings.DISTLOCK = {**settings.DISTLOCK, "down": {"BACKEND": down}}
+
+    with pytest.raises(CommandError, match="cannot take the lock 'settle': no route") as error:
+        call_command(command(lambda self, **options: "done", "settle", using="down")())
+
+    assert error.value.returncode == 69

@@ -16,6 +16,7 @@ from django.http import HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
 from django.utils.decorators import method_decorator
+from django.utils.functional import SimpleLazyObject
 from django.views.decorators.csrf import csrf_exempt
 from django.views.generic import View
 
@@ -88,9 +89,13 @@ def test_an_anonymous_visitor_is_known_by_the_session_but_its_key_is_not_shown()
     def pay_too(request):
         return held()
 
-    for view in (pay, pay_too):
+    @on_locmem("pay:{request.user}")
+    def pay_as_well(request):
+        return held()
+
+    for view in (pay, pay_too, pay_as_well):
         request = RequestFactory().post("/")
-        request.user = AnonymousUser()
+        request.user = SimpleLazyObject(AnonymousUser)
         request.session = type("Session", (), {"session_key": "secret"})()
         name = view(request).content.decode()
 

@@ -23,7 +23,7 @@ on_a_server = pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite i
 def test_somebody_else_migrates(capsys):
     alias = lock_alias(database="default", lock_using=None)
     with held_elsewhere("migrate:default", using=alias):
-        with pytest.raises(CommandError, match="runs already: its lock 'migrate:default'") as busy:
+        with pytest.raises(CommandError, match="runs already: the lock 'migrate:default'") as busy:
             call_command("migrate_locked", "--lock-wait", "0", verbosity=0)
 
     assert busy.value.returncode == 75
@@ -73,3 +73,8 @@ def test_never_on_the_lock_table():
 def test_sqlite_needs_another_engine():
     with pytest.raises(CommandError, match="--lock-using"):
         call_command("migrate_locked")
+
+
+def test_a_wrong_alias_is_told_without_a_traceback():
+    with pytest.raises(CommandError, match="no alias 'nope'"):
+        call_command("migrate_locked", lock_using="nope")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -31,6 +32,9 @@ BATCH = 400
 ALL_KEYS = ("", "g")
 # They are hashes, so these parts are alike: short statements that read each row once.
 PARTS = [f"{part:02x}" for part in range(256)]
+
+# SQLite, MySQL and MariaDB, PostgreSQL.
+NO_TABLE = re.compile("no such table|doesn't exist|does not exist")
 
 # Seconds without a queue after the server refused a connection.
 POLLS_FOR = 60.0
@@ -366,7 +370,8 @@ class DatabaseBackend(BaseLockBackend):
             raise BackendError(self._says(error)) from error
 
     def _says(self, error: BaseException) -> str:
-        return f"lock table on {self.using!r}: {error}"
+        hint = f" (run: manage.py migrate distlock_app --database={self.using})"
+        return f"lock table on {self.using!r}: {error}" + hint * bool(NO_TABLE.search(str(error)))
 
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""

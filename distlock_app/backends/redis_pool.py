@@ -168,7 +168,15 @@ class Pool(Servers):
             self.close()
             raise self._failure(error, sent=link is not None) from error
         except OSError as error:  # such as a name that does not resolve, at a sentinel
-            raise Unreached(f"Redis {self.name!r} could not be reached.") from error
+            raise Unreached(f"Redis {self.name!r} could not be reached at {self._at}.") from error
+
+    @property
+    def _at(self) -> str:
+        """Where the server is, for messages: never with a user or a password."""
+        kwargs = self._recipe.connection_kwargs
+        if service := getattr(self._recipe, "service_name", None):
+            return f"the master of {service!r}"
+        return kwargs.get("path") or f"{kwargs.get('host')}:{kwargs.get('port', 6379)}"
 
     def _connect(self) -> Link:
         for _ in range(3):
@@ -254,13 +262,13 @@ class Pool(Servers):
 
     def _failure(self, error: RedisError, *, sent: bool) -> BackendError:
         """Say what happened; no URL, and none of the texts that may quote our request."""
-        who = f"Redis {self.name!r}"
+        who, why = f"Redis {self.name!r}", type(error).__name__
         if isinstance(error, AuthenticationError):
             return BackendError(f"{who} did not let us in: check user and password in CACHES.")
         if not sent:
-            return Unreached(f"{who} could not be reached: {type(error).__name__}.")
+            return Unreached(f"{who} could not be reached at {self._at}: {why}.")
         kind = Lost if isinstance(error, ConnectionError) else BackendError
-        return kind(f"{who} did not answer: {type(error).__name__}.")
+        return kind(f"{who} did not answer: {why}.")
 
 
 def code_of(error: ResponseError) -> str:

@@ -10,20 +10,14 @@ import threading
 from time import monotonic
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
+from kazoo import exceptions, security
+from kazoo.client import KazooClient
+from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
+from kazoo.protocol.serialization import Connect
+from kazoo.protocol.states import KazooState
+from kazoo.retry import KazooRetry
 
 from ..errors import BackendError
-
-try:
-    from kazoo import exceptions, security
-    from kazoo.client import KazooClient
-    from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
-    from kazoo.protocol.serialization import Connect
-    from kazoo.protocol.states import KazooState
-    from kazoo.retry import KazooRetry
-except ImportError:  # the extra is not installed: said when an engine is made
-    KazooClient = None
-    SequentialThreadingHandler = object
 
 # The server may end a session a little before its time: a follower tells its leader every half
 # tick who was heard of, and may die before it does. A session lasts two ticks at least, so half
@@ -71,10 +65,6 @@ class Session:
         seconds: float,
     ) -> None:
         """`timeout` is for an answer; the session is to last `seconds` without a sign of life."""
-        if KazooClient is None:
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}] needs kazoo: pip install distlock_app[zookeeper]"
-            )
         self._alias = alias
         self._timeout = timeout
         self._options: dict[str, Any] = {"hosts": hosts, "timeout": seconds}

@@ -22,13 +22,14 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from distlock_app import doctor, identity, live, locks, names
 from distlock_app.claims import Holding
-from distlock_app.commands import EX_TEMPFAIL, held_by
+from distlock_app.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by
 from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.registry import registry
-from distlock_app.running import EX_LOST, EX_NOT_FOUND, EX_UNAVAILABLE, run
+from distlock_app.running import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, run
 
 # A fence goes on from the server's clock, which is never set back by so much.
 PURGED_AFTER = 7 * 24 * 3600.0
+OLDEST = 100 * 365 * 24 * 3600.0
 
 
 class Command(BaseCommand):
@@ -79,7 +80,9 @@ class Command(BaseCommand):
         if using is not None:
             registry[using]  # a wrong alias is the caller's mistake, not an engine that is down
         reading = live.read(None if using is None else {using: None})
-        self._write(reading.holdings, as_json, engines=reading.engines)
+        down = any(not engine.up for engine in reading.engines)
+        none = "" if down else "nothing is held"  # of an engine that is down, that is not known
+        self._write(reading.holdings, as_json, engines=reading.engines, none=none)
         return self._tell_down(reading.engines)
 
     def _watch(self, *, interval: float, times: int | None, as_json: bool, **options: Any) -> int:
@@ -110,7 +113,7 @@ class Command(BaseCommand):
 
     def _show(self, *, name: str, using: str, as_json: bool, **options: Any) -> int:
         held = self._held(name, using)
-        self._write(held, as_json)
+        self._write(held, as_json, none=f"nobody holds {names.shown(name)!r} (alias {using!r})")
         return 0 if held else 1
 
     def _clear(
@@ -140,8 +143,8 @@ class Command(BaseCommand):
         return 0 if cleared else 1
 
     def _purge(self, *, using: str, older_than: float, as_json: bool, **options: Any) -> None:
-        if not older_than >= 0:
-            raise CommandError("--older-than must be 0 or more seconds")
+        if not 0 <= older_than <= OLDEST:
+            raise CommandError(f"--older-than must be 0 to {OLDEST:.0f} seconds")
         purge = getattr(registry[using].backend, "purge", None)
         purged = 0 if purge is None else purge(older_than)
         self.stdout.write(_json({"purged": purged}) if as_json else f"{purged} deleted")
@@ -177,6 +180,8 @@ class Command(BaseCommand):
                 raise CommandError(text, returncode=EX_LOST) from error
         if code == EX_NOT_FOUND:
             self.stderr.write(f"{program[0]}: not found, or it ended with {code}")
+        if code == EX_NOT_EXECUTABLE:
+            self.stderr.write(f"{program[0]}: cannot be run, or it ended with {code}")
         return code
 
     def _held(self, name: str, using: str) -> list[Holding]:
@@ -193,8 +198,10 @@ class Command(BaseCommand):
     def _tell_down(self, engines: Iterable[live.Health]) -> int:
         down = [engine for engine in engines if not engine.up]
         for engine in down:
+            wrong = isinstance(engine.error, ImproperlyConfigured)
             # Whoever has a shell here may read what the driver says.
-            self.stderr.write(f"{engine.alias} is down: {engine.error or engine.reason}")
+            why = engine.error or engine.reason
+            self.stderr.write(f"{engine.alias} {'cannot be used' if wrong else 'is down'}: {why}")
         return EX_UNAVAILABLE if down else 0
 
     def _confirm(self, held: Sequence[Holding]) -> None:
@@ -210,12 +217,13 @@ class Command(BaseCommand):
         held: Sequence[Holding],
         as_json: bool,
         engines: Iterable[live.Health] | None = None,
+        none: str = "",
     ) -> None:
         if not as_json:
             for line in _table(held):
                 self.stdout.write(line)
-            if not held:
-                self.stdout.write("nothing is held")
+            if none and not held:
+                self.stdout.write(none)
             return
         answer: dict[str, Any] = {"locks": [asdict(h) for h in held]}
         if engines is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.core.management.commands.migrate import Command as Migrate
 from django.db import connections
@@ -23,7 +24,11 @@ WAIT = 600.0  # seconds; the longest migrations take minutes
 def lock_alias(*, database: str, lock_using: str | None, **options: Any) -> str:
     """Return the alias of the engine that decides who migrates."""
     if lock_using is not None:
-        if isinstance(registry[lock_using].backend, DatabaseBackend):
+        try:
+            backend = registry[lock_using].backend
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
+        if isinstance(backend, DatabaseBackend):
             raise CommandError(
                 f"DISTLOCK[{lock_using!r}] keeps its locks in a table, which migrations make and "
                 "change: name another alias with --lock-using."
