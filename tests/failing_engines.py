@@ -15,6 +15,13 @@ class DownBackend(LocMemBackend):
         raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
 
 
+class BrokenBackend(LocMemBackend):
+    """Has a bug."""
+
+    def ping(self):
+        return 1 / 0
+
+
 class UnreachedBackend(LocMemBackend):
     """Grants nothing, for it cannot be asked."""
 

@@ -144,6 +144,17 @@ def test_list_tells_which_engine_is_down_and_shows_the_rest(memory, capsys):
     assert out.splitlines()[1].startswith("a")
 
 
+def test_an_engine_that_breaks_is_logged_and_one_that_is_down_is_not(memory, capsys, caplog):
+    memory("down", "tests.failing_engines.DownBackend")
+    memory("broken", "tests.failing_engines.BrokenBackend")
+
+    assert say(capsys, "list")[0] == 69
+
+    [record] = [r for r in caplog.records if r.name == "distlock_app"]
+    assert record.lock_event == "not_listed" and record.lock_alias == "broken"
+    assert record.exc_info[0] is ZeroDivisionError
+
+
 def test_list_does_not_say_that_nothing_is_held_if_it_is_not_known(memory, capsys):
     memory("typo", "distlock_app.backends.redis.RedisBakend")
 
