@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
 from django.contrib.admin.utils import flatten_fieldsets, unquote
@@ -29,6 +30,8 @@ else:
 
 # Somebody may save between the read and the write of one request; then the form is compared anew.
 TRIES = 5
+# What the buttons of a form are called that save it.
+SAVING = {"_save", "_saveasnew", "_addanother", "_continue"}
 
 
 def _compared_again(view: Callable[..., HttpResponse], *args: Any, **kwargs: Any) -> HttpResponse:
@@ -100,11 +103,17 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
             request, **{"formset": VersionedListFormSet, **kwargs}
         )
 
-    def changeform_view(self, *args: Any, **kwargs: Any) -> HttpResponse:
-        return _compared_again(super().changeform_view, *args, **kwargs)
+    def changeform_view(self, request: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        view = super().changeform_view
+        if ACTION_CHECKBOX_NAME in request.POST and SAVING.isdisjoint(request.POST):
+            return view(request, *args, **kwargs)  # an action, of Django 6.1
+        return _compared_again(view, request, *args, **kwargs)
 
-    def changelist_view(self, *args: Any, **kwargs: Any) -> HttpResponse:
-        return _compared_again(super().changelist_view, *args, **kwargs)
+    def changelist_view(self, request: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        view = super().changelist_view
+        if "_save" not in request.POST:  # perhaps an action, which nothing undoes
+            return view(request, *args, **kwargs)
+        return _compared_again(view, request, *args, **kwargs)
 
     def delete_view(
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None

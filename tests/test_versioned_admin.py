@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import datetime, timezone
 from decimal import Decimal
 from html.parser import HTMLParser
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+from django.contrib.admin import options
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.test import Client
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION
-from tests.app.admin import OfferAdmin
+from tests.app.admin import ArticleAdmin, OfferAdmin
 from tests.app.versioned_models import Article, Extra, Note, Offer
 
 pytestmark = pytest.mark.django_db
+
+# Where an action may be; only in lists before Django 6.1.
+LOCATIONS = [*getattr(options, "ActionLocation", [])]
 
 
 class Fields(HTMLParser):
@@ -91,6 +95,26 @@ def offer() -> Offer:
     )
 
 
+def meets(patched: Any, admin: Any, method: str, save: Callable[[], Any]) -> None:
+    """Let this method of the admin meet a save of somebody else, once; the next read sees it."""
+    real, read = getattr(admin, method), admin.get_queryset
+    left, found = [save], list[bool]()
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        if found:
+            return real(*args, **kwargs)
+        found.append(True)
+        raise StaleObjectError  # what the guard finds; the transaction is rolled back then
+
+    def get_queryset(self: Any, request: Any) -> Any:
+        if found and left:
+            left.pop()()
+        return read(self, request)
+
+    patched.setattr(admin, method, stale)
+    patched.setattr(admin, "get_queryset", get_queryset)
+
+
 def test_one_person_saves_as_ever(ann: Client, offer: Offer) -> None:
     for name in ("Black tea", "White tea"):
         data = fields(ann.get(url(offer)))
@@ -134,22 +158,9 @@ def test_a_save_in_the_middle_of_the_request_is_a_conflict_too(
     ann: Client, offer: Offer, monkeypatch: Any
 ) -> None:
     data = fields(ann.get(url(offer)))
+    meets(monkeypatch, OfferAdmin, "save_model", lambda: Offer.objects.update(name="White tea"))
 
-    def save_model(*args: Any) -> None:
-        monkeypatch.undo()
-        changed.append(True)
-        raise StaleObjectError  # what the guard finds; the transaction is rolled back then
-
-    def get_object(self: Any, *args: Any) -> Any:
-        if changed:
-            Offer.objects.update(name="White tea")
-        return read(self, *args)
-
-    changed: list[bool] = []
-    read = OfferAdmin.get_object
-    monkeypatch.setattr(OfferAdmin, "save_model", save_model)
-    with patch.object(OfferAdmin, "get_object", get_object):
-        response = ann.post(url(offer), {**data, "name": "Black tea"})
+    response = ann.post(url(offer), {**data, "name": "Black tea"})
 
     assert response.status_code == 409
     assert "White tea" in response.content.decode()
@@ -292,6 +303,44 @@ def test_rows_of_a_list_that_were_not_touched_stay(ann: Client) -> None:
     assert ann.post(address, data).status_code == 302
     article.refresh_from_db()
     assert article.text == "b"
+
+
+def test_an_action_runs_once(ann: Client, monkeypatch: Any) -> None:
+    article = Article.objects.create(text="a")
+    told = []
+
+    def tell(admin: Any, request: Any, queryset: Any) -> None:
+        for one in queryset:
+            told.append(one.text)
+            Article.objects.update(text="b")
+            one.save()
+
+    tell.locations = LOCATIONS  # type: ignore[attr-defined]
+    monkeypatch.setattr(ArticleAdmin, "actions", [tell])
+    chosen = {"_selected_action": article.pk}
+    with pytest.raises(StaleObjectError):
+        ann.post("/admin/testapp/article/", {**chosen, "action": "tell"})
+    assert told == ["a"]
+    if LOCATIONS:  # the page of one object has actions since Django 6.1
+        name = f"{options.ActionLocation.CHANGE_FORM.value}-action"
+        with pytest.raises(StaleObjectError):
+            ann.post(url(article, "article"), {**chosen, name: "tell"})
+        assert told == ["a", "b"]
+
+
+def test_a_list_saved_in_the_middle_of_the_request_is_compared_again(
+    ann: Client, monkeypatch: Any
+) -> None:
+    article = Article.objects.create(text="a")
+    address = "/admin/testapp/article/"
+    data = {**fields(ann.get(address)), "_save": "Save", "form-0-text": "mine"}
+    meets(monkeypatch, ArticleAdmin, "save_model", lambda: Article.objects.update(text="theirs"))
+
+    response = ann.post(address, data)
+
+    assert "“a” became “theirs”" in response.content.decode()
+    article.refresh_from_db()
+    assert article.text == "theirs"
 
 
 def test_what_changed_since_the_confirmation_is_not_deleted(ann: Client, offer: Offer) -> None:
