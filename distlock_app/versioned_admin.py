@@ -11,7 +11,7 @@ from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
-from django.contrib.admin.utils import flatten_fieldsets, unquote
+from django.contrib.admin.utils import flatten_fieldsets
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext
@@ -41,6 +41,14 @@ def _compared_again(view: Callable[..., HttpResponse], *args: Any, **kwargs: Any
         except StaleObjectError:
             continue
     return view(*args, **kwargs)
+
+
+class _Unseen(Exception):
+    """What is to be deleted has another version than the one that was shown."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self.version = version
 
 
 class VersionedListFormSet(forms.BaseModelFormSet):  # type: ignore[type-arg]
@@ -119,24 +127,33 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Delete what the page of confirmation was shown for; its address has the version."""
-        view = super().delete_view
-        obj = self.get_object(request, unquote(object_id))
-        seen = request.GET.get(VERSION)
+        request.distlock_deletes = True
+        try:
+            return _compared_again(super().delete_view, request, object_id, extra_context)
+        except _Unseen as unseen:
+            query = request.GET.copy()
+            query.pop(VERSION, None)
+            if request.method != "POST":
+                query[VERSION] = unseen.version
+                return HttpResponseRedirect(f"?{query.urlencode()}")
+        text = gettext("Somebody else changed this meanwhile. Look at it before you delete it.")
+        self.message_user(request, text, messages.WARNING)
+        return HttpResponseRedirect(f"../change/?{query.urlencode()}".rstrip("?"))
+
+    def get_object(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of what is to be deleted, compare the version that the guard of the delete relies on."""
+        obj = super().get_object(request, *args, **kwargs)
         if (
             obj is None
+            or not getattr(request, "distlock_deletes", False)
             or not self.has_delete_permission(request, obj)
-            or seen == (version := obj._version_field.text_of(obj))
-            or seen is None
-            and request.method == "POST"  # by a program: it has no page
         ):
-            return _compared_again(view, request, object_id, extra_context)
-        if request.method == "POST":
-            text = gettext("Somebody else changed this meanwhile. Look at it before you delete it.")
-            self.message_user(request, text, messages.WARNING)
-            return HttpResponseRedirect("../change/")
-        query = request.GET.copy()
-        query[VERSION] = version
-        return HttpResponseRedirect(f"?{query.urlencode()}")
+            return obj
+        seen = request.GET.get(VERSION)
+        by_program = seen is None and request.method == "POST"  # it has no page
+        if seen != (version := obj._version_field.text_of(obj)) and not by_program:
+            raise _Unseen(version)
+        return obj
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any

@@ -343,6 +343,19 @@ def test_a_list_saved_in_the_middle_of_the_request_is_compared_again(
     assert article.text == "theirs"
 
 
+def test_a_delete_that_meets_a_save_deletes_nothing(
+    ann: Client, offer: Offer, monkeypatch: Any
+) -> None:
+    address = f"/admin/testapp/offer/{offer.pk}/delete/"
+    shown = ann.get(address, follow=True).redirect_chain[-1][0]
+    meets(monkeypatch, OfferAdmin, "delete_model", lambda: Offer.objects.update(name="White tea"))
+
+    response = ann.post(f"{address}{shown}&_popup=1", {"post": "yes"})
+
+    assert response["Location"] == "../change/?_popup=1"
+    assert Offer.objects.exists()
+
+
 def test_what_changed_since_the_confirmation_is_not_deleted(ann: Client, offer: Offer) -> None:
     address = f"/admin/testapp/offer/{offer.pk}/delete/"
     confirmation = ann.get(address, follow=True)
