@@ -94,6 +94,8 @@ class VersionedModelForm(_ModelForm):
     conflict: Conflict | None = None
     # Refuse also if nothing changed that this form shows: for forms that save other rows too.
     strict = False
+    # Refuse in any case: what was sent could not be saved, and is not there any more as a whole.
+    spent = False
     # Who got the form; nobody else may send it.
     user: Any = None
 
@@ -179,12 +181,13 @@ class VersionedModelForm(_ModelForm):
         for name in self._compared:
             if self._take(name) == "theirs" and seen is not None:
                 self._take_theirs(name)
-        if seen is not None and seen["version"] == self._current_version:
+        if seen is not None and seen["version"] == self._current_version and not self.spent:
             return
         old = seen["state"] if seen is not None else {}
         changes = [change for name in self._compared if (change := self._change(name, old))]
         mine = any(self._yours(name) != old.get(name) for name in self._compared)
-        if seen is not None and not self.strict and not (changes and mine):
+        refuse = self.strict or self.spent or (changes and mine)
+        if seen is not None and not refuse:
             # The version moved for something that this form does not show, or that the user
             # did not touch: there is nothing to overwrite.
             for change in changes:

@@ -34,13 +34,18 @@ TRIES = 5
 SAVING = {"_save", "_saveasnew", "_addanother", "_continue"}
 
 
-def _compared_again(view: Callable[..., HttpResponse], *args: Any, **kwargs: Any) -> HttpResponse:
+def _compared_again(
+    view: Callable[..., HttpResponse], request: Any, *args: Any, **kwargs: Any
+) -> HttpResponse:
     for _try in range(TRIES - 1):
         try:
-            return view(*args, **kwargs)
+            return view(request, *args, **kwargs)
         except StaleObjectError:
-            continue
-    return view(*args, **kwargs)
+            if request.FILES:  # storing them may have moved them away
+                request.close()
+                request.FILES.clear()
+                request.distlock_spent = True
+    return view(request, *args, **kwargs)
 
 
 class _Unseen(Exception):
@@ -99,11 +104,13 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         # Rows of other tables have no version of their own, or are saved with this one: whoever
         # saved any of them moved the version of this object.
         form.strict = bool(self.get_inlines(request, obj))
+        form.spent = getattr(request, "distlock_spent", False)
         return form
 
     def get_changelist_form(self, request: Any, **kwargs: Any) -> Any:
         form: Any = super().get_changelist_form(request, **{"form": self.form, **kwargs})
         form.user = request.user
+        form.spent = getattr(request, "distlock_spent", False)
         return form
 
     def get_changelist_formset(self, request: Any, **kwargs: Any) -> Any:
@@ -111,11 +118,15 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
             request, **{"formset": VersionedListFormSet, **kwargs}
         )
 
-    def changeform_view(self, request: Any, *args: Any, **kwargs: Any) -> HttpResponse:
-        view = super().changeform_view
-        if ACTION_CHECKBOX_NAME in request.POST and SAVING.isdisjoint(request.POST):
-            return view(request, *args, **kwargs)  # an action, of Django 6.1
-        return _compared_again(view, request, *args, **kwargs)
+    def changeform_view(
+        self, request: Any, object_id: str | None = None, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        view, sent = super().changeform_view, request.POST
+        adds = object_id is None or "_saveasnew" in sent
+        acts = ACTION_CHECKBOX_NAME in sent and SAVING.isdisjoint(sent)  # since Django 6.1
+        if acts or adds and request.FILES:
+            return view(request, object_id, *args, **kwargs)
+        return _compared_again(view, request, object_id, *args, **kwargs)
 
     def changelist_view(self, request: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         view = super().changelist_view

@@ -7,18 +7,20 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from decimal import Decimal
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 from django.contrib.admin import options
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
+from django.core.files.uploadedfile import SimpleUploadedFile
 from django.test import Client
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION
-from tests.app.admin import ArticleAdmin, OfferAdmin
-from tests.app.versioned_models import Article, Extra, Note, Offer
+from tests.app.admin import ArticleAdmin, LeafletAdmin, OfferAdmin
+from tests.app.versioned_models import Article, Extra, Leaflet, Note, Offer
 
 pytestmark = pytest.mark.django_db
 
@@ -164,6 +166,54 @@ def test_a_save_in_the_middle_of_the_request_is_a_conflict_too(
 
     assert response.status_code == 409
     assert "White tea" in response.content.decode()
+
+
+@pytest.fixture
+def uploads(settings: Any, tmp_path: Path) -> Path:
+    """Uploads are files, which are moved when they are stored."""
+    settings.MEDIA_ROOT = tmp_path
+    settings.FILE_UPLOAD_HANDLERS = ["django.core.files.uploadhandler.TemporaryFileUploadHandler"]
+    return tmp_path
+
+
+@pytest.mark.parametrize("theirs", [{"title": "theirs"}, {"printed": 1}])
+@pytest.mark.parametrize("page", ["form", "list"])
+def test_an_upload_that_meets_a_save_is_asked_for_again(
+    ann: Client, monkeypatch: Any, uploads: Path, page: str, theirs: Any
+) -> None:
+    leaflet = Leaflet.objects.create(title="old")
+    address = url(leaflet, "leaflet") if page == "form" else "/admin/testapp/leaflet/"
+    prefix = "" if page == "form" else "form-0-"
+    data = {**fields(ann.get(address)), "_save": "Save", f"{prefix}title": "mine"}
+    meets(monkeypatch, LeafletAdmin, "save_related", lambda: Leaflet.objects.update(**theirs))
+
+    def sent(data: Any) -> Any:
+        upload = SimpleUploadedFile("a.txt", b"all of it")
+        return ann.post(address, {**data, f"{prefix}picture": upload})
+
+    response = sent(data)
+
+    assert response.status_code == (409 if page == "form" else 200)
+    leaflet.refresh_from_db()
+    assert leaflet.title == theirs.get("title", "old")
+    again = {**fields(response), "_save": "Save"}
+    assert again[f"{prefix}title"] == "mine"
+    assert sent(again).status_code == 302
+    leaflet.refresh_from_db()
+    stored = uploads / str(leaflet.picture)
+    assert (leaflet.title, stored.read_bytes()) == ("mine", b"all of it")
+
+
+def test_a_new_object_is_not_saved_without_its_upload(
+    ann: Client, monkeypatch: Any, uploads: Path
+) -> None:
+    meets(monkeypatch, LeafletAdmin, "save_related", Offer.objects.all)
+    upload = SimpleUploadedFile("a.txt", b"all of it")
+
+    with pytest.raises(StaleObjectError):
+        ann.post("/admin/testapp/leaflet/add/", {"title": "new", "picture": upload})
+
+    assert not Leaflet.objects.exists()
 
 
 def test_a_post_without_the_version_saves_nothing(ann: Client, offer: Offer) -> None:

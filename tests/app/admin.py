@@ -4,7 +4,7 @@ from django.contrib import admin
 
 from distlock_app.versioned_admin import VersionedAdmin, VersionedInlineMixin
 
-from .models import Article, Extra, Note, Offer
+from .models import Article, Extra, Leaflet, Note, Offer
 
 
 class ExtraInline(VersionedInlineMixin, admin.TabularInline):
@@ -42,3 +42,9 @@ class OfferWithInlinesAdmin(VersionedAdmin):
 class ArticleAdmin(VersionedAdmin):
     list_display = ["revision", "text", "hidden"]
     list_editable = ["text", "hidden"]
+
+
+@admin.register(Leaflet)
+class LeafletAdmin(VersionedAdmin):
+    list_display = ["pk", "title", "picture"]
+    list_editable = ["title", "picture"]

@@ -150,3 +150,10 @@ class Note(models.Model):
 
     def __str__(self) -> str:
         return self.text
+
+
+class Leaflet(VersionedModel):
+    title = models.CharField(max_length=50)
+    picture = models.FileField(upload_to="leaflets", blank=True)
+    shown_at = models.TimeField(null=True, blank=True)
+    printed = models.IntegerField(default=0, editable=False)
