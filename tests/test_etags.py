@@ -13,7 +13,7 @@ from django.test import AsyncRequestFactory, RequestFactory
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from distlock_app import StaleObjectError
+from distlock_app import StaleObjectError, locked_view
 from distlock_app.etags import (
     PreconditionFailed,
     PreconditionRequired,
@@ -154,19 +154,35 @@ def test_the_answer_is_what_the_client_reads(account: Account, wanted: str) -> N
     assert "If-Match" in response.content.decode()
 
 
-def test_the_transaction_of_the_request_is_rolled_back(account: Account, monkeypatch: Any) -> None:
-    connection = transaction.get_connection()
-    monkeypatch.setitem(connection.settings_dict, "ATOMIC_REQUESTS", True)
+@guarded_view
+def half(request: HttpRequest) -> HttpResponse:
+    """Be refused after a part of the job."""
+    Account.objects.create(owner="half a job")
+    raise StaleObjectError
 
-    @guarded_view
-    def view(request: HttpRequest) -> HttpResponse:
-        Account.objects.create(owner="half a job")
-        raise StaleObjectError
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        transaction.atomic(half),
+        transaction.atomic(transaction.atomic(savepoint=False)(half)),
+        locked_view("half", using="locmem", atomic=True)(half),
+    ],
+)
+def test_the_transaction_around_a_refused_view_is_rolled_back(view: Any) -> None:
+    assert view(put()).status_code == 409
+
+    assert not Account.objects.exists()
+
+
+def test_what_was_done_before_the_savepoint_of_a_refused_view_stays() -> None:
     with transaction.atomic():
-        view(put())
+        Account.objects.create(owner="before")
+        with transaction.atomic():
+            half(put())
+        Account.objects.create(owner="after")
 
-    assert not Account.objects.filter(owner="half a job").exists()
+    assert [account.owner for account in Account.objects.order_by("pk")] == ["before", "after"]
 
 
 def test_a_time_as_the_version_is_a_tag() -> None:
