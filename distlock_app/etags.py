@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from inspect import iscoroutinefunction
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
 from typing import Any, TypeVar
 
+from asgiref.sync import iscoroutinefunction
 from django.db import connections
 from django.http import HttpResponse, JsonResponse
 from django.utils.http import parse_etags
@@ -68,18 +69,25 @@ def guarded_view(view: Callable[..., Any]) -> Any:
     @functools.wraps(view)
     def call(request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return view(request, *args, **kwargs)
+            answer = view(request, *args, **kwargs)
         except (StaleObjectError, PreconditionRequired) as error:
             return _refusal(request, error)
+        # The `dispatch` of an async class is a plain function.
+        return _awaited(request, answer) if isawaitable(answer) else answer
 
     @functools.wraps(view)
     async def acall(request: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await view(request, *args, **kwargs)
-        except (StaleObjectError, PreconditionRequired) as error:
-            return _refusal(request, error)
+        answer = call(request, *args, **kwargs)
+        return await answer if isawaitable(answer) else answer
 
     return acall if iscoroutinefunction(view) else call
+
+
+async def _awaited(request: Any, answer: Awaitable[Any]) -> Any:
+    try:
+        return await answer
+    except (StaleObjectError, PreconditionRequired) as error:
+        return _refusal(request, error)
 
 
 def _refusal(request: Any, error: Exception) -> HttpResponse:

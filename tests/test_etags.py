@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import pytest
+from asgiref.sync import iscoroutinefunction
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import AsyncRequestFactory, RequestFactory
@@ -135,13 +137,39 @@ def test_a_save_in_between_is_refused_by_the_guard(account: Account) -> None:
     assert view(put()).status_code == 409
 
 
-def test_async_views_answer_too() -> None:
-    @guarded_view
-    async def view(request: HttpRequest) -> HttpResponse:
+async def stale(request: Any) -> HttpResponse:
+    raise StaleObjectError
+
+
+class AsyncView(View):
+    async def put(self, request: HttpRequest) -> HttpResponse:
+        return await stale(request)
+
+
+class EarlyView(AsyncView):
+    def setup(self, request: HttpRequest, *args: Any, **kwargs: Any) -> None:
         raise StaleObjectError
 
+
+@method_decorator(guarded_view, name="dispatch")
+class GuardedAsyncView(AsyncView):
+    pass
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        guarded_view(stale),
+        guarded_view(partial(stale)),
+        guarded_view(AsyncView.as_view()),
+        guarded_view(EarlyView.as_view()),
+        GuardedAsyncView.as_view(),
+    ],
+)
+def test_async_views_answer_too(view: Any) -> None:
     request = AsyncRequestFactory().put("/", headers={"if_match": '"1"'})
 
+    assert iscoroutinefunction(view)  # else Django would call it in a thread
     assert asyncio.run(view(request)).status_code == 412
 
 
