@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, time, timezone
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -131,10 +131,14 @@ class VersionedModelForm(_ModelForm):
     def _key(self, name: str, value: Any) -> Any:
         """Return the value as JSON has it, the same for the same meaning."""
         form_field = self.fields[name]
-        if isinstance(value, datetime):
+        if isinstance(value, str):  # as browsers send it, and forms clean it
+            value = value.replace("\r\n", "\n").replace("\r", "\n")
+            value = value.strip() if getattr(form_field, "strip", False) else value
+        if isinstance(value, datetime | time):
             if not getattr(form_field.widget, "supports_microseconds", True):
                 value = value.replace(microsecond=0)
-            return value.astimezone(timezone.utc).isoformat() if value.tzinfo else str(value)
+            aware = isinstance(value, datetime) and value.tzinfo
+            return value.astimezone(timezone.utc).isoformat() if aware else str(value)
         if isinstance(value, models.fields.files.FieldFile | File):
             return value.name or ""
         if isinstance(value, Decimal):

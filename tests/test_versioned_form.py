@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime, timezone
+from datetime import date, datetime, time, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -14,7 +14,7 @@ from django.http import QueryDict
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
-from tests.app.versioned_models import Account, Extra, Note, Offer, Page, Tag
+from tests.app.versioned_models import Account, Extra, Leaflet, Note, Offer, Page, Tag
 
 pytestmark = pytest.mark.django_db
 
@@ -80,6 +80,52 @@ def test_a_form_is_saved_if_nobody_else_saved(offer: Offer) -> None:
 
 def test_an_untouched_form_has_not_changed(offer: Offer) -> None:
     assert not answered(offer, sent(opened(offer))).has_changed()
+
+
+def test_what_browsers_and_forms_make_of_a_text_is_no_change(offer: Offer) -> None:
+    changed(offer, name="Green tea ", text="one\ntwo\rthree\n")
+    data = sent(opened(offer), price="11", text="one\r\ntwo\r\nthree\r\n")
+    changed(offer, name="White tea", text="four", price=Decimal("12"))
+
+    form = answered(offer, data)
+    form.is_valid()
+
+    assert form.conflict is not None
+    yours = {change.name: change.yours for change in form.conflict.changes}
+    assert yours == {"name": None, "text": None, "price": "11.00"}
+
+
+def test_blanks_that_a_form_keeps_are_a_change() -> None:
+    class Exact(VersionedModelForm):
+        title = forms.CharField(strip=False)
+
+        class Meta:
+            model = Leaflet
+            fields = ["title"]
+
+    leaflet = Leaflet.objects.create(title="a")
+    data = sent(Exact(instance=leaflet), title="a ")
+    Leaflet.objects.update(title="b")
+
+    assert not Exact(data, instance=Leaflet.objects.get()).is_valid()
+
+
+def test_the_microseconds_of_a_time_are_no_change() -> None:
+    class LeafletForm(VersionedModelForm):
+        class Meta:
+            model = Leaflet
+            fields = ["title", "shown_at"]
+
+    Leaflet.objects.create(title="a", shown_at=time(1, 2, 3, 456789))
+    data = sent(LeafletForm(instance=Leaflet.objects.get()), title="mine")
+    Leaflet.objects.update(title="theirs", shown_at=time(5))
+
+    form = LeafletForm(data, instance=Leaflet.objects.get())
+    form.is_valid()
+
+    assert form.conflict is not None
+    changes = {change.name: (change.theirs, change.yours) for change in form.conflict.changes}
+    assert changes == {"title": ("theirs", "mine"), "shown_at": ("5 a.m.", None)}
 
 
 def test_a_new_object_needs_no_version() -> None:
