@@ -111,12 +111,18 @@ class VersionedModelForm(_ModelForm):
             raise ImproperlyConfigured(f"{name} is no VersionedModel: its forms have no version.")
         if user is not None:
             self.user = user
+        self._taken: set[str] = set()
         if self.instance._state.adding:
             return
         # What is in the database now, before the answer is put into the instance.
         self._current = self._state_of_instance()
         self._current_version = self.instance._version_field.text_of(self.instance)
         self.fields[VERSION].initial = self._token
+
+    @property
+    def changed_data(self) -> list[str]:
+        """The fields that this user changed, without those that are taken over from others."""
+        return [name for name in super().changed_data if name not in self._taken]
 
     @property
     def _compared(self) -> list[str]:
@@ -234,6 +240,7 @@ class VersionedModelForm(_ModelForm):
 
     def _take_theirs(self, name: str) -> None:
         """Let the row keep its value of the field, and show that."""
+        self._taken.add(name)
         model_field = self.instance._meta.get_field(name)
         value = getattr(self.instance, name)
         self.cleaned_data[name] = value.all() if model_field.many_to_many else value

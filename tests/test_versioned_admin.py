@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from django.contrib.admin import options
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.core.files.uploadedfile import SimpleUploadedFile
@@ -352,7 +353,22 @@ def test_rows_of_a_list_that_were_not_touched_stay(ann: Client) -> None:
 
     assert ann.post(address, data).status_code == 302
     article.refresh_from_db()
-    assert article.text == "b"
+    assert (article.text, article.revision) == ("b", 2)
+    assert not LogEntry.objects.exists()
+
+
+def test_the_log_names_who_changed_a_field(ann: Client, bob: Client, offer: Offer) -> None:
+    of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
+    of_ann["name"] = "White tea"
+    ann.post(url(offer), of_ann)
+    merge = {**fields(bob.post(url(offer), {**of_bob, "name": "Black tea", "price": "11"}))}
+    assert bob.post(url(offer), {**merge, "distlock_take_name": "theirs"}).status_code == 302
+
+    entries = LogEntry.objects.order_by("pk").values_list("user__username", "change_message")
+    assert [*entries] == [
+        ("ann", '[{"changed": {"fields": ["Name"]}}]'),
+        ("bob", '[{"changed": {"fields": ["Price"]}}]'),
+    ]
 
 
 def test_an_action_runs_once(ann: Client, monkeypatch: Any) -> None:

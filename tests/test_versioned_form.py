@@ -237,6 +237,21 @@ def test_who_changed_nothing_overwrites_nothing(offer: Offer) -> None:
     assert form.save().name == "White tea"
 
 
+def test_what_was_taken_over_from_others_has_not_changed(offer: Offer) -> None:
+    data = sent(opened(offer))
+    changed(offer, name="White tea")
+    form = answered(offer, data)
+    assert form.is_valid() and not form.has_changed()
+
+    data["name"], data["price"] = "Black tea", "11"
+    data.setlist("tags", [])
+    form = answered(offer, data)
+    form.is_valid()
+    again = answered(offer, sent(form, distlock_take_name="theirs"))
+    assert again.is_valid(), again.errors
+    assert again.changed_data == ["price", "tags"]
+
+
 def test_the_same_change_by_both_is_no_conflict(offer: Offer) -> None:
     data = sent(opened(offer), name="White tea")
     changed(offer, name="White tea")
