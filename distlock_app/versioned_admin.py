@@ -156,7 +156,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         obj = super().get_object(request, *args, **kwargs)
         if (
             obj is None
-            or not getattr(request, "distlock_deletes", False)
+            or not hasattr(request, "distlock_deletes")
             or not self.has_delete_permission(request, obj)
         ):
             return obj
@@ -193,7 +193,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         self, request: Any, opts: Any, object_id: str
     ) -> HttpResponse:
         """Show what was typed if the object was deleted meanwhile: it is all that there is."""
-        if request.method != "POST":
+        if request.method != "POST" or hasattr(request, "distlock_deletes"):
             gone: HttpResponse = super()._get_obj_does_not_exist_redirect(  # type: ignore[misc]
                 request, opts, object_id
             )

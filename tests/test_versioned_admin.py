@@ -437,6 +437,14 @@ def test_what_changed_since_the_confirmation_is_not_deleted(ann: Client, offer: 
     assert not Offer.objects.exists()
 
 
+def test_a_delete_of_what_is_gone_says_so_as_ever(ann: Client, offer: Offer) -> None:
+    address = f"/admin/testapp/offer/{offer.pk}/delete/"
+    offer.delete()
+
+    for response in (ann.get(address), ann.post(address, {"post": "yes"})):
+        assert (response.status_code, response["Location"]) == (302, "/admin/")
+
+
 def test_a_delete_without_a_page_works_as_ever(ann: Client, offer: Offer) -> None:
     assert ann.post(f"/admin/testapp/offer/{offer.pk}/delete/", {"post": "yes"}).status_code == 302
 
