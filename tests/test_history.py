@@ -214,7 +214,7 @@ def test_a_free_lock_has_a_page_too_and_is_found_by_its_name(page):
     assert redirected.redirect_chain[-1][0].startswith(EVENTS)
 
 
-@pytest.mark.parametrize("lock", ["", "x", "a:b:c:d", "none:00"])
+@pytest.mark.parametrize("lock", ["", "x", "a:b:c:d", "none:00", "%00:00", "default:%00"])
 def test_made_up_locks_lead_somewhere(page, lock):
     page(EVENTS, lock=lock)
 
