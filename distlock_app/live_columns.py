@@ -13,7 +13,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from .claims import Holding
-from .live import EXPIRING, HELD, WAITED_ON, clock, host_of, state_of
+from .live import EXPIRING, HELD, WAITED_ON, clock, host_of, state_of, who
 from .live_list import PagedLocks
 from .models import LiveLock
 from .registry import registry
@@ -120,10 +120,14 @@ class LiveColumns:
 
     @admin.display(description=_("holder"), ordering="place", empty_value="—")
     def holder(self, row: LiveLock) -> str | None:
-        """Return where it runs, and below that what it does."""
+        """Return where it runs, and below that what it does; the list cuts it, not its title."""
         place = format_html_join(mark_safe(":<wbr>"), "{}", [(p,) for p in row.place.split(":")])
         lines = [(line,) for line in (place, row.activity) if line]
-        return format_html_join(mark_safe("<br>"), "{}", lines) or None
+        text = format_html_join(mark_safe("<br>"), "{}", lines)
+        if not text:
+            return None
+        full = who(row.holding.holder)
+        return format_html('<span class="dl-cut" title="{}">{}</span>', full, text)
 
     @admin.display(description=_("waiters"), ordering="waiters", empty_value="—")
     def waiters(self, row: LiveLock) -> int | None:

@@ -108,6 +108,17 @@ def test_the_list_shows_the_locks_of_every_alias_and_who_holds_them(viewer):
     assert html.count("dl-pill dl-held") == 2
 
 
+def test_what_explains_rows_of_one_name_comes_beside_it_and_the_holder_has_a_title(viewer):
+    with identity.activity("alice /pay/7"):
+        first, second = taken("a", limit=2), taken("a", limit=2)
+    response = viewer.get(LIST)
+
+    assert response.context["cl"].list_display[:2] == ("name", "kind")
+    assert response.context["cl"].result_count == 2
+    assert re.search(r'title="[^"]*:MainThread – alice /pay/7"', response.content.decode())
+    assert first.fence != second.fence
+
+
 def test_the_time_left_is_the_servers_and_counted_down_by_a_file(viewer):
     with Lock("a", ttl=25):
         html = viewer.get(LIST).content.decode()
@@ -340,7 +351,7 @@ def test_the_detail_page_names_every_holder_and_who_waits_in_order(viewer):
     text = html.content.decode()
 
     assert text.index("reader one") < text.index("writer one") < text.index("writer two &lt;b&gt;")
-    assert text.count("reader two") == 2  # of this page, and among all
+    assert text.count("reader two</") == 2  # of this page, and among all
     assert second.claim.owner not in text and waiter.owner not in text
 
 

@@ -263,6 +263,45 @@ def test_the_list_is_read_again_without_a_reload_while_the_button_is_pressed(bro
     shows(page, "2 of 2 selected")
 
 
+@pytest.fixture
+def width(chromium):
+    """Return a function that makes the page so wide, a phone's as well."""
+
+    def set_width(pixels):
+        size = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": pixels < 500}
+        chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        chromium.refresh()
+
+    yield set_width
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def last_seen(browser):
+    """Return which columns can be seen of the list without scrolling sideways."""
+    return browser.execute_script("""
+        const edge = document.querySelector("#changelist-form .results").getBoundingClientRect();
+        return [...document.querySelectorAll("#result_list tbody tr:first-child > *")]
+            .filter((cell) => cell.getBoundingClientRect().right <= edge.right + 1)
+            .map((cell) => cell.className.split("-").pop())
+    """)
+
+
+def test_the_list_fits_its_page_and_a_phone_shows_what_is_urgent(browser, width):
+    with identity.activity("manage.py import_everything --from=/var/spool/2026"):
+        waiter = replace(claim("invoice:42"), holder=identity.holder_text())
+    taken("a long name of a lock:composed:of:many:parts:0123456789", ttl=20_000)
+    taken("invoice:42", who="alice@example.com /invoices/42/pay/with/some/more/of/it")
+    registry["default"].backend.acquire(waiter, 5)
+    page = browser("view_livelock", "clear_lock")
+    width(1265)  # 1280 without the bar to scroll
+    wide = last_seen(page)
+    width(390)
+    narrow = last_seen(page)
+
+    assert len(wide) == 10
+    assert narrow[1:4] == ["name", "kind", "state"]
+
+
 def test_filters_and_search_pick_locks(browser):
     taken("invoice:42")
     taken("nightly")
