@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from statistics import median
@@ -71,6 +71,7 @@ class Past:
     begin: datetime | None = None
     end: datetime | None = None
     panels: Sequence[Panel] = ()
+    overlap: bool = False  # whether two may seem to hold it, as one was told late that it was lost
     width: int = BARS * BAR
     height: int = HEIGHT
 
@@ -85,7 +86,10 @@ def past_of(alias: str, key: str, holdings: Iterable[Holding]) -> Past | None:
     name = shown(events[0].name) if events else ""
     lines = list(_lines(events, {h.fence for h in held}, now))
     waits = [_before(e.at, e.seconds) for e in events if e.event in _WAITS and e.seconds]
-    holds = [_before(e.at, e.seconds) for e in events if e.event in _ENDS and e.seconds]
+    clears = [e for e in events if e.event == LockEvent.CLEARED and e.fence is not None]
+    cleared = {e.fence: e.at for e in clears}
+    ends = [e for e in events if e.event in _ENDS and e.seconds]
+    holds = [_hold(e, cleared) for e in ends]
     holds += [_before(now, h.held_for) for h in held if h.held_for]
     spans = [*waits, *holds]
     if not spans:
@@ -95,7 +99,8 @@ def past_of(alias: str, key: str, holdings: Iterable[Holding]) -> Past | None:
         _panel(_("waiting"), "waiting", waits, begin, end),
         _panel(_("holding"), "holding", holds, begin, end),
     ]
-    return Past(name, lines, _sums(events), begin, end, panels)
+    overlap = any(e.event == LockEvent.LOST and e.fence not in cleared for e in ends)
+    return Past(name, lines, _sums(events), begin, end, panels, overlap)
 
 
 def _lines(events: Sequence[LockEvent], held: set[int | None], now: datetime) -> Iterable[Line]:
@@ -135,6 +140,12 @@ def _sums(events: Iterable[LockEvent]) -> list[tuple[Any, int, float, float]]:
 
 def _before(end: datetime, seconds: float | None) -> tuple[datetime, datetime]:
     return end - timedelta(seconds=seconds or 0.0), end
+
+
+def _hold(event: LockEvent, cleared: Mapping[int | None, datetime]) -> tuple[datetime, datetime]:
+    """Return when it was held: until it was cleared, though its holder was told of that later."""
+    begin, end = _before(event.at, event.seconds)
+    return begin, max(begin, min(end, cleared.get(event.fence, end)))
 
 
 def _panel(

@@ -214,6 +214,49 @@ def test_a_free_lock_has_a_page_too_and_is_found_by_its_name(page):
     assert redirected.redirect_chain[-1][0].startswith(EVENTS)
 
 
+def happened(event, ago, *, fence=None, seconds=None):
+    """Tell of an event of the lock "a", so many seconds ago."""
+    return LockEvent.objects.create(
+        at=timezone.now() - timedelta(seconds=ago), alias="default", key=key_of("a"), name="a",
+        event=event, seconds=seconds, fence=fence,
+    )  # fmt: skip
+
+
+def test_a_hold_that_was_cleared_ends_there_in_the_chart(kept):
+    happened("lost", 50, fence=1, seconds=50)
+    happened("cleared", 60, fence=1)
+    happened("released", 40, fence=2, seconds=20)
+
+    past = live_history.past_of("default", key_of("a"), [])
+
+    assert past.panels[1].top == pytest.approx(1.0, abs=0.01)
+    assert not past.overlap
+    assert max(held for _, _, _, held in past.sums) == 50  # which is when it was told
+
+
+@pytest.mark.parametrize(("fence", "at"), [(9, 60), (None, 60), (1, 999), (1, 5)])
+def test_only_the_clear_of_this_hold_ends_it(kept, fence, at):
+    happened("lost", 50, fence=1, seconds=50)
+    happened("cleared", at, fence=fence)
+    happened("released", 40, fence=2, seconds=20)
+
+    past = live_history.past_of("default", key_of("a"), [])
+
+    most = {999: 1.0}.get(at, 2.0)
+    assert past.panels[1].top == pytest.approx(most, abs=0.01)
+
+
+def test_the_chart_says_what_its_bars_are(page):
+    happened("lost", 50, fence=1, seconds=50)
+    happened("acquired", 60, fence=2, seconds=30)
+    happened("released", 40, fence=2, seconds=20)
+    html = page(EVENTS, lock=id_of("default", key_of("a"))).content.decode()
+
+    assert "(on average during each bar; full height: 2.0)" in html
+    assert html.count("Waits are shown once they have ended.") == 1
+    assert "Whoever lost the lock counts as holding it until it was told" in html
+
+
 @pytest.mark.parametrize("lock", ["", "x", "a:b:c:d", "none:00", "%00:00", "default:%00"])
 def test_made_up_locks_lead_somewhere(page, lock):
     page(EVENTS, lock=lock)
