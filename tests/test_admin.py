@@ -355,6 +355,22 @@ def test_the_detail_page_names_every_holder_and_who_waits_in_order(viewer):
     assert second.claim.owner not in text and waiter.owner not in text
 
 
+def test_pages_about_locks_lead_back_to_them(clearer):
+    with Lock("a"):
+        pages = [f"{CLEAR}?lock={row_id('a')}", LEFTOVER]
+        htmls = [clearer.get(page).content.decode() for page in pages]
+
+    for html in htmls:
+        assert_crumbs(html)
+
+
+def assert_crumbs(html):
+    """Check that the page says where it is: below the list of live locks."""
+    [crumbs] = re.findall(r'<ol class="breadcrumbs.*?</ol>', html, re.S)
+    links = ["/admin/", "/admin/distlock_app/", LIST]
+    assert re.findall(r'href="(.*?)"', crumbs) == links
+
+
 def test_the_detail_page_of_a_lock_that_is_free_says_so(viewer):
     with Lock("a"):
         pk = row_id("a")
