@@ -263,6 +263,24 @@ def test_the_list_is_read_again_without_a_reload_while_the_button_is_pressed(bro
     shows(page, "2 of 2 selected")
 
 
+def test_the_button_says_what_it_does_and_the_text_beside_it_what_happens(browser):
+    taken("a1")
+    page = browser("view_livelock")
+    button = page.find_element(By.CSS_SELECTOR, "button.dl-refresh")
+    assert button.text == "Refresh by itself"
+    assert "Reload the page to ask" in text(page) and "asked again every" not in text(page)
+
+    button.click()
+    taken("a2")
+
+    shows(page, "a2")  # also after the text was swapped
+    assert button.text == "Stop refreshing" and button.get_attribute("aria-pressed") == "true"
+    assert "Reload the page to ask" not in text(page) and "asked again every" in text(page)
+    button.click()
+    assert button.text == "Refresh by itself" and button.get_attribute("aria-pressed") == "false"
+    assert "Reload the page to ask" in text(page)
+
+
 @pytest.fixture
 def width(chromium):
     """Return a function that makes the page so wide, a phone's as well."""

@@ -57,6 +57,7 @@
     }
     function turn(on) {
       button.setAttribute("aria-pressed", String(on));
+      document.documentElement.classList.toggle("dl-refreshing", on); // what is said, by locks.css
       clearTimeout(timer);
       timer = on ? setTimeout(again, EVERY) : 0;
     }
