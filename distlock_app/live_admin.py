@@ -167,6 +167,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             "holders": self._holders(found.same),
             "queue": clearing.queue_of(row.holding.alias, row.holding.key),
             "past": live_history.past_of(row.holding.alias, row.holding.key, found.same),
+            "history_url": self._url("history", quote(row.pk)),
         }
         return super().change_view(
             request, quote(row.pk), form_url, {**more, **(extra_context or {})}
@@ -192,6 +193,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             "holders": holders,
             "queue": clearing.queue_of(alias, key),
             "past": past,
+            "history_url": self._url("history", quote(id_of(alias, key))),
         }
         return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
 
@@ -225,7 +227,9 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         lock_id = id_of(alias, key)
         entry = LogEntry.objects.filter(object_id=lock_id).order_by("pk").last()
         rows = [] if entry else clearing.rows_of([lock_id]).rows
-        name = entry.object_repr if entry else rows[0].name if rows else key
+        told = [] if entry or rows else history.events_of(alias, key)
+        names = [*(row.name for row in rows), *(event.name for event in told), key]
+        name = entry.object_repr if entry else names[0]
         request.distlock_row = LiveLock(id=lock_id, name=name)
         return super().history_view(request, quote(lock_id), extra_context)
 

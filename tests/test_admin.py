@@ -371,6 +371,19 @@ def assert_crumbs(html):
     assert re.findall(r'href="(.*?)"', crumbs) == links
 
 
+def test_a_reason_is_kept_where_the_page_says(clearer):
+    taken("a")
+    pk = row_id("a")
+    said = clearer.get(CLEAR, {"lock": pk}).content.decode()
+    lock = clearer.get(change_url(pk)).content.decode()
+    post(clearer, pk, reason="host is gone")
+    history = clearer.get(history_url(pk)).content.decode()
+
+    assert "the change history of the lock (“History” on its page)" in said
+    assert history_url(pk) in lock and ">History<" in lock
+    assert "Change history: a" in history and "host is gone" in history
+
+
 def test_the_detail_page_of_a_lock_that_is_free_says_so(viewer):
     with Lock("a"):
         pk = row_id("a")

@@ -214,6 +214,18 @@ def test_a_free_lock_has_a_page_too_and_is_found_by_its_name(page):
     assert redirected.redirect_chain[-1][0].startswith(EVENTS)
 
 
+def test_what_happened_leads_to_the_list_and_to_what_people_did(page):
+    with Lock("a"):
+        pass
+    lock = id_of("default", key_of("a"))
+    html = page(EVENTS, lock=lock).content.decode()
+
+    [crumbs] = re.findall(r'<ol class="breadcrumbs.*?</ol>', html, re.S)
+    assert re.findall(r'href="(.*?)"', crumbs) == ["/admin/", "/admin/distlock_app/", LIST]
+    [link] = re.findall(r'href="([^"]*/history/)"', html)
+    assert "Change history: a" in page(link).content.decode()
+
+
 def happened(event, ago, *, fence=None, seconds=None):
     """Tell of an event of the lock "a", so many seconds ago."""
     return LockEvent.objects.create(
