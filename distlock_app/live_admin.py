@@ -211,10 +211,11 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         query = urlencode({"lock": id_of(alias, key)})
         return f"{self._url('events')}?{query}" if history.kept() else ""
 
-    def _pasts(self, name: str) -> list[tuple[str, str]]:
-        """Return the aliases that know of a lock, and where its events are."""
+    def _pasts(self, name: str) -> list[tuple[str, str, str]]:
+        """Return the lock and each alias that knows of it, and where its events are."""
         aliases = history.aliases_of(name) if name and history.kept() else []
-        return [(alias, self._events(id_of(alias, key_of(name)))) for alias in aliases]
+        lock = shown(name)
+        return [(lock, alias, self._events(id_of(alias, key_of(name)))) for alias in aliases]
 
     def history_view(
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None

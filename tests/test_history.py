@@ -12,8 +12,18 @@ from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.db import connection, transaction
 from django.utils import timezone
+from django.utils.html import escape
 
-from distlock_app import Lock, LockBusy, LockLost, history, identity, live_history, signals
+from distlock_app import (
+    Lock,
+    LockBusy,
+    LockLost,
+    history,
+    identity,
+    live_history,
+    names,
+    signals,
+)
 from distlock_app.live_list import id_of
 from distlock_app.models import LiveLock, LockEvent
 from distlock_app.names import key_of
@@ -205,10 +215,12 @@ def test_a_free_lock_has_a_page_too_and_is_found_by_its_name(page):
     with Lock(name) as hold:
         old = id_of("default", key_of(name), str(hold.fence))
     found = page(LIST, q=name).content.decode()
+    shown = escape(names.shown(name))
     html = page(EVENTS, lock=id_of("default", key_of(name))).content.decode()
     redirected = page(f"{LIST}{old.replace(':', '_3A')}/change/")
 
     assert "events/?lock=default" in found
+    assert f"What happened lately to “{shown}” of “default”" in found
     assert "released" in html and "free" in html
     assert "<script>alert" not in html + found and "\u202e" not in html
     assert redirected.redirect_chain[-1][0].startswith(EVENTS)
