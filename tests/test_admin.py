@@ -93,6 +93,10 @@ def post(client, *ids, reason="host is gone"):
     return client.post(CLEAR, {"lock": ids, "reason": reason}, follow=True)
 
 
+def html_of(response):
+    return response.content.decode()
+
+
 def said(response):
     """Return the messages on the page, in one text."""
     return "\n".join(str(message) for message in response.context["messages"])
@@ -612,6 +616,7 @@ def test_no_page_shows_a_token(clearer):
 
 EXTEND = f"{LIST}extend/"
 LEFTOVER = f"{LIST}leftover/"
+ROWS = "/admin/distlock_app/distlock/"
 
 
 def extended(client, pk, seconds=600):
@@ -840,6 +845,45 @@ class TestLockTable:
         for html in htmls:
             assert "alice /pay/7" in html or "icon-yes" in html
             assert token not in html
+
+    def test_its_rows_are_said_to_be_of_its_database(self, browse):
+        client = browse("view_distlock")
+        with Lock("a", using="table"):
+            html = client.get(ROWS).content.decode()
+            row = client.get(f"{ROWS}{key_of('a')}/change/").content.decode()
+
+        assert "Database “locks”, with the locks of: table" in html
+        assert "locks (table)" in row
+        assert "database=" not in html  # nothing to choose
+
+    def test_of_several_tables_one_is_chosen_and_kept(self, browse, aliases):
+        aliases("first", "distlock_app.backends.database.DatabaseBackend", LOCATION="default")
+        aliases("again", "distlock_app.backends.database.DatabaseBackend", LOCATION="locks")
+        client = browse("view_distlock")
+        with (
+            Lock("a", using="table"),
+            Lock("zebra", using="first"),
+            Lock("a", using="first") as hold,
+        ):
+            default = client.get(f"{ROWS}?database=default")
+            shown = {
+                query: {row.name for row in client.get(f"{ROWS}?{query}").context["cl"].queryset}
+                for query in ("", "database=locks", "database=nonsense", "database=default&q=zebra")
+            }
+            [link] = re.findall(rf'href="({ROWS}{key_of("a")}/change/[^"]*)"', html_of(default))
+            row = client.get(link.replace("&amp;", "&"))
+
+        assert {row.name for row in default.context["cl"].queryset} == {"a", "zebra"}
+        assert default.context["cl"].full_result_count == 2
+        assert "Database “default”, with the locks of: first" in html_of(default)
+        assert shown == {
+            "": {"a"},
+            "database=locks": {"a"},
+            "database=nonsense": {"a"},
+            "database=default&q=zebra": {"zebra"},
+        }
+        assert "default (first)" in html_of(row)
+        assert str(hold.fence) in html_of(row).replace(",", "")
 
     def test_nobody_can_ask_for_an_owner_digit_by_digit(self, browse):
         client = browse("view_distlock")
