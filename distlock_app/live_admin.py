@@ -133,6 +133,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         more = {
             "title": _("Live locks"),
             "engines": reading.engines,
+            "down": [e for e in reading.engines if not e.up and _chosen(request, e.alias)],
             "looked_through": [e for e in reading.engines if looks and e.alias in cut],
             "paged": cut and not looks,
             "read_at": timezone.now(),

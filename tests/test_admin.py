@@ -238,6 +238,16 @@ def test_an_engine_that_is_down_is_shown_so_without_its_secrets(viewer, aliases)
     assert html.count("data-dl-left") == 1
 
 
+@pytest.mark.parametrize(("query", "said"), [("", 1), ("alias=broken", 1), ("alias=default", 0)])
+def test_a_list_without_the_locks_of_an_engine_that_is_down_says_so(viewer, aliases, query, said):
+    aliases("broken", "tests.failing_engines.DownBackend")
+
+    html = viewer.get(f"{LIST}?{query}").content.decode()
+
+    assert "0 live locks" in html
+    assert html.count("It is not known what “broken” holds") == said
+
+
 def test_an_engine_that_hangs_costs_its_bound_once_and_one_thread(viewer, aliases):
     aliases("silent", "tests.failing_engines.HangingBackend")
     HangingBackend.asked = 0
