@@ -124,7 +124,7 @@ class VersionedModel(models.Model):
 
     # Below: the way of a save through Django. `save_base()` calls `_save_table()` for each
     # table, parents first, which calls `_do_update()`. Their arguments are those of 5.2 to 6.1;
-    # `_do_update()` got one more in 6.0.
+    # `_do_update()` got one more in 6.0: its `args` begin with `update_fields, forced_update`.
 
     def save_base(
         self,
@@ -210,6 +210,8 @@ class VersionedModel(models.Model):
         state: Any = self._state
         if not hasattr(state, "expected"):  # another table, or raw
             return super()._do_update(base_qs, using, pk_val, values, *args)
+        # Forced: `select_on_save` takes a row that an old snapshot still shows for written.
+        args = args[0], True, *args[2:]
         expected = state.expected
         if expected is None:
             return self._update_unread(base_qs, using, pk_val, values, *args)

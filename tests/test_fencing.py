@@ -6,12 +6,13 @@ import asyncio
 import pickle
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import NotSupportedError, connection, connections, transaction
+from django.db import NotSupportedError, OperationalError, connection, connections, transaction
 from django.test import TestCase
 
 from distlock_app import (
@@ -26,6 +27,7 @@ from distlock_app import (
 from tests.app.guarded_models import ColdShelf, Shelf, Vault
 from tests.engines import renewed
 from tests.processes import Processes
+from tests.test_optimistic import elsewhere, repeatable_read
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -73,6 +75,21 @@ def test_a_smaller_fence_is_refused(shelf: Shelf) -> None:
     assert pickle.loads(pickle.dumps(refusal.value)).found == NEW
 
 
+def test_select_on_save_does_not_hide_a_later_holder_in_an_old_snapshot(
+    shelf: Shelf, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(Shelf._meta, "select_on_save", True)
+
+    # PostgreSQL and SQLite end a transaction that would write on an old snapshot.
+    with suppress(OperationalError), repeatable_read():
+        mine = Shelf.objects.get()
+        elsewhere(lambda: Shelf.objects.fenced(NEW + 2).update(stock=9))
+        with pytest.raises(StaleFenceError):
+            mine.save(fence=NEW + 1)
+
+    assert row(shelf) == (9, NEW + 2)
+
+
 def test_some_fields_are_saved_with_the_fence(shelf: Shelf) -> None:
     shelf.stock, shelf.name = 6, "unsaved"
     shelf.save(fence=NEW + 1, update_fields=["stock"])
@@ -110,6 +127,17 @@ def test_a_row_that_is_gone_is_not_made_again(shelf: Shelf) -> None:
 
     with pytest.raises(StaleFenceError, match="gone"):
         shelf.save(fence=NEW + 1)
+
+    assert not Shelf.objects.exists()
+
+
+def test_a_row_that_an_old_snapshot_still_shows_is_not_made_again(shelf: Shelf) -> None:
+    # PostgreSQL and SQLite end a transaction that would write on an old snapshot.
+    with suppress(OperationalError), repeatable_read():
+        mine = Shelf.objects.get()
+        elsewhere(Shelf.objects.all().delete)
+        with pytest.raises(StaleFenceError, match="gone"):
+            mine.save(fence=NEW + 1)
 
     assert not Shelf.objects.exists()
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from django.db import (
     DatabaseError,
     IntegrityError,
     NotSupportedError,
+    OperationalError,
     connection,
     models,
     transaction,
@@ -58,6 +60,30 @@ def other_saves(obj: Any, **values: Any) -> int:
 def version_of(obj: Any) -> int:
     name = obj._version_field.attname
     return int(type(obj)._base_manager.values_list(name, flat=True).get(pk=obj.pk))
+
+
+def elsewhere(write: Callable[[], Any]) -> None:
+    """Let another connection write."""
+
+    def run() -> None:
+        try:
+            write()
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+
+
+@contextmanager
+def repeatable_read() -> Iterator[None]:
+    """A transaction whose reads keep to the snapshot of the first one."""
+    with transaction.atomic():
+        if connection.vendor != "sqlite":
+            with connection.cursor() as cursor:
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        yield
 
 
 # save()
@@ -185,6 +211,34 @@ def test_select_on_save_and_another_name_of_the_version_are_guarded() -> None:
 
     with pytest.raises(StaleObjectError):
         stale.save()
+
+
+def test_select_on_save_does_not_hide_a_conflict_in_an_old_snapshot() -> None:
+    """Whether the row is still there is asked of the snapshot, where nothing has changed."""
+    article = Article.objects.create(text="one")
+
+    # PostgreSQL and SQLite end a transaction that would write on an old snapshot.
+    with suppress(OperationalError), repeatable_read():
+        mine = Article.objects.get()
+        elsewhere(lambda: other_saves(article, text="theirs"))
+        mine.text = "mine"
+        with pytest.raises(StaleObjectError):
+            mine.save()
+
+    assert Article.objects.get().text == "theirs"
+
+
+def test_select_on_save_of_what_was_never_read_writes_in_an_old_snapshot() -> None:
+    article = Article.objects.create(text="one")
+
+    with suppress(OperationalError), repeatable_read():
+        Article.objects.get()
+        elsewhere(lambda: other_saves(article, text="theirs"))
+        mine = Article(pk=article.pk, text="mine")
+        mine.save()
+
+        assert Article.objects.get().text == "mine"
+        assert mine.revision == version_of(article) == 3
 
 
 # New objects whose key is known
@@ -696,8 +750,6 @@ def rolled_back() -> Iterator[None]:
 
 @pytest.fixture
 def undone() -> Callable[[], Any]:
-    from contextlib import contextmanager
-
     return contextmanager(rolled_back)
 
 
