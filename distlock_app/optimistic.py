@@ -247,6 +247,10 @@ class VersionedModel(models.Model):
             # Read from a replica, it is guarded; copied to another database, it is new there.
             if router.db_for_write(type(self), instance=self) != using:
                 return None
+        return self._version_read()
+
+    def _version_read(self) -> Any:
+        """Return the version in memory, None on a new object."""
         name = self._version_field.attname
         if name not in self.__dict__:
             what = "was read without its version: nobody can say whether it changed"

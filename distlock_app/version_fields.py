@@ -73,8 +73,11 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
         return ExtraWhere([condition], [self.parameter(version, using)])
 
     def text_of(self, obj: Any) -> str:
-        """Return the version in memory as text that is the same wherever it is written."""
-        version = getattr(obj, self.attname)
+        """Return the version in memory as text that is the same wherever it is written.
+
+        One that would have to be read now is a conflict: it may be later than what is shown.
+        """
+        version = obj._version_read()
         if isinstance(version, datetime) and timezone.is_aware(version):
             version = version.astimezone(times.timezone.utc)
         return version.isoformat() if isinstance(version, datetime) else str(version)

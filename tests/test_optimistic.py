@@ -26,6 +26,8 @@ from django.test import TestCase
 from django.utils import timezone
 
 from distlock_app.errors import StaleObjectError
+from distlock_app.etags import etag_of
+from distlock_app.forms import VERSION, VersionedModelForm
 from distlock_app.signals import version_conflict
 from tests.app.versioned_models import (
     Account,
@@ -84,6 +86,12 @@ def repeatable_read() -> Iterator[None]:
             with connection.cursor() as cursor:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         yield
+
+
+class AccountForm(VersionedModelForm):
+    class Meta:
+        model = Account
+        fields = ["balance"]
 
 
 # save()
@@ -360,7 +368,7 @@ def test_only_and_defer_always_read_the_version(
             stale.save()
 
 
-def test_a_row_read_without_its_version_is_not_saved(account: Account) -> None:
+def test_a_row_read_without_its_version_is_neither_saved_nor_given_a_tag(account: Account) -> None:
     child = Account.objects.create(parent=account)
     raw = Account.objects.raw("SELECT id, balance FROM testapp_account WHERE owner = 'Ann'")[0]
     children = Account.objects.select_related("parent").only("parent__balance")
@@ -374,8 +382,14 @@ def test_a_row_read_without_its_version_is_not_saved(account: Account) -> None:
             for write in (obj.save, obj.delete):
                 with pytest.raises(StaleObjectError, match="read without its version"):
                     write()
+            # What would go out under a version that is read now may be older than that.
+            for show in (etag_of, lambda one: AccountForm(instance=one)):
+                with pytest.raises(StaleObjectError, match="read without its version"):
+                    show(obj)
             obj.refresh_from_db()
             obj.save()
+            assert etag_of(obj) == f'"{obj.version}"'
+            assert AccountForm(instance=obj)[VERSION].value()
 
 
 def test_refreshing_some_fields_does_not_hide_a_conflict(account: Account) -> None:
