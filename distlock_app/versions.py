@@ -9,6 +9,7 @@ from typing import Any
 from django.db import NotSupportedError, connections, models, transaction
 
 from .retrying import Retrying
+from .transactions import is_open
 
 
 class VersionedQuerySet(models.QuerySet[Any]):
@@ -175,11 +176,16 @@ def watch(obj: Any, before: Any, using: str) -> None:
     connection: Any = connections[using]
     if not connection.in_atomic_block or connection.atomic_blocks[-1]._from_testcase:
         return
-    # One callback for all saves between two savepoints: Django pops them from the front of a
-    # list, which takes the square of their number.
-    last = connection.run_on_commit[-1:]
-    undo = last[0][1] if last and last[0][0] == set(connection.savepoint_ids) else None
+    # First: a hook that raises drops those after it, and that is no rollback. In a TestCase last:
+    # captureOnCommitCallbacks() takes what comes after the hooks that it found.
+    hooks = connection.run_on_commit
+    place = 0 if is_open(connection) else len(hooks)
+    # One for all saves between two savepoints: Django pops them from the front of a list, which
+    # takes the square of their number.
+    undone_with = set(connection.savepoint_ids)
+    found = hooks[:1] if place == 0 else hooks[-1:]
+    undo = found[0][1] if found and found[0][0] == undone_with else None
     if not isinstance(undo, Undo):
         undo = Undo(using)
-        transaction.on_commit(undo, using=using)
+        hooks.insert(place, (undone_with, undo, True))
     undo.written.append((weakref.ref(obj), before))

@@ -826,6 +826,22 @@ def test_a_rolled_back_bulk_update_puts_the_versions_back(account: Account, undo
     assert account.version == 1
 
 
+def test_a_callback_that_fails_after_the_commit_puts_no_version_back(account: Account) -> None:
+    def fail() -> None:
+        raise Undone
+
+    with pytest.raises(Undone):
+        with transaction.atomic():
+            transaction.on_commit(fail)
+            account.save()
+            with transaction.atomic():
+                transaction.on_commit(fail)
+                account.save()
+
+    assert account.version == version_of(account) == 3
+    account.save()
+
+
 def test_the_watch_for_a_rollback_neither_piles_up_nor_keeps_objects(account: Account) -> None:
     with transaction.atomic():
         for _ in range(50):
@@ -836,6 +852,18 @@ def test_the_watch_for_a_rollback_neither_piles_up_nor_keeps_objects(account: Ac
 
 
 class OnCommitCallbacks(TestCase):
+    def test_a_save_in_a_block_runs_no_callback_from_before_the_capture(self) -> None:
+        account = Account.objects.create()
+        calls: list[int] = []
+        transaction.on_commit(lambda: calls.append(1))
+
+        with self.captureOnCommitCallbacks(execute=True):
+            with transaction.atomic():
+                account.save()
+                transaction.on_commit(lambda: calls.append(2))
+
+        self.assertEqual(calls, [2])
+
     def test_saves_add_no_callback_to_those_that_a_test_case_counts(self) -> None:
         with self.captureOnCommitCallbacks() as callbacks:
             account = Account.objects.create()
