@@ -132,8 +132,15 @@ class VersionedQuerySet(models.QuerySet[Any]):
             name = self.model._version_field.name
             self.model._base_manager.using(self.db).filter(pk=pk).update(**{name: models.F(name)})
             return self
-        # PostgreSQL refuses to lock the nullable side of a join.
-        return self.select_related(None).select_for_update()
+        # PostgreSQL refuses to lock the nullable side of a join, and groups.
+        rows: Any = self.select_related(None)
+        more = rows.query.annotations or rows.query.distinct or len(rows.query.alias_map) > 1
+        if not more or connections[self.db].vendor == "mysql":
+            return rows.select_for_update()
+        # The row by itself, then the read. Not on MySQL, where that may see an old snapshot.
+        row: Any = models.QuerySet(self.model, using=self.db).filter(pk=pk)
+        next(iter(row.select_for_update()), None)
+        return self
 
 
 class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]

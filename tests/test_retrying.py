@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
+from django.db.models import Count, F, Q
 from django.http import HttpRequest
 from django.test import RequestFactory, TestCase
 
@@ -20,7 +22,7 @@ from distlock_app.optimistic import retry_on_conflict
 from distlock_app.signals import version_conflict
 from tests.app.versioned_models import Account, GuardedNamed, SavingsAccount
 from tests.processes import Processes
-from tests.test_optimistic import Undone, other_saves, version_of
+from tests.test_optimistic import Undone, elsewhere, other_saves, repeatable_read, version_of
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -129,6 +131,38 @@ def test_pauses_grow_with_the_attempts(account: Account, monkeypatch: Any) -> No
         )
 
     assert pauses == [100, 200, 300, 300, 0.0]
+
+
+@pytest.mark.parametrize("level", ["", "repeatable read"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        Account.objects.annotate(above=F("parent__owner")),
+        Account.objects.annotate(below=Count("children")),
+        Account.objects.filter(Q(parent=None) | Q(parent__owner="Bob")),
+        Account.objects.select_related("parent").distinct(),
+        SavingsAccount.objects.annotate(above=F("parent__owner")),
+    ],
+    ids=["join", "count", "condition", "distinct", "child"],
+)
+def test_a_queryset_that_joins_or_counts_locks_the_row(rows: Any, level: str) -> None:
+    """PostgreSQL locks no groups, and no row that an outer join may not have."""
+    account = rows.model.objects.create(owner="Ann", balance=100)
+    applied = []
+
+    def change(obj: Any) -> None:
+        applied.append(obj)
+        if len(applied) == 1:
+            elsewhere(lambda: other_saves(account, balance=1000))
+        obj.balance += 10
+
+    # PostgreSQL and SQLite end a transaction that would write on an old snapshot.
+    with suppress(OperationalError), repeatable_read() if level else nullcontext():
+        saved = rows.retrying(account.pk, change)
+        assert (saved.balance, saved.version) == (1010, 3)
+        assert applied[1].__dict__.keys() == applied[0].__dict__.keys()  # what was annotated
+
+    assert len(applied) == 2 or level
 
 
 def test_a_slow_attempt_is_followed_by_a_longer_pause(account: Account, monkeypatch: Any) -> None:
