@@ -35,25 +35,33 @@ class VersionedQuerySet(models.QuerySet[Any]):
         """Do as Django does; raise StaleObjectError, and write nothing, if one is stale."""
         self._for_write = True
         using = self.db
-        objs, fields = tuple(objs), tuple(fields)
+        version = self.model._version_field
+        objs = tuple({id(obj): obj for obj in objs}.values())  # one given twice moves once
+        fields = tuple(name for name in fields if name != version.name)
         if not objs:
             return super().bulk_update(objs, fields, batch_size)
         relied_on = [(obj, obj._version_to_rely_on(using)) for obj in objs]
-        counts = self.model._version_field.counts
+        # What the version was can be told from what it is, if every row is written.
+        told = version.counts and not self.query.where
         with transaction.atomic(using=using):
-            before = {} if counts else self._versions(objs, lock=True)
+            before = {} if told else self._versions(objs, lock=True)
             rows = super().bulk_update(objs, fields, batch_size)
-            # In the same transaction: these rows are locked now and as they are.
-            written = self._versions(objs)
-            if counts:
-                before = {pk: version - 1 for pk, version in written.items()}
+            # In the same transaction: these rows are locked now and as they are. Those that were
+            # not written an old snapshot would show otherwise.
+            written = self._versions(objs, lock=not told)
+            if told:
+                before = {pk: number - 1 for pk, number in written.items()}
+            # A row that this queryset leaves out is as it was.
+            left = {pk for pk, found in written.items() if found == before.get(pk)}
             for obj, expected in relied_on:
                 found = before.get(obj.pk)
-                if expected is not None and found != expected:
+                if expected is not None and found != expected and obj.pk not in left:
                     raise obj._conflict(expected, found)
             for obj, expected in relied_on:
-                if obj.pk in written:
-                    obj._version_written(written[obj.pk], expected, using)
+                # Of two objects of one row Django takes the first; the other one is stale now.
+                now = written.pop(obj.pk, None)
+                if now is not None and obj.pk not in left:
+                    obj._version_written(now, expected, using)
                     obj._forget_expressions(self.model._meta.get_field(f) for f in fields)
         return rows
 

@@ -37,6 +37,7 @@ from tests.app.versioned_models import (
     Document,
     GuardedNamed,
     Named,
+    Page,
     ProxyAccount,
     SavingsAccount,
     Seat,
@@ -577,6 +578,77 @@ def test_bulk_update_with_one_stale_object_writes_none(account: Account, gone: b
 
     assert (refusal.value.obj, refusal.value.found) == (stale, None if gone else 2)
     assert (account.version, stale.version) == (1, 1)
+    account.save()
+
+
+def test_bulk_update_of_all_fields_moves_the_version_on(account: Account) -> None:
+    fields = [f.name for f in Account._meta.concrete_fields if not f.primary_key]
+    account.balance = 1
+
+    assert Account.objects.bulk_update([account], fields) == 1
+
+    account.refresh_from_db()
+    assert (account.balance, account.version) == (1, 2)
+
+
+@pytest.mark.parametrize("model", [Account, Page])
+def test_bulk_update_leaves_rows_that_its_queryset_leaves_out(model: Any) -> None:
+    name = "owner" if model is Account else "text"
+    inside, outside = (model.objects.create(**{name: text}) for text in ("in", "out"))
+    version = outside._version_field.attname
+    for obj in (inside, outside):
+        setattr(obj, name, models.Value("new"))
+
+    assert model.objects.filter(**{name: "in"}).bulk_update([inside, outside], [name]) == 1
+
+    assert sorted(model.objects.values_list(name, flat=True)) == ["new", "out"]
+    for obj in (inside, outside):
+        assert getattr(obj, version) == model.objects.values_list(version, flat=True).get(pk=obj.pk)
+        obj.save()  # what was left out is saved now
+    assert list(model.objects.values_list(name, flat=True)) == ["new", "new"]
+
+
+def test_bulk_update_leaves_out_a_row_that_is_newer_than_the_snapshot(account: Account) -> None:
+    # PostgreSQL and SQLite end a transaction that would write on an old snapshot.
+    with suppress(OperationalError), repeatable_read():
+        Account.objects.get()
+        elsewhere(lambda: other_saves(account, balance=7))
+        account = Account.objects.select_for_update().get()
+
+        assert Account.objects.filter(owner="Bob").bulk_update([account], ["balance"]) == 0
+
+        assert account.version == 2
+
+
+def test_bulk_update_of_a_queryset_is_guarded(account: Account) -> None:
+    other_saves(account, balance=7)
+
+    for owner in ("Ann", "Bob"):
+        account.balance = 1
+        rows = Account.objects.filter(owner=owner)
+        if owner == "Ann":
+            with pytest.raises(StaleObjectError):
+                rows.bulk_update([account], ["balance"])
+        else:
+            assert rows.bulk_update([account], ["balance"]) == 0
+        with pytest.raises(StaleObjectError):
+            account.save()
+
+    assert Account.objects.get().balance == 7
+
+
+def test_bulk_update_takes_an_object_that_it_is_given_twice_once(account: Account) -> None:
+    same = Account.objects.get()
+    account.balance, same.balance = 1, 2
+
+    assert Account.objects.bulk_update([account, account], ["balance"], batch_size=1) == 1
+
+    assert account.version == version_of(account) == 2
+    same.version = 2
+    Account.objects.bulk_update([account, same], ["balance"])
+    assert Account.objects.get().balance == 1
+    with pytest.raises(StaleObjectError):  # Django took the first of the two
+        same.save()
     account.save()
 
 
