@@ -120,6 +120,11 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
             text = f"The model has more than one version: {names}."
             hint = "A second one would not be checked; `version = None` removes an inherited one."
             found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E022"))
+        if self.null:
+            text = f"{self.name} may be NULL: such a row has no version, and cannot be saved."
+            fill = f"filter({self.name}=None).update({self.name}=...)"
+            hint = f"Fill the column in a migration, by {fill}, then take null=True away."
+            found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E024"))
         return found
 
 

@@ -6,9 +6,10 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from django.db import connection, migrations, models
+from django.db import IntegrityError, connection, migrations, models
 from django.db.migrations.state import ModelState, ProjectState
 from django.db.migrations.writer import MigrationWriter
+from django.utils.timezone import now
 
 from distlock_app import StaleObjectError, TimestampVersionField
 from tests.app.versioned_models import Page, Sheet
@@ -142,3 +143,34 @@ def test_an_existing_column_is_guarded_without_any_sql() -> None:
 
     # SQLite makes the table anew for any change of a field.
     assert editor.collected_sql == [] or connection.vendor == "sqlite"
+
+
+def test_a_column_that_may_be_null_is_filled_and_then_guarded() -> None:
+    """The way of docs/how-to/optimistic.md."""
+    before = ProjectState()
+    fields: Any = [
+        ("id", models.BigAutoField(primary_key=True)),
+        ("updated_at", models.DateTimeField(null=True)),
+    ]
+    before.add_model(ModelState("testapp", "Diary", fields))
+    alter = migrations.AlterField("Diary", "updated_at", TimestampVersionField())
+    after = before.clone()
+    alter.state_forwards("testapp", after)
+    old, new = (state.apps.get_model("testapp", "Diary") for state in (before, after))
+    with connection.schema_editor() as editor:
+        editor.create_model(old)
+    try:
+        row = old.objects.create()
+        old.objects.filter(updated_at=None).update(updated_at=now())
+        with connection.schema_editor() as editor:
+            alter.database_forwards("testapp", editor, before, after)
+
+        filled = new.objects.get()
+        filled.save()
+
+        assert filled.pk == row.pk
+        with pytest.raises(IntegrityError):
+            new.objects.update(updated_at=None)
+    finally:
+        with connection.schema_editor() as editor:
+            editor.delete_model(new)

@@ -15,6 +15,7 @@ from django.test.utils import isolate_apps
 
 from distlock_app.optimistic import (
     StaleObjectError,
+    TimestampVersionField,
     VersionedManager,
     VersionedModel,
     VersionedQuerySet,
@@ -60,6 +61,24 @@ def test_a_second_version_field_is_an_error() -> None:
 
     assert ids(Twice) == {"distlock_app.E022"}
     assert ids(Renamed) == set()
+
+
+@isolate_apps("tests.app")
+def test_a_version_that_may_be_null_is_an_error() -> None:
+    class Old(VersionedModel):
+        version = None
+        updated_at = TimestampVersionField(null=True)
+
+        class Meta:
+            app_label = "testapp"
+
+    class Numbered(VersionedModel):
+        version = VersionField(null=True)
+
+        class Meta:
+            app_label = "testapp"
+
+    assert ids(Old) == ids(Numbered) == {"distlock_app.E024"}
 
 
 @isolate_apps("tests.app")
