@@ -109,14 +109,18 @@ class VersionedModel(models.Model):
             return super().delete(using=using, keep_parents=keep_parents)
         field = self._version_field
         rows = self._version_row(using)
-        with transaction.atomic(using=using):
-            # A write, not a read: the row is locked until it is deleted, on SQLite as well.
-            guarded = rows.filter(**{field.name: expected})
-            if not guarded.update(**{field.name: field.after(expected)}):
-                found = self._find_version(using, expected)
-                if found is not None:
+        moved = field.after(expected)
+        try:
+            with transaction.atomic(using=using):
+                # A write, not a read: the row is locked until it is deleted, on SQLite as well.
+                if rows.filter(**{field.name: expected}).update(**{field.name: moved}):
+                    setattr(self, field.attname, moved)  # receivers of pre_delete may save
+                elif (found := self._find_version(using, expected)) is not None:
                     raise self._conflict(expected, found)
-            deleted = super().delete(using=using, keep_parents=keep_parents)
+                deleted = super().delete(using=using, keep_parents=keep_parents)
+        except BaseException:
+            setattr(self, field.attname, expected)
+            raise
         setattr(self, field.attname, None)
         return deleted
 

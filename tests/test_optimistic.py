@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -710,6 +710,27 @@ def test_a_fresh_delete_and_one_of_a_row_that_is_gone_work_as_in_django(account:
     account.pk = pk
     account.save()
     assert account.version == version_of(account) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_receiver_of_pre_delete_may_save_the_object(account: Account, fails: bool) -> None:
+    def close(instance: Account, **kwargs: Any) -> None:
+        instance.owner = "closed"
+        instance.save()
+        if fails:
+            raise ProtectedError("no", set())
+
+    models.signals.pre_delete.connect(close, sender=Account)
+    try:
+        with pytest.raises(ProtectedError) if fails else nullcontext():
+            account.delete()
+    finally:
+        models.signals.pre_delete.disconnect(close, sender=Account)
+
+    if fails:
+        assert account.version == version_of(account) == 1
+    else:
+        assert account.version is None and not Account.objects.exists()
 
 
 def test_a_delete_that_fails_leaves_row_and_version(account: Account) -> None:
