@@ -312,6 +312,25 @@ def test_a_copy_begins_at_version_1(account: Account) -> None:
     assert country.version == version_of(country) == 1
 
 
+def test_a_key_that_was_changed_is_refused_unless_its_row_has_the_same_version() -> None:
+    for code, name in (("kr", "Korea"), ("de", "Germany")):
+        Country.objects.create(code=code, name=name)
+    country = Country.objects.get(code="kr")
+
+    country.code, country.name = "fr", "France"
+    with pytest.raises(StaleObjectError):
+        country.save()
+    other_saves(Country.objects.get(code="de"))
+    country.code = "de"
+    with pytest.raises(StaleObjectError):
+        country.save()
+    country.version = 2
+    country.save()
+
+    names = dict(Country.objects.values_list("code", "name"))
+    assert names == {"de": "France", "kr": "Korea"}
+
+
 def test_a_copy_to_another_database_is_new_there(account: Account) -> None:
     for _ in range(2):
         account.save(using="default")
@@ -549,6 +568,18 @@ def test_related_managers_and_set_null_move_the_version_on(account: Account) -> 
     account.children.add(child)
     Account.objects.filter(pk=account.pk).delete()
     assert version_of(child) == 6
+
+
+def test_set_default_moves_no_version(account: Account, monkeypatch: Any) -> None:
+    """Django has no queryset for it, only the keys of the rows."""
+    parent = Account._meta.get_field("parent").remote_field
+    child = Account.objects.create(parent=account)
+    monkeypatch.setattr(parent, "on_delete", models.SET_DEFAULT)
+
+    account.delete()
+
+    assert Account.objects.get().parent is None
+    assert version_of(child) == 1
 
 
 def test_bulk_update_is_guarded_and_moves_the_version_on(account: Account) -> None:
