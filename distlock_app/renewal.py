@@ -91,7 +91,7 @@ class Renewer:
             self._inbox.put((None, lease))
 
     def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
-        """Release what may have been granted, on a worker thread, for one ttl at most.
+        """Release what may have been granted, on a worker thread, trying until it ends by itself.
 
         Not for a stable owner, who may have got the lock again by then.
         """
@@ -302,7 +302,9 @@ class Renewer:
         try:
             was_ours = backend.release(grant)
         except BaseException as error:
-            if grant.claim.stable or monotonic() >= until:
+            late = monotonic() >= until
+            # A claim without an end stays, and the engine says when its session is over.
+            if grant.claim.stable or (late and backend.expires):
                 self._owed.discard(number)
                 logger.warning(
                     "gave up releasing a lock (alias %r): %s",
@@ -312,7 +314,7 @@ class Renewer:
                 return
             job = (backend, "release", number, grant, until, lease)
             with self._lock:
-                self._push(monotonic() + RETRY_MAX / 4, job)
+                self._push(monotonic() + (RETRY_MAX if late else RETRY_MAX / 4), job)
         else:
             self._owed.discard(number)
             if lease is not None:

@@ -82,6 +82,16 @@ def test_a_dropped_hold_is_given_back_when_its_time_is_up(sessions):
     assert time.monotonic() - began >= 1.9
 
 
+def test_a_release_is_tried_again_for_as_long_as_its_session_lives(sessions):
+    sessions.fail("release")
+    Lock("a", ttl=0.1, using="session").acquire().abandon()
+
+    until(lambda: sessions.asked.count("release") >= 5)
+    sessions.go_on()
+
+    until(lambda: free(sessions))
+
+
 def test_a_cancelled_task_ends_its_wait_on_the_server(sessions):
     async def main():
         hold = await Lock("a", using="session").aacquire()

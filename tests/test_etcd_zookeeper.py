@@ -167,6 +167,66 @@ def test_who_is_cut_off_is_told_before_another_gets_the_lock(engine):
 
 
 @pytest.mark.slow
+def test_a_release_in_an_outage_longer_than_the_ttl_frees_the_lock(engine):
+    with Lock("a", using="own", ttl=TTL):
+        pass  # connected
+    with failing_releases(own()) as failed:
+        with pytest.raises(LockLost), Lock("a", using="own", ttl=0.2):
+            engine.proxy.clear.clear()
+            engine.proxy.cut()
+        until(lambda: len(failed) >= 2)  # the second when the ttl was over
+        engine.proxy.clear.set()
+
+        Lock("a", using="other", ttl=TTL).acquire(wait=20).release()
+
+
+@pytest.mark.slow
+def test_a_release_after_the_end_of_the_session_is_over(engine):
+    """Without the server: else a process whose server has gone for good would try for ever."""
+    if engine.name == "etcd":
+        return  # given up after the ttl
+    with Lock("a", using="own", ttl=TTL):
+        pass
+    grant = own().acquire(a_claim("a", ttl=TTL), 0)
+    engine.proxy.clear.clear()
+    engine.proxy.cut()
+
+    with pytest.raises(BackendError):
+        own().release(grant)
+    until(lambda: not tried(own().release, grant))
+
+    assert own().release(grant) is False
+    with pytest.raises(BackendError):
+        own().acquire(claim := a_claim("a", ttl=TTL), 0)
+    assert own().release(Grant(claim)) is False  # nothing was sent
+
+
+def tried(release, grant):
+    """Return whether the release failed, not what it said."""
+    try:
+        release(grant)
+    except BackendError:
+        return True
+    return False
+
+
+@contextmanager
+def failing_releases(backend):
+    """Yields a list that gets what the releases of `backend` raise."""
+    failed, release = [], backend.release
+
+    def release_and_tell(grant):
+        try:
+            return release(grant)
+        except BackendError as error:
+            failed.append(error)
+            raise
+
+    with patch.object(backend, "release", release_and_tell):
+        yield failed
+
+
+@pytest.mark.slow
 def test_waiters_are_served_after_a_restart(engine):
     held = Lock("a", using="other", ttl=TTL).acquire()
     key = held._lease.grant.claim.key

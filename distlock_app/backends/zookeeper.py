@@ -107,8 +107,8 @@ class ZooKeeperBackend(BaseLockBackend):
         """Take a place in the queue, and the lock if nobody is in the way."""
         session = self._session.id()
         place = self._places.get(claim.owner)
-        if place is not None and place.session != session:  # it ended with that session
-            place = self._places.pop(claim.owner, None) and None
+        if place is not None and (place.session != session or not place.path):
+            place = None  # it ended with that session, or the answer to its creation was lost
         if place is not None and monotonic() < place.woken_by and wait != 0:
             return Busy()
         while True:
@@ -153,17 +153,17 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
-        place = self._places.pop(claim.owner, None) or grant.session
-        if place is not None:
-            return self._delete(place.path)
-        # The answer to its creation may have been lost.
-        shard = self._shard(claim.key)
-        try:
-            names = self._session.ask("get_children", shard)
-        except Gone:
-            return False
-        ours = [name for name in names if Node.of(name).owner == claim.owner]
-        return sum(self._delete(f"{shard}/{name}") for name in ours) > 0
+        place = self._places.get(claim.owner) or grant.session
+        if place is None or self._session.closed(place.session):
+            deleted = False  # nothing was sent, or it ended with that session
+        elif place.path:
+            deleted = self._delete(place.path)
+        else:  # The answer to its creation was lost.
+            shard = self._shard(claim.key)
+            ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
+            deleted = sum(self._delete(f"{shard}/{name}") for name in ours) > 0
+        self._places.pop(claim.owner, None)  # only now: what failed is tried again
+        return deleted
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         if key is None:
@@ -224,6 +224,8 @@ class ZooKeeperBackend(BaseLockBackend):
         path = f"{shard}/{claim.key}-{session:016x}-{kind}{claim.owner}-"
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder}).encode()
         options = {"ephemeral": True, "sequence": True, "include_data": True}
+        # Before it is sent: so release() knows that there may be a node.
+        place = self._places[claim.owner] = Place("", 0, session)
         for first in (True, False):
             made = self._session.send("create", path, about, **options)
             listed = self._session.send("get_children", shard)
@@ -238,7 +240,7 @@ class ZooKeeperBackend(BaseLockBackend):
             if stat.ephemeralOwner & (1 << 64) - 1 != session:
                 self._delete(name)
                 raise BackendError(f"ZooKeeper {self.alias!r}: another session began meanwhile.")
-            place = self._places[claim.owner] = Place(name, stat.czxid, session)
+            place.path, place.czxid = name, stat.czxid
             return place, names
         raise AssertionError("unreachable")
 

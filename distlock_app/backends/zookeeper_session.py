@@ -82,6 +82,7 @@ class Session:
         self._granted = 0.0  # seconds that the server lets the session live
         self._cut_at = float("inf")  # a monotonic time: there is no connection since then
         self._epoch: tuple[int, int] | None = None  # of which session, and its value
+        self._numbers: set[int] = set()  # of the sessions since the client was made
 
     @property
     def trusted(self) -> float:
@@ -95,7 +96,13 @@ class Session:
         found = self._connected().client_id
         if found is None:
             raise BackendError(f"ZooKeeper {self._alias!r} is not connected.")
-        return int(found[0]) & (1 << 64) - 1
+        number = int(found[0]) & (1 << 64) - 1
+        self._numbers.add(number)
+        return number
+
+    def closed(self, number: int) -> bool:
+        """Tell whether we closed that session: its nodes are gone, or go without us."""
+        return number not in self._numbers
 
     def epoch(self, root: str) -> int:
         """Return what makes numbers of changes (zxid) fences: they start again with new data.
