@@ -7,6 +7,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic, sleep
 from unittest.mock import patch
 from urllib.request import Request, urlopen
@@ -385,6 +386,46 @@ def until_granted(attempt):
             pass
         sleep(0.05)
     raise AssertionError("not granted in time")
+
+
+def test_the_same_owner_with_a_shorter_ttl_shortens_nothing(engine):
+    if engine.name == "zookeeper":
+        return  # has no stable owners
+    long = a_claim("a", ttl=300)
+    held = own().acquire(long, 0)
+    for backend in (own(), other()):  # as two processes
+        short = backend.acquire(replace(long, ttl=1), 3)
+        assert short.fence == held.fence
+    assert left(long.key) > 250
+    assert own().release(held) is True
+
+    # What is used again is no longer than it was asked for.
+    after = own().acquire(a_claim("a", ttl=1), 0)
+    assert left(long.key) <= 2
+    assert own().release(after) is True
+
+
+def test_the_same_owner_waits_with_a_longer_ttl(engine):
+    if engine.name == "zookeeper":
+        return
+    held = other().acquire(a_claim("a", ttl=TTL), 0)
+    short = a_claim("a", ttl=1)
+    long = replace(short, ttl=300)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(other().acquire, short, 20)
+        queue_of(short.key, 1)
+        second = pool.submit(own().acquire, long, 20)
+        until(lambda: own()._places)
+        assert other().release(held) is True
+        grants = [one.result(30) for one in (first, second)]
+    assert grants[0].fence == grants[1].fence
+    assert left(long.key) > 250
+    assert own().release(grants[1]) is True
+
+
+def left(key):
+    (holding,) = other().holders(key)
+    return holding.expires_in
 
 
 def test_waiters_are_served_in_order_of_arrival(engine):

@@ -110,14 +110,17 @@ class EtcdBackend(BaseLockBackend):
             # The lease has gone, and its key with it: the server lost it, or was told to.
             lease = self._leases.new(claim.ttl)
             view = self._enter(claim, lease, stay=wait != 0)
-        if view.place_of(self._key(claim)) == 0:
+        at = view.place_of(self._key(claim))
+        if at == 0:
             return self._granted(claim, view, lease)
         if wait == 0:
             if place:
                 self.release(Grant(claim))
             else:
-                self._leases.give_back(claim.ttl, lease.id)
+                self._leases.give_back(lease.id)
             return Busy()
+        if at is not None:
+            lease = self._lease_of(view.queue[at], lease)
         place = self._places[claim.owner] = Place(lease)
         try:
             return self._await(claim, view, place, deadline)
@@ -151,7 +154,7 @@ class EtcdBackend(BaseLockBackend):
             if place and place.watch:
                 place.watch.end()
         if deleted:
-            self._leases.give_back(claim.ttl, place.lease.id if place else grant.session)
+            self._leases.give_back(place.lease.id if place else grant.session)
         return deleted
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
@@ -217,14 +220,15 @@ class EtcdBackend(BaseLockBackend):
     def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
         """Take the lock if its queue is empty; else take the last place, if we `stay`.
 
-        Both may be repeated: a key that is there keeps its place.
+        Both may be repeated: a key that is there keeps its place, and its lease.
         """
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
         put = _put(self._key(claim), about, lease)
         read = [self._read_queue(claim.key), self._read_epoch()]
         # etcd compares with each key of the range: there must be none.
-        nobody = {**_range(self._queue_of(claim.key)), "target": "CREATE", "create_revision": 0}
-        return self._view([nobody], [put, *read], [put, *read] if stay else read)
+        whose = {"key": encoded(self._key(claim))} if stay else _range(self._queue_of(claim.key))
+        nobody = {**whose, "target": "CREATE", "create_revision": 0}
+        return self._view([nobody], [put, *read], read)
 
     def _await(self, claim: Claim, view: View, place: Place, deadline: Deadline) -> Grant | Busy:
         lease = place.lease
@@ -252,9 +256,7 @@ class EtcdBackend(BaseLockBackend):
 
     def _granted(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         first, asked_at = view.queue[0], view.asked_at
-        if first.lease != lease.id:  # granted before: the answer may have been lost
-            self._leases.give_back(claim.ttl, lease.id)
-            lease = self._leases.of(first.lease)
+        lease = self._lease_of(first, lease)
         grant = Grant(claim, view.epoch + first.created, asked_at, lease.id)
         if not lease.covers(claim.ttl, asked_at):
             grant = replace(grant, asked_at=monotonic())
@@ -262,6 +264,13 @@ class EtcdBackend(BaseLockBackend):
                 return Busy()
         self._places.pop(claim.owner, None)
         return grant
+
+    def _lease_of(self, entry: Entry, lease: Lease) -> Lease:
+        """Return the key's lease: another if an answer was lost, or the same owner was there."""
+        if entry.lease == lease.id:
+            return lease
+        self._leases.give_back(lease.id)
+        return self._leases.of(entry.lease)
 
     def _delete(self, key: str) -> bool:
         request = {"key": encoded(key)}

@@ -18,10 +18,11 @@ KEEP_FREE = 64  # free leases of one length; each ends by itself
 class Lease:
     """One lease: the server ends it `seconds` after `began`, or later."""
 
-    __slots__ = ("began", "id", "seconds")
+    __slots__ = ("asked", "began", "id", "seconds")
 
-    def __init__(self, id: int, seconds: int = 0, began: float = 0.0) -> None:
+    def __init__(self, id: int, seconds: int = 0, began: float = 0.0, asked: int = 0) -> None:
         self.id = id
+        self.asked = asked  # seconds; the server may have given more
         self.seconds = seconds  # whole ones, as etcd counts; 0: not known yet
         self.began = began  # when it was asked for, or to be renewed
 
@@ -60,9 +61,10 @@ class Leases:
     def new(self, ttl: float) -> Lease:
         """Ask for a lease."""
         began = monotonic()
-        answer = self._gateway.ask("/v3/lease/grant", {"TTL": _seconds(ttl)})
+        asked = _seconds(ttl)
+        answer = self._gateway.ask("/v3/lease/grant", {"TTL": asked})
         # The server may give a longer one: it has a minimum.
-        lease = Lease(int(answer["ID"]), int(answer["TTL"]), began)
+        lease = Lease(int(answer["ID"]), int(answer["TTL"]), began, asked)
         if len(self._used) > self._sweep_at:
             self._used = {x.id: x for x in list(self._used.values()) if x.covers(0, began)}
             self._sweep_at = 2 * len(self._used) + 1000
@@ -73,10 +75,10 @@ class Leases:
         """Return the lease with this id, which may be another process's."""
         return self._used.get(id) or Lease(id)
 
-    def give_back(self, ttl: float, id: int) -> None:
+    def give_back(self, id: int) -> None:
         """Keep a lease of ours for other claims: no key has it any more."""
         if (lease := self._used.pop(id, None)) is not None:
-            self._free[_seconds(ttl)].append(lease)
+            self._free[lease.asked].append(lease)
 
     def renew(self, lease: Lease) -> bool:
         """Let it begin again; return whether it still was."""
