@@ -423,6 +423,48 @@ def test_the_same_owner_waits_with_a_longer_ttl(engine):
     assert own().release(grants[1]) is True
 
 
+def test_an_owner_of_two_locks_leaves_no_place_behind(engine):
+    if engine.name == "zookeeper":
+        return
+    first = other().acquire(a_claim("a", ttl=TTL), 0)
+    claim = a_claim("a", ttl=TTL)
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(own().acquire, claim, 1)
+        queue_of(claim.key, 1)
+        second = own().acquire(replace(claim, name="b", key=key_of("b")), 5)
+        assert not waiter.result(30)
+    assert not own().acquire(claim, 0)  # the last try
+    queue_of(claim.key, 0)
+    assert own().release(second) is True
+    assert other().release(first) is True
+    assert own()._places == other()._places == {}
+
+
+def test_an_owner_who_only_tries_takes_no_lock_from_its_other_self(engine):
+    """By the time at which a last try takes its place away the lock may have come to it."""
+    if engine.name == "zookeeper":
+        return
+    held = other().acquire(a_claim("a", ttl=TTL), 0)
+    claim = a_claim("a", ttl=TTL)
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(own().acquire, claim, 0.1).result(30)
+        waiter = pool.submit(other().acquire, claim, 20)
+        enter = own()._enter
+
+        def enter_and_be_late(*args, **kwargs):
+            view = enter(*args, **kwargs)
+            assert other().release(held) is True
+            waiter.result(30)
+            return view
+
+        with patch.object(own(), "_enter", enter_and_be_late):
+            grant = own().acquire(claim, 0)
+        first = waiter.result(30)
+    assert first and grant and first.fence == grant.fence
+    assert own().extend(grant, TTL)
+    assert own().release(grant) is True
+
+
 def left(key):
     (holding,) = other().holders(key)
     return holding.expires_in

@@ -100,7 +100,7 @@ class EtcdBackend(BaseLockBackend):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
         """Take the lock in one request if it is free, or wait in its queue."""
         deadline = Deadline(wait)
-        place = self._places.get(claim.owner)
+        place = self._places.get((claim.owner, claim.key))
         lease = place.lease if place else self._leases.take(claim.ttl)
         try:
             view = self._enter(claim, lease, stay=wait != 0)
@@ -113,15 +113,11 @@ class EtcdBackend(BaseLockBackend):
         at = view.place_of(self._key(claim))
         if at == 0:
             return self._granted(claim, view, lease)
-        if wait == 0:
-            if place:
-                self.release(Grant(claim))
-            else:
-                self._leases.give_back(lease.id)
-            return Busy()
         if at is not None:
             lease = self._lease_of(view.queue[at], lease)
-        place = self._places[claim.owner] = Place(lease)
+        if wait == 0:
+            return self._leave(claim, view, lease)
+        place = self._places[claim.owner, claim.key] = Place(lease)
         try:
             return self._await(claim, view, place, deadline)
         except BackendError:
@@ -146,7 +142,7 @@ class EtcdBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
-        place = self._places.pop(claim.owner, None)
+        place = self._places.pop((claim.owner, claim.key), None)
         try:
             deleted = self._delete(self._key(claim))
         finally:
@@ -215,7 +211,8 @@ class EtcdBackend(BaseLockBackend):
                 tls.load_cert_chain(cert, key)
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
         self._leases = Leases(self._gateway)
-        self._places: dict[str, Place] = {}  # of the claims that wait, by owner
+        # Of the claims that wait, by owner and key.
+        self._places: dict[tuple[str, str], Place] = {}
 
     def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
         """Take the lock if its queue is empty; else take the last place, if we `stay`.
@@ -251,8 +248,24 @@ class EtcdBackend(BaseLockBackend):
             view = self._look(claim.key)
         if at == 0:
             return self._granted(claim, view, lease)
-        self._places.pop(claim.owner, None)  # the place was taken away, or given up
+        self._forget(claim)  # the place was taken away, or given up
         return Busy()
+
+    def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
+        """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
+        while at := view.place_of(self._key(claim)):
+            delete = {"request_delete_range": {"key": encoded(self._key(claim))}}
+            if self._txn([_created(view.queue[0])], [delete], []).get("succeeded"):
+                break
+            view = self._look(claim.key)
+        if at == 0:
+            return self._granted(claim, view, lease)
+        self._forget(claim)
+        self._leases.give_back(lease.id)
+        return Busy()
+
+    def _forget(self, claim: Claim) -> None:
+        self._places.pop((claim.owner, claim.key), None)
 
     def _granted(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         first, asked_at = view.queue[0], view.asked_at
@@ -262,7 +275,7 @@ class EtcdBackend(BaseLockBackend):
             grant = replace(grant, asked_at=monotonic())
             if not self.extend(grant, claim.ttl):
                 return Busy()
-        self._places.pop(claim.owner, None)
+        self._forget(claim)
         return grant
 
     def _lease_of(self, entry: Entry, lease: Lease) -> Lease:
