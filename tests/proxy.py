@@ -69,6 +69,7 @@ class Proxy:
                 if self.delay:
                     time.sleep(self.delay)
                 if self.silent:
+                    self.lost += answers
                     continue
                 if answers and self.lose and self._chance.random() < self.lose:
                     self.lost += 1

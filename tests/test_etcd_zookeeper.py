@@ -270,6 +270,36 @@ def test_waiters_whose_connection_goes_silent_are_served(engine):
         until(lambda: had_it)
 
 
+def test_a_waiter_whose_event_is_lost_does_not_sleep_on_a_free_lock(engine):
+    if engine.name == "zookeeper":
+        return  # kazoo notices by itself that a connection is dead
+    held = other().acquire(a_claim("a", ttl=60), 0)
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(Lock("a", using="own", ttl=60).acquire, wait=50)
+        until(lambda: [place for place in own()._places.values() if place.watch])
+        engine.proxy.silent = True
+        other().release(held)
+        until(lambda: engine.proxy.lost)
+        engine.proxy.silent = False
+        freed = monotonic()
+        hold = waiter.result(60)
+
+        assert monotonic() - freed < 10  # 20: a third of the ttl
+        hold.release()
+
+
+def test_a_long_wait_costs_few_requests(engine):
+    held = Lock("a", using="other", ttl=60).acquire()
+    with waiting("a", using="own"):
+        queue_of(key_of("a"), 1)
+        before = engine.requests()
+        sleep(3)
+        sent = engine.requests() - before
+        held.release()
+    # A look each second; with signs of life and renewals.
+    assert sent <= 3 * 3
+
+
 @pytest.mark.slow
 def test_who_is_killed_is_passed_over_within_the_session(engine, processes):
     options = {"env": engine.env(), "name": "killed", "using": engine.name, "ttl": TTL}

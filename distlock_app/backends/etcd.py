@@ -25,6 +25,9 @@ from .etcd_gateway import NOT_FOUND, Gateway, Lost, Refused, Watch, decoded, enc
 from .etcd_leases import Lease, Leases
 
 PAGE = 1000  # keys in one answer of a listing
+# A waiter looks after so many seconds whether the one before it is still there, even if its watch
+# says nothing: a connection may die without a sign.
+LOOK_AGAIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +241,24 @@ class EtcdBackend(BaseLockBackend):
                     at = view.place_of(self._key(claim))
                     if not at or view.queue[at - 1].key != before:
                         continue
-                left = max(0.001, lease.renew_at - monotonic())
-                woken = place.watch.wait(deadline.cap(left))
-            if deadline.remaining() == 0:
-                return Busy()
-            # Not woken: still a look at the queue, for a connection may die without a sign.
-            if not woken and not self._leases.renew(lease):
-                return Busy()
+                if not self._sleep(place.watch, before, lease, deadline):
+                    return Busy()
             view = self._look(claim.key)
         if at == 0:
             return self._granted(claim, view, lease)
         self._forget(claim)  # the place was taken away, or given up
         return Busy()
+
+    def _sleep(self, watch: Watch, before: str, lease: Lease, deadline: Deadline) -> bool:
+        """Wait until another look at the queue is worth it; False: the time or lease is over."""
+        while not watch.wait(deadline.cap(lease.due_in(LOOK_AGAIN))):
+            if deadline.remaining() == 0:
+                return False
+            if lease.due_in(LOOK_AGAIN) == 0:
+                return self._leases.renew(lease)
+            if self._entry(before) is None:
+                break
+        return deadline.remaining() != 0
 
     def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""

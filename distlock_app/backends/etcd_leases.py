@@ -30,10 +30,9 @@ class Lease:
         """Tell whether it surely lasts until `ttl` seconds after `at`."""
         return self.began + self.seconds * (1 - DRIFT_FACTOR) >= at + ttl
 
-    @property
-    def renew_at(self) -> float:
-        """When a claim that waits should renew it."""
-        return self.began + self.seconds / 3
+    def due_in(self, most: float) -> float:
+        """Return the seconds, at most so many, after which a claim that waits renews it."""
+        return min(most, max(0.0, self.began + self.seconds / 3 - monotonic()))
 
 
 class Leases:
