@@ -553,6 +553,33 @@ def test_a_waiter_who_gives_up_leaves_no_place(engine):
     held.release()
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_wait_that_is_given_up_before_it_is_in_the_queue_does_not_begin(engine, when):
+    """A task may be cancelled while its thread is still connecting."""
+    if engine.name == "zookeeper":
+        return  # no thread of its own waits
+    held = other().acquire(a_claim("a", ttl=60), 0)
+    claim = a_claim("a", ttl=TTL)
+    take = own()._leases.take
+
+    def take_and_be_late(ttl):
+        if when == "meanwhile":
+            own().release(Grant(claim))
+        return take(ttl)
+
+    if when == "before":
+        own().release(Grant(claim))
+    with ThreadPoolExecutor(1) as pool, patch.object(own()._leases, "take", take_and_be_late):
+        waiter = pool.submit(own().acquire, claim, 50)
+        assert not waiter.result(20)
+    queue_of(claim.key, 0)
+    # Only once: the same owner may ask again.
+    again = ThreadPoolExecutor(1).submit(own().acquire, claim, 50)
+    queue_of(claim.key, 1)
+    assert other().release(held) is True
+    assert own().release(again.result(20)) is True
+
+
 def test_a_cleared_waiter_does_not_believe_that_it_has_the_lock(engine):
     held = own().acquire(a_claim("a", ttl=TTL), 0)
     claim = a_claim("a", ttl=TTL)

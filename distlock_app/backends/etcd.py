@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import ssl
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from time import monotonic
@@ -121,6 +123,11 @@ class EtcdBackend(BaseLockBackend):
         if wait == 0:
             return self._leave(claim, view, lease)
         place = self._places[claim.owner, claim.key] = Place(lease)
+        if claim.owner in self._given_up:  # noted before release() looked for the place
+            self.release(Grant(claim))
+            with suppress(ValueError):
+                self._given_up.remove(claim.owner)
+            return Busy()
         try:
             return self._await(claim, view, place, deadline)
         except BackendError:
@@ -145,6 +152,9 @@ class EtcdBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
+        # It may be on its way to the queue; of a stable owner, another claim may be.
+        if grant.session is None and not claim.stable and claim.owner not in self._given_up:
+            self._given_up.append(claim.owner)
         place = self._places.pop((claim.owner, claim.key), None)
         try:
             deleted = self._delete(self._key(claim))
@@ -216,6 +226,8 @@ class EtcdBackend(BaseLockBackend):
         self._leases = Leases(self._gateway)
         # Of the claims that wait, by owner and key.
         self._places: dict[tuple[str, str], Place] = {}
+        # Owners released before they were known; needed for as long as a thread may connect.
+        self._given_up: deque[str] = deque(maxlen=100)
 
     def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
         """Take the lock if its queue is empty; else take the last place, if we `stay`.
