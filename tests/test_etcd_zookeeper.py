@@ -17,7 +17,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
-from distlock_app import BackendError, Lock, LockLost
+from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.backends.etcd_gateway import encoded
 from distlock_app.claims import Grant
 from distlock_app.names import key_of
@@ -578,6 +578,26 @@ def test_a_wait_that_is_given_up_before_it_is_in_the_queue_does_not_begin(engine
     queue_of(claim.key, 1)
     assert other().release(held) is True
     assert own().release(again.result(20)) is True
+
+
+def test_waiters_who_come_and_go_leave_no_watches(engine):
+    if engine.name == "etcd":
+        return  # a watch there is a connection, and ends with it
+    held = other().acquire(a_claim("a", ttl=TTL), 0)
+    for _ in range(5):
+        with pytest.raises(LockTimeout):
+            Lock("a", using="own", ttl=TTL).acquire(wait=0.01)
+    client, _ = own()._session._client
+    assert [len(watchers) for watchers in client._data_watchers.values()] in ([], [1])
+    assert not any(departure.wakes for departure in own()._departures.values())
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(Lock("a", using="own", ttl=TTL).acquire, wait=50)
+        queue_of(key_of("a"), 1)
+        freed = monotonic()
+        assert other().release(held) is True
+        waiter.result(60).release()
+    assert monotonic() - freed < 0.9  # by the watch: else it looks after a second
+    until(lambda: not own()._departures and not client._data_watchers)
 
 
 def test_a_cleared_waiter_does_not_believe_that_it_has_the_lock(engine):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from time import monotonic
 from typing import Any
@@ -46,13 +47,35 @@ class Node:
 class Place:
     """The node of one claim that waits or holds."""
 
-    __slots__ = ("czxid", "path", "session", "woken_by")
+    __slots__ = ("awaits", "czxid", "path", "session", "woken_by")
 
     def __init__(self, path: str, czxid: int, session: int) -> None:
         self.path = path
         self.czxid = czxid
         self.session = session
         self.woken_by = 0.0  # a monotonic time: by then it looks at the queue again
+        self.awaits: Departure | None = None
+
+
+class Departure:
+    """Wakes those who wait until a node goes: one watch for all, which kazoo keeps until then."""
+
+    __slots__ = ("_forget", "wakes")
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self._forget = forget
+        self.wakes: dict[Place, Callable[[Grant | None], None] | None] = {}
+
+    def __call__(self, event: Any) -> None:
+        self._forget()
+        while self.wakes:
+            try:
+                place, wake = self.wakes.popitem()
+            except KeyError:  # the last one has just left
+                return
+            place.woken_by = 0.0
+            if wake is not None:
+                wake(None)
 
 
 class ZooKeeperBackend(BaseLockBackend):
@@ -162,6 +185,8 @@ class ZooKeeperBackend(BaseLockBackend):
             shard = self._shard(claim.key)
             ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
             deleted = sum(self._delete(f"{shard}/{name}") for name in ours) > 0
+        if place is not None:
+            self._unwatch(place)
         self._places.pop(claim.owner, None)  # only now: what failed is tried again
         return deleted
 
@@ -210,6 +235,7 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def _start(self) -> None:
         self._places: dict[str, Place] = {}  # of the claims that wait or hold, by owner
+        self._departures: dict[str, Departure] = {}  # of nodes that are waited for, by path
 
     def _shard(self, key: str) -> str:
         return f"{self._root}/{int(key[:4], 16) % SHARDS:03x}"
@@ -260,21 +286,28 @@ class ZooKeeperBackend(BaseLockBackend):
     def _watch(self, claim: Claim, place: Place, node: Node) -> bool:
         """Have the claim woken when `node` goes; False: it has gone."""
 
-        def gone(event: Any) -> None:
-            place.woken_by = 0.0
-            if claim.wake is not None:
-                claim.wake(None)
-
+        path = f"{self._shard(claim.key)}/{node.name}"
+        self._unwatch(place)
         place.woken_by = monotonic() + LOOK_AGAIN
+        forget = partial(self._departures.pop, path, None)
+        place.awaits = self._departures.setdefault(path, Departure(forget))
+        place.awaits.wakes[place] = claim.wake
         try:
             # Not exists(): that would leave a watch for a node that never comes.
-            self._session.ask("get", f"{self._shard(claim.key)}/{node.name}", watch=gone)
+            self._session.ask("get", path, watch=place.awaits)
         except BaseException as error:
+            forget()  # kazoo may never call it
+            self._unwatch(place)
             place.woken_by = 0.0
             if isinstance(error, Gone):
                 return False
             raise
         return True
+
+    def _unwatch(self, place: Place) -> None:
+        if place.awaits is not None:
+            place.awaits.wakes.pop(place, None)
+            place.awaits = None
 
     def _delete(self, path: str) -> bool:
         try:
