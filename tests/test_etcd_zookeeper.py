@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ import pytest
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
+from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.backends.etcd_gateway import encoded
+from distlock_app.backends.zookeeper_session import Session
 from distlock_app.claims import Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
@@ -598,6 +601,37 @@ def test_waiters_who_come_and_go_leave_no_watches(engine):
         waiter.result(60).release()
     assert monotonic() - freed < 0.9  # by the watch: else it looks after a second
     until(lambda: not own()._departures and not client._data_watchers)
+
+
+@pytest.mark.parametrize("where", ["begins to connect", "connects"])
+def test_a_signal_handler_that_locks_while_the_session_is_opened_does_not_hang(engine, where):
+    if engine.name == "etcd":
+        return  # shares no session
+    codes = {"begins to connect": Session._open, "connects": KazooClient.start_async}
+    code, grants = codes[where].__code__, []
+
+    def interrupt(frame, event, arg):
+        if event == "call" and frame.f_code is code:
+            sys.setprofile(None)
+            grants.append(own().acquire(a_claim("a", ttl=TTL), 0))
+
+    def work():
+        sys.setprofile(interrupt)
+        grants.append(own().acquire(a_claim("b", ttl=TTL), 0))
+
+    before = clients()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+
+    assert len(grants) == 2 and all(own().extend(grant, TTL) for grant in grants)
+    until(lambda: clients() == before + 1)
+    assert all(own().release(grant) for grant in grants)
+
+
+def clients():
+    """Return how many clients of ZooKeeper this process runs."""
+    return len([thread for thread in threading.enumerate() if "zk_loop" in thread.name])
 
 
 def test_a_cleared_waiter_does_not_believe_that_it_has_the_lock(engine):

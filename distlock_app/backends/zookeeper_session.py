@@ -76,7 +76,8 @@ class Session:
         self._reset()
 
     def _reset(self) -> None:
-        self._opening = threading.Lock()
+        # Reentrant: a signal handler may lock or release while the client is made.
+        self._opening = threading.RLock()
         # kazoo's client, and its event that is set while there is a connection.
         self._client: tuple[Any, Any] | None = None
         self._granted = 0.0  # seconds that the server lets the session live
@@ -152,7 +153,7 @@ class Session:
         if live.is_set():
             _end(client)
         else:  # kazoo waits until its attempt to connect has ended
-            threading.Thread(target=_end, args=(client,), daemon=True).start()
+            _end_later(client)
 
     def forget(self) -> None:
         """Leave, in a child of fork(), the parent's session alone."""
@@ -197,8 +198,16 @@ class Session:
 
         client._connection._invoke = listen
         client.add_listener(note)
-        self._client = (client, client.start_async())
+        live = client.start_async()
+        if self._client is None:
+            self._client = (client, live)
+        else:  # a signal handler has made one meanwhile
+            _end_later(client)
         return self._client
+
+
+def _end_later(client: Any) -> None:
+    threading.Thread(target=_end, args=(client,), daemon=True).start()
 
 
 def _end(client: Any) -> None:
