@@ -301,7 +301,11 @@ class Hold:
 
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
-        if lease is None or self.released or lease.ended or lease.lost:
+        if lease is None or self.released:
+            return
+        if lease.ended and not lease.foreign:  # its release failed, and was not tried again
+            renewer.let_expire(lease)
+        if lease.ended or lease.lost:
             return
         # No request here, and no release: the work that the lock guards may still go on.
         # Nothing refers to the lease any more, so it is not renewed and ends by itself.

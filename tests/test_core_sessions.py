@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from distlock_app import Lock, LockLost
+from distlock_app import BackendError, Lock, LockLost
 from distlock_app.registry import registry
 from tests import engines
 from tests.engines import DEADLINE, free, renewed, until
@@ -69,6 +69,18 @@ def test_a_fixed_hold_hears_of_the_end_of_its_session(sessions):
     sessions.clear(hold._lease.grant.claim.key)
 
     until(lambda: hold.lost)
+
+
+def test_a_hold_that_is_dropped_after_its_release_failed_is_given_back(sessions):
+    hold = Lock("a", ttl=0.3, using="session").acquire()
+    sessions.fail("release", times=1)
+    with pytest.raises(BackendError):
+        hold.release()
+    assert not free(sessions)
+
+    del hold
+
+    until(lambda: free(sessions))
 
 
 def test_a_dropped_hold_is_given_back_when_its_time_is_up(sessions):
