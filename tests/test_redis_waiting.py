@@ -318,6 +318,81 @@ def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
     assert waiter.woken == []
 
 
+def test_a_stable_owner_who_waits_for_two_locks_gets_the_one_that_came_free(backend):
+    first = backend.acquire(claim("a"), 0)
+    other = backend.acquire(claim("b"), 0)
+    owner = claim("of both").owner
+    waits_for_a, waits_for_b = Waiter(backend, "a", owner=owner), Waiter(backend, "b", owner=owner)
+    waits_for_a.ask()
+    waits_for_b.ask()
+
+    backend.release(first)
+
+    grant = waits_for_a.granted()
+    assert grant.claim is waits_for_a.claim and backend.extend(grant, 30)
+    backend.release(other)
+    assert waits_for_b.granted().claim is waits_for_b.claim
+    assert len(waits_for_a.woken) == len(waits_for_b.woken) == 1
+
+
+def test_a_stable_owner_who_gives_up_one_lock_goes_on_waiting_for_the_other(backend):
+    backend.acquire(claim("a"), 0)
+    other = backend.acquire(claim("b"), 0)
+    owner = claim("of both").owner
+    waits_for_b, gives_up = Waiter(backend, "b", owner=owner), Waiter(backend, "a", owner=owner)
+    waits_for_b.ask()
+    gives_up.ask()
+
+    assert not backend.acquire(gives_up.claim, 0)
+    backend.release(other)
+
+    assert waits_for_b.granted().claim is waits_for_b.claim
+
+
+def test_all_who_wait_for_one_lock_with_one_stable_owner_are_told(backend):
+    first = backend.acquire(claim("a"), 0)
+    owner = claim("a").owner
+    waiters = [Waiter(backend, "a", owner=owner) for _ in range(3)]
+    for waiter in waiters:
+        waiter.ask()
+    backend.acquire(waiters[1].claim, 0)  # gives up: the others still listen
+    waiters[0].ask()
+
+    backend.release(first)
+
+    for waiter in waiters[0], waiters[2]:
+        grant = waiter.granted()
+        assert grant.claim is waiter.claim and backend.extend(grant, 30)
+    assert waiters[1].woken == []
+
+
+def test_a_message_that_a_later_try_proves_old_is_no_grant(backend):
+    blocks = backend.acquire(claim("another"), 0)
+    first = backend.acquire(claim("a"), 0)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def hold_up_the_listener(grant):
+        stuck.set()
+        go_on.wait(30)
+
+    owner = claim("a").owner
+    earlier, later = Waiter(backend, "a", owner=owner), Waiter(backend, "a", owner=owner)
+    earlier.ask()
+    assert not backend.acquire(claim("another", wake=hold_up_the_listener), 30)
+    backend.release(blocks)
+    assert stuck.wait(5)
+    backend.release(first)  # its message is not read yet
+    backend.release(earlier.ask())
+    stranger = backend.acquire(claim("a"), 0)
+    later.ask()
+
+    go_on.set()
+    backend.release(stranger)
+
+    assert later.granted().fence > stranger.fence
+    assert len(later.woken) == 1
+
+
 def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
     first = backend.acquire(claim("a"), 0)
 

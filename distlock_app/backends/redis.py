@@ -103,7 +103,7 @@ class RedisBackend(BaseLockBackend):
         """Take the lock, or a place in its queue; a woken caller has the lock already."""
         asked = monotonic()
         if wait == 0:
-            self._forget(claim.owner)
+            self._forget(claim)
             return self._try(claim, asked)[0]
         if claim.wake is None:
             return self._try(claim, asked, channel="-")[0]
@@ -111,7 +111,7 @@ class RedisBackend(BaseLockBackend):
         if not listener.running:
             # Most locks are free: a process that never waits needs no thread. Not a try that
             # leaves nothing behind, or a waiter would lose its place for a moment.
-            grant = self._try(claim, asked, "-", listener.place_of(claim.owner))[0]
+            grant = self._try(claim, asked, "-", listener.place_of(claim))[0]
             if grant:
                 return grant
         channel = listener.channel if listener.works(SUBSCRIBE_SECONDS) else "-"
@@ -123,7 +123,7 @@ class RedisBackend(BaseLockBackend):
             listener.failed(waiter)
             raise
         if result:
-            self._forget(claim.owner)
+            self._forget(claim)
             return result
         again = listener.waits(waiter, asked, server, arrived)
         if isinstance(again, Grant):
@@ -187,7 +187,7 @@ class RedisBackend(BaseLockBackend):
     def release(self, grant: Grant) -> bool:
         """Give the lock to the next in the queue, or leave the queue."""
         claim = grant.claim
-        self._forget(claim.owner)
+        self._forget(claim)
         if claim.latch:
             waiters = self._keys(claim.key)[2]
             self._pool.ask(pack(b"HDEL", waiters, claim.owner.encode()))
@@ -354,10 +354,10 @@ class RedisBackend(BaseLockBackend):
         batches = (requests[at : at + BATCH] for at in range(0, len(requests), BATCH))
         return [answer for batch in batches for answer in self._pool.ask(*batch)]
 
-    def _forget(self, owner: str) -> None:
+    def _forget(self, claim: Claim) -> None:
         # Of all: keys may have moved to another server while their claim waited.
         for listener in list(self._listeners.values()):
-            listener.forget(owner)
+            listener.forget(claim)
 
     def _base(self, part: int) -> str:
         """Return how the keys of this part begin: with their hash tag."""

@@ -30,7 +30,7 @@ end
 return {0, 3600000, now, 0}
 """
 
-# KEYS 3 waiters, 6 counted     ARGV 2 token, 3 ttl, 4 limit
+# KEYS 3 waiters, 6 counted     ARGV 1 key, 2 token, 3 ttl, 4 limit
 # -> how many are counted
 _COUNT_DOWN = """
 local waiters, counted, ttl = KEYS[3], KEYS[6], ARGV[3]
@@ -43,7 +43,7 @@ local so_far = redis.call('ZCARD', counted)
 if so_far >= tonumber(ARGV[4]) then
   local all = redis.call('HGETALL', waiters)
   for at = 1, #all, 2 do
-    redis.call('PUBLISH', all[at + 1], all[at] .. ' 0 ' .. now)
+    redis.call('PUBLISH', all[at + 1], all[at] .. ' ' .. ARGV[1] .. ' 0 ' .. now)
   end
   redis.call('DEL', waiters)
 end

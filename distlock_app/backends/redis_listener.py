@@ -36,6 +36,10 @@ class Waiter:
         self.given: tuple[int, int, float] | None = None  # a message that overtook the answer
         self.again = False  # messages may have been lost while the try was under way
 
+    def outdates(self, fence: int, began: int, heard: float) -> bool:
+        """Tell whether the lock was taken by somebody else after that lease began."""
+        return self.server is not None and began < self.server
+
     def grant(self, fence: int, began: int, heard: float) -> Grant:
         """Return the grant that a message brought: a lease that began at server time `began`.
 
@@ -71,7 +75,7 @@ class Listener:
         self._connect = connect
         self._refused = refused
         self._lock = threading.Lock()  # guards the three below and every Waiter
-        self._waiters: dict[str, Waiter] = {}
+        self._waiters: dict[tuple[str, str], list[Waiter]] = {}
         self._thread: threading.Thread | None = None
         self._connection: Any = None
         self._closed = threading.Event()
@@ -102,17 +106,18 @@ class Listener:
     def trying(self, claim: Claim, asked: float) -> Waiter:
         """Note, before its request is sent, that `claim` is about to wait."""
         with self._lock:
-            waiter = self._waiters.get(claim.owner)
-            if waiter is None or waiter.claim is not claim:
-                waiter = self._waiters[claim.owner] = Waiter(claim, asked)
+            waiter = self._find(claim)
+            if waiter is None:
+                waiter = Waiter(claim, asked)
+                self._waiters[_turn(claim)] = [*self._waiters.get(_turn(claim), ()), waiter]
             waiter.armed = False
             waiter.given = None
             waiter.again = False
             return waiter
 
-    def place_of(self, owner: str) -> int:
+    def place_of(self, claim: Claim) -> int:
         """Return the place of a claim that was trying() before, 0 if it has none."""
-        waiter = self._waiters.get(owner)
+        waiter = self._find(claim)
         return 0 if waiter is None else waiter.arrived
 
     def waits(self, waiter: Waiter, asked: float, server: int, arrived: int) -> Grant | bool:
@@ -122,8 +127,8 @@ class Listener:
         """
         with self._lock:
             waiter.asked, waiter.server, waiter.arrived = asked, server, arrived
-            if waiter.given is not None and self._grants:
-                self._drop(waiter)
+            if waiter.given is not None and self._grants and not waiter.outdates(*waiter.given):
+                self._drop(waiter.claim)
                 return waiter.grant(*waiter.given)
             waiter.armed = not waiter.again
             return waiter.again
@@ -133,11 +138,11 @@ class Listener:
         with self._lock:
             waiter.armed = True
 
-    def forget(self, owner: str) -> None:
+    def forget(self, claim: Claim) -> None:
         """Expect no message for the claim any more."""
         if self._waiters:
             with self._lock:
-                self._waiters.pop(owner, None)
+                self._drop(claim)
 
     def close(self) -> None:
         """End the thread; the callers who wait ask again by themselves."""
@@ -149,9 +154,17 @@ class Listener:
         if thread is not None and thread is not threading.current_thread():
             thread.join(2 * HEARTBEAT)
 
-    def _drop(self, waiter: Waiter) -> None:
-        if self._waiters.get(waiter.claim.owner) is waiter:
-            del self._waiters[waiter.claim.owner]
+    def _find(self, claim: Claim) -> Waiter | None:
+        waiters = self._waiters.get(_turn(claim), ())
+        return next((waiter for waiter in waiters if waiter.claim is claim), None)
+
+    def _drop(self, claim: Claim) -> None:
+        turn = _turn(claim)
+        others = [waiter for waiter in self._waiters.get(turn, ()) if waiter.claim is not claim]
+        if others:
+            self._waiters[turn] = others
+        else:
+            self._waiters.pop(turn, None)
 
     def _run(self) -> None:
         pause, failing_since = RETRY_MIN, monotonic()
@@ -218,33 +231,34 @@ class Listener:
                 pinged = monotonic()
 
     def _handle(self, answer: Any) -> None:
-        """Take one message: "token fence began"."""
+        """Take one message: "token key fence began"."""
         if answer[0] != b"message":
             return
-        owner, fence, began = answer[2].decode().split(" ")
+        owner, key, fence, began = answer[2].decode().split(" ")
         message = (int(fence), int(began), monotonic())
+        woken = []
         with self._lock:
-            waiter = self._waiters.get(owner)
             # Nobody waits with this token any more: its last try got the lock as an answer, or
             # its release has passed the lock on or is about to.
-            if waiter is None:
-                return
-            if not waiter.armed:
-                waiter.given = message
-                waiter.again = not self._grants
-                return
-            grant = None
-            if self._grants:
-                self._drop(waiter)
-                grant = waiter.grant(*message)
-            waiter.armed = False
-        self._wake(waiter, grant)
+            for waiter in self._waiters.get((owner, key), ()):
+                if not waiter.armed:
+                    waiter.given = message
+                    waiter.again = not self._grants
+                elif not waiter.outdates(*message):
+                    waiter.armed = False
+                    woken.append(waiter)
+                    if self._grants:
+                        self._drop(waiter.claim)
+        taken = [self._wake(w, w.grant(*message) if self._grants else None) for w in woken]
+        if woken and self._grants and not any(taken):
+            self._refused(woken[0].grant(*message))
 
     def _wake_all(self) -> None:
         """Let everybody try again: messages to the connection before this one are lost."""
         with self._lock:
-            armed = [waiter for waiter in self._waiters.values() if waiter.armed]
-            for waiter in self._waiters.values():
+            waiters = [waiter for waiters in self._waiters.values() for waiter in waiters]
+            armed = [waiter for waiter in waiters if waiter.armed]
+            for waiter in waiters:
                 waiter.again = not waiter.armed
                 waiter.armed = False
                 # It may be another server's now, with another clock.
@@ -252,7 +266,8 @@ class Listener:
         for waiter in armed:
             self._wake(waiter, None)
 
-    def _wake(self, waiter: Waiter, grant: Grant | None) -> None:
+    def _wake(self, waiter: Waiter, grant: Grant | None) -> bool:
+        """Tell whether the waiter could be woken."""
         try:
             if waiter.claim.wake is not None:
                 waiter.claim.wake(grant)
@@ -260,5 +275,10 @@ class Listener:
             logger.exception(
                 "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
             )
-            if grant is not None:
-                self._refused(grant)
+            return False
+        return True
+
+
+def _turn(claim: Claim) -> tuple[str, str]:
+    """Return what a message names: more than one claim where threads share a stable owner."""
+    return claim.owner, claim.key

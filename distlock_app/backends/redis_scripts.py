@@ -152,7 +152,8 @@ local function hand_over(me)
       take(head, math.min(ttl, UNHEARD_MS), limit, about)
     elseif there and is_heard(channel) then
       local fence = take(head, ttl, limit, about)
-      redis.call('PUBLISH', channel, head .. ' ' .. text(fence) .. ' ' .. text(now))
+      local words = {head, key, text(fence), text(now)}
+      redis.call('PUBLISH', channel, table.concat(words, ' '))
     end
   end
   if not held and redis.call('EXISTS', members) == 0 then redis.call('ZREM', index, key) end
