@@ -446,6 +446,23 @@ def test_a_release_wakes_the_waiters_in_order_of_arrival(backend):
         assert grant
 
 
+def test_a_stable_owner_who_waits_for_two_locks_is_called_to_the_one_that_came_free(backend):
+    first, other = wait_for(backend, 5, "a"), wait_for(backend, 5, "b")
+    owner = claim("of both").owner
+    waits_for_a, waits_for_b = Waiter(backend, "a", owner=owner), Waiter(backend, "b", owner=owner)
+    also_for_a = Waiter(backend, "a", owner=owner)
+    for waiter in waits_for_a, waits_for_b, also_for_a:
+        waiter.ask()
+
+    backend.release(first)
+
+    assert waits_for_a.event.wait(5) and also_for_a.event.wait(5), "not woken"
+    assert waits_for_a.ask() and waits_for_b.woken == []
+    backend.release(other)
+    assert waits_for_b.event.wait(5), "not woken"
+    assert waits_for_b.ask()
+
+
 def test_a_waiter_needs_no_poll(backend, monkeypatch):
     monkeypatch.setattr(RedlockBackend, "poll_max", 60.0)
     grant = wait_for(backend, 5, "a")

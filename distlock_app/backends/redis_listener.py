@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..claims import Claim, Grant
 from ..records import fields, logger
@@ -53,6 +53,53 @@ class Waiter:
         return Grant(self.claim, fence=fence, asked_at=min(asked_at, heard))
 
 
+class _Waits(Protocol):
+    claim: Claim
+
+
+AnyWaiter = TypeVar("AnyWaiter", bound=_Waits)
+
+
+class Waiters(Generic[AnyWaiter]):
+    """The waiters of this process, by owner and key: what a message names.
+
+    Several of a kind when threads share a stable owner. A signal handler may wait and stop
+    waiting in the middle of any method: so a list is replaced, never changed.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[str, str], list[AnyWaiter]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._lists)
+
+    def __iter__(self) -> Iterator[AnyWaiter]:
+        return (waiter for waiters in list(self._lists.values()) for waiter in waiters)
+
+    def named(self, owner: str, key: str) -> list[AnyWaiter]:
+        """Return those whom a message is for."""
+        return self._lists.get((owner, key), [])
+
+    def find(self, claim: Claim) -> AnyWaiter | None:
+        """Return the one of this very claim."""
+        waiters = self.named(claim.owner, claim.key)
+        return next((waiter for waiter in waiters if waiter.claim is claim), None)
+
+    def add(self, waiter: AnyWaiter) -> None:
+        """Take one in whose claim has none yet."""
+        owner, key = waiter.claim.owner, waiter.claim.key
+        self._lists[owner, key] = [*self.named(owner, key), waiter]
+
+    def drop(self, claim: Claim) -> None:
+        """Forget the one of this very claim, if there is one."""
+        owner, key = claim.owner, claim.key
+        others = [waiter for waiter in self.named(owner, key) if waiter.claim is not claim]
+        if others:
+            self._lists[owner, key] = others
+        else:
+            self._lists.pop((owner, key), None)
+
+
 class Listener:
     """The channel of this process, and the claims that wait for a message on it."""
 
@@ -75,7 +122,7 @@ class Listener:
         self._connect = connect
         self._refused = refused
         self._lock = threading.Lock()  # guards the three below and every Waiter
-        self._waiters: dict[tuple[str, str], list[Waiter]] = {}
+        self._waiters: Waiters[Waiter] = Waiters()
         self._thread: threading.Thread | None = None
         self._connection: Any = None
         self._closed = threading.Event()
@@ -106,10 +153,10 @@ class Listener:
     def trying(self, claim: Claim, asked: float) -> Waiter:
         """Note, before its request is sent, that `claim` is about to wait."""
         with self._lock:
-            waiter = self._find(claim)
+            waiter = self._waiters.find(claim)
             if waiter is None:
                 waiter = Waiter(claim, asked)
-                self._waiters[_turn(claim)] = [*self._waiters.get(_turn(claim), ()), waiter]
+                self._waiters.add(waiter)
             waiter.armed = False
             waiter.given = None
             waiter.again = False
@@ -117,7 +164,7 @@ class Listener:
 
     def place_of(self, claim: Claim) -> int:
         """Return the place of a claim that was trying() before, 0 if it has none."""
-        waiter = self._find(claim)
+        waiter = self._waiters.find(claim)
         return 0 if waiter is None else waiter.arrived
 
     def waits(self, waiter: Waiter, asked: float, server: int, arrived: int) -> Grant | bool:
@@ -128,7 +175,7 @@ class Listener:
         with self._lock:
             waiter.asked, waiter.server, waiter.arrived = asked, server, arrived
             if waiter.given is not None and self._grants and not waiter.outdates(*waiter.given):
-                self._drop(waiter.claim)
+                self._waiters.drop(waiter.claim)
                 return waiter.grant(*waiter.given)
             waiter.armed = not waiter.again
             return waiter.again
@@ -142,7 +189,7 @@ class Listener:
         """Expect no message for the claim any more."""
         if self._waiters:
             with self._lock:
-                self._drop(claim)
+                self._waiters.drop(claim)
 
     def close(self) -> None:
         """End the thread; the callers who wait ask again by themselves."""
@@ -153,18 +200,6 @@ class Listener:
             connection.disconnect()  # its shutdown() ends the thread's poll()
         if thread is not None and thread is not threading.current_thread():
             thread.join(2 * HEARTBEAT)
-
-    def _find(self, claim: Claim) -> Waiter | None:
-        waiters = self._waiters.get(_turn(claim), ())
-        return next((waiter for waiter in waiters if waiter.claim is claim), None)
-
-    def _drop(self, claim: Claim) -> None:
-        turn = _turn(claim)
-        others = [waiter for waiter in self._waiters.get(turn, ()) if waiter.claim is not claim]
-        if others:
-            self._waiters[turn] = others
-        else:
-            self._waiters.pop(turn, None)
 
     def _run(self) -> None:
         pause, failing_since = RETRY_MIN, monotonic()
@@ -240,7 +275,7 @@ class Listener:
         with self._lock:
             # Nobody waits with this token any more: its last try got the lock as an answer, or
             # its release has passed the lock on or is about to.
-            for waiter in self._waiters.get((owner, key), ()):
+            for waiter in self._waiters.named(owner, key):
                 if not waiter.armed:
                     waiter.given = message
                     waiter.again = not self._grants
@@ -248,7 +283,7 @@ class Listener:
                     waiter.armed = False
                     woken.append(waiter)
                     if self._grants:
-                        self._drop(waiter.claim)
+                        self._waiters.drop(waiter.claim)
         taken = [self._wake(w, w.grant(*message) if self._grants else None) for w in woken]
         if woken and self._grants and not any(taken):
             self._refused(woken[0].grant(*message))
@@ -256,9 +291,8 @@ class Listener:
     def _wake_all(self) -> None:
         """Let everybody try again: messages to the connection before this one are lost."""
         with self._lock:
-            waiters = [waiter for waiters in self._waiters.values() for waiter in waiters]
-            armed = [waiter for waiter in waiters if waiter.armed]
-            for waiter in waiters:
+            armed = [waiter for waiter in self._waiters if waiter.armed]
+            for waiter in self._waiters:
                 waiter.again = not waiter.armed
                 waiter.armed = False
                 # It may be another server's now, with another clock.
@@ -277,8 +311,3 @@ class Listener:
             )
             return False
         return True
-
-
-def _turn(claim: Claim) -> tuple[str, str]:
-    """Return what a message names: more than one claim where threads share a stable owner."""
-    return claim.owner, claim.key

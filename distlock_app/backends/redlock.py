@@ -71,7 +71,7 @@ class RedlockBackend(BaseLockBackend):
         """Take the lock at a majority, or nowhere; who waits has a place in each node's queue."""
         listener = self._listener
         if wait == 0:
-            listener.forget(claim.owner)
+            listener.forget(claim)
             return self._try(claim)
         if claim.wake is None:
             return self._try(claim, b"-", b"0")
@@ -84,7 +84,7 @@ class RedlockBackend(BaseLockBackend):
         ticket = listener.expect(claim, self._clock.stamp())
         result = self._try(claim, listener.channel, b"%d" % ticket)
         if result:
-            listener.forget(claim.owner)
+            listener.forget(claim)
         return result
 
     def _try(self, claim: Claim, *place: bytes) -> Grant | Busy:
@@ -201,7 +201,7 @@ class RedlockBackend(BaseLockBackend):
     def release(self, grant: Grant) -> bool:
         """Release it everywhere, also where nobody knows whether it was granted."""
         claim = grant.claim
-        self._listener.forget(claim.owner)
+        self._listener.forget(claim)
         # A hold may end in another process than it began, where the guess is another.
         stamp = max(self._clock.stamp(), grant.session or 0)
         words = claim.owner.encode(), b"%d" % stamp

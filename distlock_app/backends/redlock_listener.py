@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import select
 import threading
-from collections.abc import Callable
 from time import monotonic
-from typing import Any
 
 from ..claims import Claim
 from ..records import fields, logger
+from .redis_listener import Waiters
 from .redis_scripts import pack
 from .redlock_nodes import Link, Quorum
 
@@ -22,15 +21,17 @@ CALL_SECONDS = 0.01
 # How often the thread looks whether it is needed, and whether its connections are alive.
 LOOK_SECONDS = 0.5
 PING = pack(b"PING")
+# The digits of an owner and of a key.
+OWNER, KEY = 32, 40
 
 
 class Waiter:
     """A claim that waits, and the nodes that called it since it asked."""
 
-    __slots__ = ("called", "since", "ticket", "wake")
+    __slots__ = ("called", "claim", "since", "ticket")
 
-    def __init__(self, wake: Callable[[Any], None], ticket: int) -> None:
-        self.wake = wake
+    def __init__(self, claim: Claim, ticket: int) -> None:
+        self.claim = claim
         self.ticket = ticket
         self.called: set[int] = set()
         self.since = 0.0  # when the first node called
@@ -47,7 +48,7 @@ class Listener:
         self.channel = channel
         self._quorum = quorum
         self._lock = threading.Lock()  # guards the three below
-        self._waiters: dict[bytes, Waiter] = {}
+        self._waiters: Waiters[Waiter] = Waiters()
         self._half_called: set[Waiter] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -78,22 +79,22 @@ class Listener:
 
     def expect(self, claim: Claim, ticket: int) -> int:
         """Note that `claim` is about to ask and to wait; return the ticket of its first time."""
-        assert claim.wake is not None
-        owner = claim.owner.encode()
         with self._lock:
-            waiter = self._waiters.get(owner)
-            if waiter is None or waiter.wake is not claim.wake:
-                waiter = self._waiters[owner] = Waiter(claim.wake, ticket)
+            waiter = self._waiters.find(claim)
+            if waiter is None:
+                waiter = Waiter(claim, ticket)
+                self._waiters.add(waiter)
             self._uncall(waiter)
             return waiter.ticket
 
-    def forget(self, owner: str) -> None:
+    def forget(self, claim: Claim) -> None:
         """Expect no call for the claim any more."""
         if self._waiters:
             with self._lock:
-                waiter = self._waiters.pop(owner.encode(), None)
+                waiter = self._waiters.find(claim)
                 if waiter is not None:
                     self._uncall(waiter)
+                    self._waiters.drop(claim)
 
     def close(self) -> None:
         """End the thread; the callers who wait ask again by themselves."""
@@ -111,8 +112,8 @@ class Listener:
                     needed = monotonic()
                 ears.mend(needed=bool(self._waiters))
                 self._settled.set()
-                for node, owner in ears.hear(CALL_SECONDS if self._half_called else LOOK_SECONDS):
-                    self._called(node, owner)
+                for node, turn in ears.hear(CALL_SECONDS if self._half_called else LOOK_SECONDS):
+                    self._called(node, turn[:OWNER], turn[OWNER:])
                 self._wake_half_called()
         except Exception:  # whatever it is: without this thread waiting is slow
             logger.exception(
@@ -132,20 +133,21 @@ class Listener:
                 return True
         return False
 
-    def _called(self, node: int, owner: bytes) -> None:
+    def _called(self, node: int, owner: str, key: str) -> None:
+        woken = []
         with self._lock:
-            waiter = self._waiters.get(owner)
-            if waiter is None:
-                return
-            if not waiter.called:
-                waiter.since = monotonic()
-            waiter.called.add(node)
-            # Not before: at the other nodes the release may still be under way.
-            if len(waiter.called) < self._quorum.majority:
-                self._half_called.add(waiter)
-                return
-            self._uncall(waiter)
-        self._wake(waiter)
+            for waiter in self._waiters.named(owner, key):
+                if not waiter.called:
+                    waiter.since = monotonic()
+                waiter.called.add(node)
+                # Not before: at the other nodes the release may still be under way.
+                if len(waiter.called) < self._quorum.majority:
+                    self._half_called.add(waiter)
+                else:
+                    self._uncall(waiter)
+                    woken.append(waiter)
+        for waiter in woken:
+            self._wake(waiter)
 
     def _wake_half_called(self) -> None:
         if not self._half_called:
@@ -164,7 +166,8 @@ class Listener:
 
     def _wake(self, waiter: Waiter) -> None:
         try:
-            waiter.wake(None)
+            if waiter.claim.wake is not None:
+                waiter.claim.wake(None)
         except Exception:  # such as an event loop that was closed
             logger.exception(
                 "a waiter for a lock could not be woken",
@@ -197,8 +200,8 @@ class Ears:
                 self._pinged[at] = now
                 self._send(at, PING)
 
-    def hear(self, seconds: float) -> list[tuple[int, bytes]]:
-        """Return what owners were called and by which node, after at most `seconds`."""
+    def hear(self, seconds: float) -> list[tuple[int, str]]:
+        """Return which node called which owner to which key, after at most `seconds`."""
         called = []
         for fd, _ in self._poll.poll(seconds * 1000):
             at = self._at[fd]
@@ -210,8 +213,9 @@ class Ears:
                 self._drop(at)
                 continue
             self._heard[at], self._pinged[at] = monotonic(), 0.0
-            # Of the lines of a message, one is its text: the owner, 32 hex digits.
-            called += [(at, line) for line in lines if len(line) == 32 and line.isalnum()]
+            # Of the lines of a message, one is its text: owner and key, hex digits.
+            texts = [line for line in lines if len(line) == OWNER + KEY and line.isalnum()]
+            called += [(at, text.decode()) for text in texts]
         return called
 
     def close(self) -> None:

@@ -67,7 +67,8 @@ local function call_next(me)
   while true do
     local head, channel = first()
     if not head or head == me or channel == '-' then return end
-    if redis.call('PUBLISH', channel, head) > 0 then return end
+    local key = string.sub(lock, -40)
+    if redis.call('PUBLISH', channel, head .. key) > 0 then return end
     forget(head)  -- its process has died; if not, it gets its place back when it asks
   end
 end
