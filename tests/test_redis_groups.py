@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from contextlib import suppress
 
 import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
-from distlock_app.backends.redis import RedisBackend
+from distlock_app.backends.redis import RedisBackend, _part
 from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.signals import lock_acquired
@@ -143,6 +144,18 @@ def test_what_the_thread_has_already_is_entered_again(names, asked):
 
     assert "acquire_all" not in asked
     assert free(names)
+
+
+def test_what_a_stable_owner_has_already_ends_no_earlier_for_a_group(backend, server):
+    held = claim("a", owner="f" * 32, ttl=300)
+    backend.acquire(held, 0)
+
+    for ttl, least in (1, 290), (600, 590):
+        pair = [claim("a", owner="f" * 32, ttl=ttl), claim("b", owner="f" * 32, ttl=ttl)]
+        assert backend.acquire_all(pair)
+        assert next(iter(backend.holders(held.key))).expires_in > least
+        listed_until = server.zscore(backend._index(_part(held.key)), held.key) / 1000
+        assert listed_until - time.time() > least
 
 
 def test_readers_and_permits_are_taken_one_after_the_other(names):

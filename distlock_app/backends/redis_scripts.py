@@ -246,6 +246,7 @@ _ACQUIRE_ALL = (
     _BEGIN
     + _CLOCK
     + _TAKE
+    + _LENGTHEN
     + """
 -- Let the names and functions above mean this lock from now on.
 local function choose(at)
@@ -264,7 +265,7 @@ for at = 1, #KEYS / 6 do
   choose(at)
   if mine then  -- a repeated request
     answer[at + 1] = tonumber(string.match(held, '^%S+ (%d+)'))
-    redis.call('PEXPIRE', lock, ARGV[4 * at - 1])
+    lengthen(ARGV[4 * at - 1])
   else
     answer[at + 1] = take(token, ARGV[4 * at - 1], '1', ARGV[4 * at])
   end
