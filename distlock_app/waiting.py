@@ -187,13 +187,13 @@ class AsyncBell:
         self._rung = asyncio.Event()
 
     def ring(self, grant: Grant | None) -> None:
-        """Wake the waiter; may be called from any thread, any number of times."""
+        """Wake the waiter; may be called from any thread, any number of times.
+
+        Raise RuntimeError if its loop is closed: nobody waits any more, or takes a grant.
+        """
         if grant is not None:
             self._grant = grant
-        try:
-            self._loop.call_soon_threadsafe(self._rung.set)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            pass
+        self._loop.call_soon_threadsafe(self._rung.set)
 
     async def pause(self, seconds: float, news: int | None = None) -> Grant | None:
         """Sleep until it rings, or until there are `news`, at most `seconds`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -9,7 +10,8 @@ import socket
 import threading
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +24,7 @@ from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis_scripts import pack
 from distlock_app.claims import Claim, Grant
 from distlock_app.names import key_of
-from distlock_app.waiting import Bell, acquiring, run
+from distlock_app.waiting import AsyncBell, Bell, acquiring, arun, run
 from tests.processes import hear, say
 
 DEADLINE = 60.0
@@ -81,6 +83,30 @@ class Waiter:
         grant = self.woken[-1]
         assert grant is not None
         return grant
+
+
+@contextmanager
+def left_waiting(backend: Any, name: str) -> Iterator[None]:
+    """Let a task wait for the lock whose event loop was closed without a word to it."""
+
+    async def wait() -> asyncio.Task[Any]:
+        bell = AsyncBell()
+        wanted = claim(name, wake=bell.ring)
+        before = len(backend.queue(wanted.key))
+        steps = acquiring(backend, wanted, None)
+        task = asyncio.ensure_future(arun(backend, steps, bell, cancelled=lambda: None))
+        while len(backend.queue(wanted.key)) == before:
+            await asyncio.sleep(0.005)
+        return task
+
+    if isinstance(backend, RedisBackend):
+        backend._listener(key_of(name)).works(DEADLINE)
+    loop = asyncio.new_event_loop()
+    task = loop.run_until_complete(wait())
+    loop.close()
+    yield
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    task.get_coro().close()  # type: ignore[union-attr]
 
 
 def count(*, path: str, prefix: str, times: int, threads: int) -> list[int]:

@@ -13,7 +13,7 @@ from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis_pool import MASTER_SECONDS
 from distlock_app.errors import BackendError
 from tests.proxy import proxy_to
-from tests.redis_workers import Waiter, backend_at, claim, client_of
+from tests.redis_workers import Waiter, backend_at, claim, client_of, left_waiting
 from tests.servers import RedisCluster, RedisServer, SentinelServer
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -116,6 +116,17 @@ def test_a_lock_that_was_handed_over_counts_only_then_too(pair, careful, shared)
 
     grant = eventually(waiter.ask)
     assert grant.fence > first.fence and careful.release(grant)
+
+
+def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(careful):
+    first = eventually(lambda: careful.acquire(claim("a"), 0))
+    with left_waiting(careful, "a"):
+        living = Waiter(careful, "a")
+        living.ask()
+        careful.release(first)
+
+    assert living.event.wait(5) and living.woken == [None]
+    assert eventually(living.ask)
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

@@ -12,7 +12,7 @@ from distlock_app.claims import Busy, Grant
 from distlock_app.errors import LockTimeout
 from distlock_app.waiting import Bell, acquiring, run
 from tests.engines import until
-from tests.redis_workers import Waiter, backend_at, claim, wait_for
+from tests.redis_workers import Waiter, backend_at, claim, left_waiting, wait_for
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -406,6 +406,17 @@ def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
     while list(backend.holders()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert "could not be woken" in caplog.text
+
+
+def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
+    first = backend.acquire(claim("a"), 0)
+    with left_waiting(backend, "a"):
+        living = Waiter(backend, "a")
+        living.ask()
+        backend.release(first)
+
+    assert living.granted().claim is living.claim
     assert "could not be woken" in caplog.text
 
 

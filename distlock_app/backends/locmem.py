@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic, time_ns
@@ -10,6 +11,7 @@ from typing import Any
 
 from .. import identity, names
 from ..claims import Busy, Claim, Grant, Holding
+from ..records import fields, logger
 from .base import BaseLockBackend
 
 # A waiter asks again at least every `poll_max`; one not heard of for longer has died.
@@ -100,18 +102,9 @@ class LocMemBackend(BaseLockBackend):
             return True
 
     def release(self, grant: Grant) -> bool:
-        with self._lock:
-            if latch := self._latches.get(grant.claim.key):
-                latch.waiting.pop(grant.claim.owner, None)
-            state = self._states.get(grant.claim.key)
-            if state is None:
-                return False
-            now = monotonic()
-            state.queue.pop(grant.claim.owner, None)
-            held = state.held.pop(grant.claim.owner, None)
-            woken = self._hand_over(grant.claim.key, state, now)
+        was_ours, woken = self._give_up(grant.claim)
         self._wake(woken)
-        return held is not None and held.until > now
+        return was_ours
 
     def count_down(self, claim: Claim) -> int:
         with self._lock:
@@ -189,6 +182,19 @@ class LocMemBackend(BaseLockBackend):
                 latch.waiting[claim.owner] = claim
             return Busy()
 
+    def _give_up(self, claim: Claim) -> tuple[bool, list[Grant]]:
+        """Take away what it holds or waits for; return whether it held it, and whom to wake."""
+        with self._lock:
+            if latch := self._latches.get(claim.key):
+                latch.waiting.pop(claim.owner, None)
+            state = self._states.get(claim.key)
+            if state is None:
+                return False, []
+            now = monotonic()
+            state.queue.pop(claim.owner, None)
+            held = state.held.pop(claim.owner, None)
+            return held is not None and held.until > now, self._hand_over(claim.key, state, now)
+
     def _hand_over(self, key: str, state: _State, now: float) -> list[Grant]:
         """Give what is free to the head of the queue, as often as it fits; return the grants."""
         for owner in [o for o, h in state.held.items() if h.until <= now]:
@@ -219,11 +225,19 @@ class LocMemBackend(BaseLockBackend):
             h.claim.shared or h.claim.limit == 1 for h in state.held.values()
         )
 
-    @staticmethod
-    def _wake(grants: list[Grant], but: str = "") -> None:
-        for grant in grants:
+    def _wake(self, grants: list[Grant], but: str = "") -> None:
+        waiting = deque(grants)
+        while waiting:
+            grant = waiting.popleft()
             if grant.claim.owner != but and grant.claim.wake is not None:
-                grant.claim.wake(grant)
+                try:
+                    grant.claim.wake(grant)
+                except Exception:  # such as that its event loop was closed: to the next one
+                    logger.exception(
+                        "a waiter for a lock could not be woken",
+                        extra=fields("not_woken", self.alias),
+                    )
+                    waiting += self._give_up(grant.claim)[1]
 
     def _holding(self, held: _Held, waiters: int, now: float) -> Holding:
         claim = held.claim

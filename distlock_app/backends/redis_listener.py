@@ -285,7 +285,7 @@ class Listener:
                     if self._grants:
                         self._waiters.drop(waiter.claim)
         taken = [self._wake(w, w.grant(*message) if self._grants else None) for w in woken]
-        if woken and self._grants and not any(taken):
+        if woken and not any(taken):
             self._refused(woken[0].grant(*message))
 
     def _wake_all(self) -> None:
@@ -305,7 +305,7 @@ class Listener:
         try:
             if waiter.claim.wake is not None:
                 waiter.claim.wake(grant)
-        except Exception:  # such as an event loop that was closed
+        except Exception:  # such as that its event loop was closed
             logger.exception(
                 "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
             )

@@ -168,7 +168,7 @@ class Listener:
         try:
             if waiter.claim.wake is not None:
                 waiter.claim.wake(None)
-        except Exception:  # such as an event loop that was closed
+        except Exception:  # such as that its event loop was closed
             logger.exception(
                 "a waiter for a lock could not be woken",
                 extra=fields("not_woken", self._quorum.alias),
