@@ -9,10 +9,12 @@ engine.hang("extend")                        # until engine.go_on()
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from distlock_app.backends.locmem import LocMemBackend
@@ -131,6 +133,49 @@ def install(settings):
     yield backend
     for entry in registry.made():
         entry.backend.go_on()
+
+
+def interrupted_everywhere(module, steps):
+    """Run `steps()` again and again, each time interrupted at another place in `module`.
+
+    `steps` yields a function to call and a handler that interrupts it, as a signal handler does,
+    and goes on when both are done.
+    """
+    for at in itertools.count(-2):  # Python 3.12 and 3.13 trace opcodes only from then on
+        work = steps()
+        function, handler = next(work)
+        left = itertools.count(-at)
+
+        def at_opcode(frame, event, arg, left=left, handler=handler):
+            if event in ("line", "opcode") and next(left) == 0:
+                handler()
+            return at_opcode
+
+        def trace(frame, event, arg, at_opcode=at_opcode):
+            if frame.f_code.co_filename != module.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            return at_opcode
+
+        def run(function=function, trace=trace, done=(done := [])):
+            sys.settrace(trace)
+            try:
+                function()
+            finally:
+                sys.settrace(None)
+            done.append(True)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(DEADLINE)
+        assert done, f"it hangs or fails when interrupted at {at}"
+        if next(left) <= 0:  # there are no more places
+            assert at > 20
+            return
+        if at < 0:
+            handler()
+        with suppress(StopIteration):
+            next(work)
 
 
 def until(condition, within=DEADLINE):

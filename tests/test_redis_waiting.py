@@ -7,11 +7,12 @@ import time
 
 import pytest
 
+from distlock_app.backends import redis as redis_backend
 from distlock_app.backends import redis_listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import LockTimeout
 from distlock_app.waiting import Bell, acquiring, run
-from tests.engines import until
+from tests.engines import interrupted_everywhere, until
 from tests.redis_workers import Waiter, backend_at, claim, left_waiting, wait_for
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -418,6 +419,38 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
 
     assert living.granted().claim is living.claim
     assert "could not be woken" in caplog.text
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(
+    redis_url, prefix, monkeypatch, listens
+):
+    # A handler that comes while the listener is being started does not hear of it in time.
+    monkeypatch.setattr(redis_backend, "SUBSCRIBE_SECONDS", 0.01)
+
+    def steps():
+        backend = backend_at(redis_url, prefix=prefix)
+        first, other = (backend.acquire(claim(name), 0) for name in "ab")
+        waiter, quitter = Waiter(backend, "a"), Waiter(backend, "a")
+        if listens:
+            Waiter(backend, "b").ask()
+
+        def handler():
+            backend.acquire(quitter.claim, 30)
+            backend.acquire(quitter.claim, 0)
+            backend.release(other)
+
+        yield lambda: backend.acquire(waiter.claim, 30), handler
+
+        waiter.ask()
+        backend.release(first)
+        until(lambda: any(waiter.woken) or (not listens and waiter.ask()))
+        assert not any(quitter.woken)
+        for holding in backend.holders():
+            assert backend.clear(holding.key) == 1
+        backend.close()
+
+    interrupted_everywhere(redis_listener, steps)
 
 
 def test_waiting_ends_at_its_deadline_and_leaves_nothing(backend, server, prefix):

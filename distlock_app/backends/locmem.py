@@ -45,6 +45,32 @@ class _Latch:
     until: float = 0.0
 
 
+class _Section:
+    """Only one thread at a time, but a signal handler of that thread may come in between.
+
+    What it does is done before the interrupted method goes on: that one finds things changed
+    between any two steps. So a waiter leaves the queue only when it holds, and what is dropped
+    because it is empty is looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether it interrupts another one, which may be using what looks empty."""
+        return self._depth > 1
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+
+
 class LocMemBackend(BaseLockBackend):
     """For tests and single-process development, and the model that other engines follow.
 
@@ -63,7 +89,7 @@ class LocMemBackend(BaseLockBackend):
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         super().__init__(alias=alias, location=location)
-        self._lock = threading.Lock()
+        self._lock = _Section()
         self._states: dict[str, _State] = {}
         self._latches: dict[str, _Latch] = {}
         self._fence = 0
@@ -80,15 +106,14 @@ class LocMemBackend(BaseLockBackend):
                 return Grant(claim, held.fence)
             state.queue.setdefault(claim.owner, _Waiter(claim, now)).heard = now
             woken = self._hand_over(claim.key, state, now)
+            if wait == 0 and state.queue.pop(claim.owner, None) is not None:
+                woken += self._hand_over(claim.key, state, now)  # those behind may fit
             held = state.held.get(claim.owner)
             if held is not None:
                 answer: Grant | Busy = Grant(claim, held.fence)
             else:
-                ends = min((h.until for h in state.held.values()), default=now)
+                ends = min([h.until for h in list(state.held.values())], default=now)
                 answer = Busy(free_in=max(0.0, ends - now))
-                if wait == 0:
-                    del state.queue[claim.owner]
-                    woken += self._hand_over(claim.key, state, now)  # those behind may fit
         self._wake(woken, but=claim.owner)
         return answer
 
@@ -127,9 +152,9 @@ class LocMemBackend(BaseLockBackend):
             now = monotonic()
             return [
                 self._holding(held, len(state.queue), now)
-                for held_key, state in self._states.items()
+                for held_key, state in list(self._states.items())
                 if key is None or key == held_key
-                for held in state.held.values()
+                for held in list(state.held.values())
                 if held.until > now
             ]
 
@@ -142,7 +167,8 @@ class LocMemBackend(BaseLockBackend):
     def prolong(self, key: str, seen: str, ttl: float) -> bool:
         with self._lock:
             state = self._states.get(key)
-            claims = [h.claim for h in state.held.values() if str(h.fence) == seen] if state else []
+            held = list(state.held.values()) if state else []
+            claims = [h.claim for h in held if str(h.fence) == seen]
         return any(self.extend(Grant(claim), ttl) for claim in claims)
 
     def clear(self, key: str, seen: str | None = None) -> int:
@@ -151,25 +177,29 @@ class LocMemBackend(BaseLockBackend):
             if state is None:
                 return 0
             now = monotonic()
-            live = [(o, str(h.fence)) for o, h in state.held.items() if h.until > now]
+            live = [(o, str(h.fence)) for o, h in list(state.held.items()) if h.until > now]
             owners = [owner for owner, fence in live if seen in (None, fence)]
             for owner in owners:
-                del state.held[owner]
+                state.held.pop(owner, None)
             woken = self._hand_over(key, state, now)
         self._wake(woken)
         return len(owners)
 
     def after_fork(self) -> None:
         """Start empty: the parent's holds are not seen from here, and not ours."""
-        self._lock = threading.Lock()
+        self._lock = _Section()
         self._states = {}
         self._latches = {}
 
     def _latch(self, key: str) -> _Latch:
-        for old in [k for k, latch in self._latches.items() if 0 < latch.until <= monotonic()]:
-            self._latches[old].counted.clear()
-            if not self._latches[old].waiting:
-                del self._latches[old]
+        for old, latch in [] if self._lock.interrupts else list(self._latches.items()):
+            expired = set(latch.counted)
+            if latch.until <= monotonic():
+                latch.counted -= expired
+                if not (latch.waiting or latch.counted):
+                    self._latches.pop(old, None)
+                    if latch.waiting or latch.counted:
+                        self._latches[old] = latch
         return self._latches.setdefault(key, _Latch())
 
     def _pass(self, claim: Claim, wait: float | None) -> Grant | Busy:
@@ -197,32 +227,37 @@ class LocMemBackend(BaseLockBackend):
 
     def _hand_over(self, key: str, state: _State, now: float) -> list[Grant]:
         """Give what is free to the head of the queue, as often as it fits; return the grants."""
-        for owner in [o for o, h in state.held.items() if h.until <= now]:
-            del state.held[owner]
+        for owner in [o for o, h in list(state.held.items()) if h.until <= now]:
+            state.held.pop(owner, None)
         granted = []
         for owner, waiter in list(state.queue.items()):
+            claim = waiter.claim
             if now - waiter.heard > HEARD_LATELY:
-                del state.queue[owner]
-            elif not self._fits(state, waiter.claim):
+                state.queue.pop(owner, None)
+                continue
+            if not self._fits(state, claim):
                 break
-            else:
-                del state.queue[owner]
-                self._fence = max(self._fence + 1, time_ns() // 1000)
-                claim = waiter.claim
-                state.held[owner] = _Held(claim, self._fence, now, now + claim.ttl)
-                granted.append(Grant(claim, self._fence, asked_at=now))
-        if not state.held and not state.queue:
+            held = _Held(claim, 0, now, now + claim.ttl)
+            if state.held.setdefault(owner, held) is not held:  # a signal handler gave it
+                continue
+            held.fence = self._fence = max(self._fence + 1, time_ns() // 1000)
+            state.queue.pop(owner, None)
+            granted.append(Grant(claim, held.fence, asked_at=now))
+        if not (state.held or state.queue or self._lock.interrupts):
             self._states.pop(key, None)
+            if state.held or state.queue:
+                self._states[key] = state
         return granted
 
     @staticmethod
     def _fits(state: _State, claim: Claim) -> bool:
         if not state.held:
             return True
+        held = [h.claim for h in list(state.held.values())]
         if claim.shared:
-            return all(h.claim.shared for h in state.held.values())
-        return 1 < claim.limit > len(state.held) and not any(
-            h.claim.shared or h.claim.limit == 1 for h in state.held.values()
+            return all(other.shared for other in held)
+        return 1 < claim.limit > len(held) and not any(
+            other.shared or other.limit == 1 for other in held
         )
 
     def _wake(self, grants: list[Grant], but: str = "") -> None:

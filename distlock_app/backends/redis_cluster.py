@@ -53,7 +53,9 @@ class Cluster(Servers):
         self._first = self._known = list(first)
         self._pools: dict[Address, Pool] = {}
         self._map: Slots = []
-        self._lock = threading.Lock()  # one thread asks for the map; guards the three above
+        # One thread asks for the map; guards the three above. Reentrant: a signal handler may lock
+        # or release in the middle of it.
+        self._lock = threading.RLock()
 
     def node(self, request: bytes) -> Pool:
         return self._node(self._map or self._learn([]), request)
@@ -149,5 +151,5 @@ class Cluster(Servers):
                 connection_class=self._recipe.connection_class, connection_kwargs=kwargs
             )
             name = f"{self.name} ({host}:{port})"
-            pool = self._pools[address] = self._make(name, recipe)
+            pool = self._pools.setdefault(address, self._make(name, recipe))
         return pool

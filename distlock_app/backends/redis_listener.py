@@ -121,13 +121,15 @@ class Listener:
         self._grants = grants
         self._connect = connect
         self._refused = refused
-        self._lock = threading.Lock()  # guards the three below and every Waiter
+        # Guards the three below and every Waiter. Reentrant: a signal handler may lock or release
+        # in the middle of any method.
+        self._lock = threading.RLock()
         self._waiters: Waiters[Waiter] = Waiters()
         self._thread: threading.Thread | None = None
         self._connection: Any = None
         self._closed = threading.Event()
-        self._settled = threading.Event()  # an attempt to subscribe has ended
-        self._subscribed = False
+        self._subscribed: bool | None = None  # None: not known yet
+        self._told = threading.Condition()  # is reentrant too, an Event is not
 
     @property
     def running(self) -> bool:
@@ -138,17 +140,18 @@ class Listener:
         """Start the thread if need be; tell whether it has subscribed, within `timeout` seconds."""
         with self._lock:
             if self._thread is None and not self._closed.is_set():
-                self._settled.clear()
-                self._subscribed = False
-                thread = threading.Thread(
+                self._subscribed = None
+                self._thread = threading.Thread(
                     target=self._run, name=f"distlock {self.channel}", daemon=True
                 )
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError:  # no more threads, or the interpreter is ending
+                    self._thread = None
                     return False
-                self._thread = thread
-        return self._settled.wait(timeout) and self._subscribed
+        with self._told:
+            self._told.wait_for(lambda: self._subscribed is not None, timeout)
+        return bool(self._subscribed)
 
     def trying(self, claim: Claim, asked: float) -> Waiter:
         """Note, before its request is sent, that `claim` is about to wait."""
@@ -209,8 +212,7 @@ class Listener:
                 return
             except Exception as error:  # whatever it is: without this thread waiting is slow
                 if self._subscribed:  # it did work, and will again in a moment
-                    self._subscribed = False
-                    self._settled.clear()
+                    self._subscribed = None
                     pause, failing_since = RETRY_MIN, monotonic()
                 else:
                     if pause == RETRY_MIN and not self._closed.is_set():
@@ -219,15 +221,22 @@ class Listener:
                             type(error).__name__,
                             extra=fields("not_listening", self._alias),
                         )
-                    self._settled.set()
+                    self._tell(subscribed=False)
                     pause = min(2 * pause, RETRY_MAX)
             self._closed.wait(pause)
             if self._ends(idle=monotonic() - failing_since):
                 return
 
+    def _tell(self, *, subscribed: bool) -> None:
+        with self._told:
+            self._subscribed = subscribed
+            self._told.notify_all()
+
     def _ends(self, *, idle: float) -> bool:
         """Whether the thread is to end; from then on the next waiter starts another one."""
         with self._lock:
+            if self._thread is not threading.current_thread():  # a signal handler was faster
+                return True
             if self._closed.is_set() or (idle > IDLE_SECONDS and not self._waiters):
                 self._thread = None
                 return True
@@ -241,8 +250,7 @@ class Listener:
             connection.send_command("SUBSCRIBE", self.channel, check_health=False)
             connection.read_response(disconnect_on_error=True)
             self._wake_all()  # before anybody counts on this connection: they have lost nothing
-            self._subscribed = True
-            self._settled.set()
+            self._tell(subscribed=True)
             self._hear(connection)
         finally:
             self._connection = None

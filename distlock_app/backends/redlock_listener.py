@@ -47,12 +47,15 @@ class Listener:
     def __init__(self, channel: bytes, quorum: Quorum) -> None:
         self.channel = channel
         self._quorum = quorum
-        self._lock = threading.Lock()  # guards the three below
+        # Guards the three below. Reentrant: a signal handler may lock or release in the middle of
+        # any method.
+        self._lock = threading.RLock()
         self._waiters: Waiters[Waiter] = Waiters()
         self._half_called: set[Waiter] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._settled = threading.Event()  # the first attempt to subscribe has ended
+        self._settled = False  # the first attempt to subscribe has ended
+        self._told = threading.Condition()  # is reentrant too, an Event is not
 
     @property
     def running(self) -> bool:
@@ -66,16 +69,17 @@ class Listener:
         """
         with self._lock:
             if self._thread is None and not self._closed:
-                self._settled.clear()
-                thread = threading.Thread(
+                self._settled = False
+                self._thread = threading.Thread(
                     target=self._run, name=f"distlock {self.channel.decode()}", daemon=True
                 )
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError:  # no more threads, or the interpreter is ending
+                    self._thread = None
                     return
-                self._thread = thread
-        self._settled.wait(SUBSCRIBE_SECONDS)
+        with self._told:
+            self._told.wait_for(lambda: self._settled, SUBSCRIBE_SECONDS)
 
     def expect(self, claim: Claim, ticket: int) -> int:
         """Note that `claim` is about to ask and to wait; return the ticket of its first time."""
@@ -111,7 +115,7 @@ class Listener:
                 if self._waiters:
                     needed = monotonic()
                 ears.mend(needed=bool(self._waiters))
-                self._settled.set()
+                self._settle()
                 for node, turn in ears.hear(CALL_SECONDS if self._half_called else LOOK_SECONDS):
                     self._called(node, turn[:OWNER], turn[OWNER:])
                 self._wake_half_called()
@@ -122,12 +126,20 @@ class Listener:
             with self._lock:
                 self._thread = None
         finally:
-            self._settled.set()
+            self._settle()
             ears.close()
+
+    def _settle(self) -> None:
+        if not self._settled:
+            with self._told:
+                self._settled = True
+                self._told.notify_all()
 
     def _ends(self, *, idle: float) -> bool:
         """Whether the thread is to end; from then on the next waiter starts another one."""
         with self._lock:
+            if self._thread is not threading.current_thread():  # a signal handler was faster
+                return True
             if self._closed or (idle > IDLE_SECONDS and not self._waiters):
                 self._thread = None
                 return True
