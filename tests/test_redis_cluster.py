@@ -10,8 +10,10 @@ import redis
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
+from distlock_app.backends import redis_cluster
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis_cluster import SLOTS, slot_of
+from tests.engines import interrupted_everywhere
 from tests.redis_workers import Waiter, claim, listeners
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -98,6 +100,24 @@ def test_a_thousand_names_are_spread_over_the_masters_without_crossslot(backend)
     thirds = [sum(slot * 3 // SLOTS == third for slot in slots) for third in range(3)]
     assert len(slots) > 500 and min(thirds) > 100, thirds
     assert list(backend.holders()) == []
+
+
+def test_a_signal_handler_may_lock_while_the_map_is_asked_for(backend):
+    names = one_of_each_master(backend)
+
+    def steps():
+        backend._pool._map = []
+        backend._pool._pools.clear()
+        grants = []
+        yield (
+            lambda: grants.append(backend.acquire(claim(names[0]), 0)),
+            lambda: grants.append(backend.acquire(claim(names[1]), 0)),
+        )
+
+        assert all(backend.release(grant) for grant in grants)
+        assert set(backend._pool._map) <= set(backend._pool._pools.values())
+
+    interrupted_everywhere(redis_cluster, steps)
 
 
 def test_requests_follow_their_keys_when_the_map_is_old(backend):

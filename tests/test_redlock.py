@@ -10,11 +10,12 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from distlock_app import Lock
-from distlock_app.backends import redlock
+from distlock_app.backends import redlock, redlock_listener
 from distlock_app.backends.redlock import RedlockBackend, ServerClock
 from distlock_app.backends.redlock_scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
+from tests.engines import interrupted_everywhere
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, claim, wait_for
 from tests.redlock_workers import Nodes, caches_of, quorum_at
@@ -461,6 +462,27 @@ def test_a_stable_owner_who_waits_for_two_locks_is_called_to_the_one_that_came_f
     backend.release(other)
     assert waits_for_b.event.wait(5), "not woken"
     assert waits_for_b.ask()
+
+
+def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(backend):
+    Waiter(backend, "a").ask()  # from then on it listens
+
+    def steps():
+        first, other = backend.acquire(claim("b"), 0), backend.acquire(claim("c"), 0)
+        waiter, quitter = Waiter(backend, "b"), Waiter(backend, "b")
+
+        def handler():
+            quitter.ask()
+            backend.acquire(quitter.claim, 0)
+            backend.release(other)
+
+        yield waiter.ask, handler
+
+        backend.release(first)
+        assert waiter.event.wait(5), "not woken"
+        assert backend.release(waiter.ask()) is True
+
+    interrupted_everywhere(redlock_listener, steps)
 
 
 def test_a_waiter_needs_no_poll(backend, monkeypatch):
