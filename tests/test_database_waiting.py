@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -80,14 +81,14 @@ class Waiter(threading.Thread):
         return self.got_at is not None
 
 
-def eventually(condition):
-    deadline = monotonic() + DEADLINE
+def eventually(condition, within=DEADLINE):
+    deadline = monotonic() + within
     while not condition():
         assert monotonic() < deadline, "still not so"
         sleep(0.005)
 
 
-def in_queue(number=1):
+def in_queue(number=1, within=DEADLINE):
     """Wait until so many wait on the server."""
     asked = {
         "mysql": "SELECT count(*) FROM information_schema.processlist"
@@ -101,12 +102,18 @@ def in_queue(number=1):
             cursor.execute(asked)
             return cursor.fetchone()[0] == number
 
-    eventually(there)
+    eventually(there, within)
 
 
-def in_queue_once():
-    in_queue()
+def in_queue_once(number=1):
+    in_queue(number)
     connections.close_all()  # those of this thread
+
+
+async def wait_until_cancelled(lock):
+    """Keep nothing of what was raised, whose traceback would keep the place."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await lock.aacquire()
 
 
 def waiting_in(places):
@@ -214,6 +221,52 @@ def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, places):
 
     asyncio.run(cancel())
     eventually(lambda: places.parked == 0)
+    assert backend.release(held) is True
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_cancelled_tasks_leave_the_servers_queue_at_once(backend, places, stable):
+    held = grab(backend, "a")
+    locks = [
+        Lock("a", using="locks", wait=DEADLINE, owner=f"o{number}" if stable else None)
+        for number in range(6)
+    ]
+
+    async def cancel():
+        tasks = [asyncio.create_task(wait_until_cancelled(lock)) for lock in locks]
+        await asyncio.to_thread(in_queue_once, len(tasks))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(cancel())
+    in_queue(0, within=10)  # the server would end them after QUEUE_WAIT, 30 seconds
+    assert backend.release(held) is True
+
+
+def test_a_task_cancelled_while_it_lines_up_leaves_the_servers_queue(backend, places, monkeypatch):
+    held = grab(backend, "a")
+    registry["locks"].backend.ping()
+    line_up, cancelled = places.dialect.line_up, threading.Event()
+
+    def line_up_late(*args):
+        assert cancelled.wait(DEADLINE)
+        return line_up(*args)
+
+    monkeypatch.setattr(places.dialect, "line_up", line_up_late)
+
+    async def cancel():
+        lock = Lock("a", using="locks", wait=DEADLINE)
+        task = asyncio.create_task(wait_until_cancelled(lock))
+        await asyncio.to_thread(eventually, lambda: not places._idle)
+        task.cancel()
+        await task
+        cancelled.set()
+
+    asyncio.run(cancel())
+
+    eventually(lambda: places._idle)
+    in_queue(0, within=10)
     assert backend.release(held) is True
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
@@ -132,7 +133,11 @@ class DatabaseBackend(BaseLockBackend):
             )
         if place is not None:
             self._give_up(place)
-        return self._ask(lambda s: s.dialect.release(s.cursor, grant.claim), again=again)
+        try:
+            return self._ask(lambda s: s.dialect.release(s.cursor, grant.claim), again=again)
+        finally:
+            if grant.fence is None:  # given up: the process may end after this
+                self._leave_queues()
 
     def pin(self, grant: Grant, ttl: float) -> bool:
         """Lock the row in the caller's own transaction, where it is the caller's to end.
@@ -249,7 +254,7 @@ class DatabaseBackend(BaseLockBackend):
         # Asked again: other threads may have lined up meanwhile.
         if not answer and (not waits or self._sessions.parked >= self._queue):
             return answer
-        place = Place(session)
+        place = Place(session, self._leave_later)
         if not answer:
             place.news = dialect.line_up(session.wrapper, claim.key)
         return self._stay(place, claim, answer)
@@ -287,6 +292,22 @@ class DatabaseBackend(BaseLockBackend):
         place = self._sessions.unpark(_who(claim))
         if place is not None:
             self._give_up(place)
+
+    def _leave_later(self, session: Session, news: int) -> None:
+        """Have the server told that nobody waits on a connection any more; in a finalizer."""
+        self._sessions.left.append((session, news))
+        with suppress(RuntimeError):  # no thread to be had: the next release does it
+            threading.Thread(
+                target=self._leave_queues, name="distlock-leaving", daemon=True
+            ).start()
+
+    def _leave_queues(self) -> None:
+        with self._sessions.leaving:
+            while left := self._sessions.left:
+                session, news = left.popleft()
+                place = Place(session, self._leave_later)
+                place.news = news
+                self._give_up(place)
 
     def _give_up(self, place: Place) -> None:
         waiting = place.session

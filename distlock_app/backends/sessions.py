@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import os
 import selectors
+import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -71,12 +73,16 @@ class Session:
 
 
 class Place:
-    """The connection that stays with one claim; dropping it closes that."""
+    """The connection that stays with one claim; dropping it closes that.
 
-    __slots__ = ("__weakref__", "news", "pid", "session", "since")
+    While the server waits on it, it is given to `leave`: the server has to be told first.
+    """
 
-    def __init__(self, session: Session) -> None:
+    __slots__ = ("__weakref__", "_leave", "news", "pid", "session", "since")
+
+    def __init__(self, session: Session, leave: Callable[[Session, int], None]) -> None:
         session.kept = session.parked = True
+        self._leave = leave
         self.session: Session | None = session
         self.news: int | None = None  # what a waiter waits on, as long as the server waits
         self.since = 0.0
@@ -110,8 +116,12 @@ class Place:
     def __del__(self) -> None:
         if self.pid != os.getpid():
             _graveyard.append(self.session)
-        elif self.session is not None:
+        elif self.session is None:
+            pass
+        elif self.news is None:
             self.session.close()
+        else:
+            self._leave(self.session, self.news)
 
 
 class Sessions:
@@ -191,12 +201,15 @@ class Sessions:
 
     def forget(self) -> None:
         """Leave the connections of a parent process alone: neither use nor close them."""
-        _graveyard.append((self._idle, list(self._places.values())))
+        _graveyard.append((self._idle, list(self._places.values()), self.left))
         self._epoch += 1
         self._begin()
 
     def _begin(self) -> None:
         self._places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
+        # Waiters who have gone without a word to the server, and the right to tell it.
+        self.left: deque[tuple[Session, int]] = deque()
+        self.leaving = threading.RLock()
         self._idle: deque[Session] = deque()
         self._pid = os.getpid()
         weakref.finalize(self, _close_all, self._idle, self._pid)
