@@ -16,8 +16,10 @@ from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.backends import server_sessions, session_locks
+from distlock_app.claims import Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
+from distlock_app.renewal import renewer
 from distlock_app.sharing_contract import a_claim
 from distlock_app.testing import held_elsewhere
 from tests.engines import running, until
@@ -270,6 +272,53 @@ def test_a_cancelled_task_leaves_the_queue_at_once(backend, kept):
     until(lambda: not backend._taken.keys() - {(holder.claim.owner, holder.claim.key)})
     assert backend.release(holder)
     assert free("a")
+
+
+def test_a_task_cancelled_while_its_thread_connects_does_not_line_up(backend, monkeypatch):
+    holder = backend.acquire(a_claim("a"), 0)
+    lend, connects, go_on = backend._lend, threading.Event(), threading.Event()
+
+    def lend_late():
+        connects.set()
+        assert go_on.wait(30)
+        return lend()
+
+    async def main():
+        waiter = asyncio.ensure_future(lock("a", wait=None).aacquire())
+        await asyncio.to_thread(connects.wait, 30)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+
+    monkeypatch.setattr(backend, "_lend", lend_late)
+    asyncio.run(main())
+    renewer.settle()  # the release came before the thread has lined up
+    monkeypatch.setattr(backend, "_lend", lend)
+    go_on.set()
+
+    def waiting_threads():
+        return [thread for thread in threading.enumerate() if thread.name == "distlock-wait"]
+
+    until(lambda: not waiting_threads(), within=15)  # the statement would wait for SLICE
+    assert waiters("a") == 0
+    assert len(backend._taken) == 1
+    assert backend.release(holder)
+
+
+def test_what_was_given_up_before_it_began_is_forgotten(backend, monkeypatch):
+    monkeypatch.setattr(session_locks, "SLICE", 0)
+    for _ in range(10):
+        assert backend.release(Grant(a_claim("a"))) is False
+
+    assert len(backend._given_up) == 1
+
+
+def test_a_lock_that_was_released_twice_may_be_taken_again(backend):
+    grant = backend.acquire(a_claim("a"), 0)
+    assert backend.release(grant) is True
+    assert backend.release(grant) is False
+
+    assert backend.release(backend.acquire(grant.claim, 0)) is True
 
 
 def test_a_wait_longer_than_a_statement_goes_on(backend, monkeypatch):

@@ -119,6 +119,8 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         # Reentrant: a signal handler may lock or release in the middle of our own call.
         self._mutex = threading.RLock()
         self._taken: dict[tuple[str, str], S] = {}  # by owner and key: held, or waited for
+        # When claims were given up that were neither: their thread may still be connecting.
+        self._given_up: dict[tuple[str, str], float] = {}
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
         session = self._taken.get((claim.owner, claim.key))
@@ -177,6 +179,8 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         with self._mutex:
             session = self._session_of(grant)
             if session is None:
+                if grant.session is None:
+                    self._note_given_up(grant.claim)
                 return False
             del self._taken[grant.claim.owner, grant.claim.key]
             waits = session.waits
@@ -252,8 +256,14 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
 
     def _take(self, session: S, claim: Claim, timeout: float) -> Grant | None:
         place = (claim.owner, claim.key)
-        session.claim, session.waits = claim, True
-        self._taken[place] = session  # before it is asked: so release() finds it at any time
+        with self._mutex:
+            given_up = self._given_up.pop(place, None) is not None
+            if not given_up:
+                session.claim, session.waits = claim, True
+                self._taken[place] = session  # before it is asked: release() finds it at any time
+        if given_up:
+            self._pool.give_back(session)
+            raise BackendError(self._says("the wait was given up"))
         try:
             granted = session.take(claim, timeout)
             with self._mutex:
@@ -280,6 +290,12 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             return None
         session.fence, began = granted
         return Grant(claim, session.fence, asked_at=began, session=session)
+
+    def _note_given_up(self, claim: Claim) -> None:
+        now = monotonic()
+        while self._given_up and next(iter(self._given_up.values())) <= now - SLICE:
+            del self._given_up[next(iter(self._given_up))]
+        self._given_up[claim.owner, claim.key] = now
 
     def _session_of(self, grant: Grant) -> S | None:
         session = self._taken.get((grant.claim.owner, grant.claim.key))
