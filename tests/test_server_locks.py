@@ -18,7 +18,7 @@ from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.backends import server_sessions, session_locks
 from distlock_app.claims import Grant
 from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.registry import MAX_TTL, registry
 from distlock_app.renewal import renewer
 from distlock_app.sharing_contract import a_claim
 from distlock_app.testing import held_elsewhere
@@ -174,6 +174,30 @@ def test_a_fixed_lease_ends_with_its_ttl():
 
     assert time.monotonic() - began > 0.45
     assert hold.lost
+
+
+def test_the_longest_ttl_is_a_lock_like_any_other():
+    hold = lock("a", ttl=MAX_TTL).acquire()
+    hold.release()
+    with lock("a") as hold:
+        hold.extend(MAX_TTL)
+
+
+@pytest.mark.parametrize("verb", ["extend", "extend_many"])
+def test_a_statement_that_is_refused_is_no_lost_lock(backend, monkeypatch, verb):
+    monkeypatch.setattr(session_locks, "ASK_EVERY", 0)
+    grant = backend.acquire(a_claim("a"), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(grant.session, "question", lambda claim: "SELECT nonsense")
+        if verb == "extend":
+            with pytest.raises(BackendError, match="nonsense"):
+                backend.extend(grant, 10)
+        else:
+            (answer,) = backend.extend_many([(grant, 10)])
+            assert isinstance(answer, BackendError)
+
+    assert backend.extend(grant, 10) is True
+    assert backend.release(grant) is True
 
 
 # Waiting.

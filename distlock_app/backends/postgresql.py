@@ -16,6 +16,9 @@ from .session_locks import LockSession, SessionLocksBackend, note
 # Lock timeout; deadlock; then nothing was locked.
 BUSY = frozenset({"55P03", "40P01"})
 
+# Milliseconds, 24.8 days: a session with a longer ttl is asked often enough all the same.
+MAX_TIMEOUT = 2**31 - 1
+
 NOW_US = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 
 # Limits of a role or a database must not end our waits (the last exists from version 17 on);
@@ -143,7 +146,8 @@ class AdvisoryLockSession(LockSession):
 
     @staticmethod
     def _keeping(ttl: float) -> str:
-        return f"set_config('idle_session_timeout', '{round((ttl + GRACE) * 1000)}', false)"
+        timeout = min(round((ttl + GRACE) * 1000), MAX_TIMEOUT)
+        return f"set_config('idle_session_timeout', '{timeout}', false)"
 
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
         statement = LOCKS

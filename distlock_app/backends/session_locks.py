@@ -306,17 +306,22 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         claim: Any = session.claim
         try:
             with _turn(session):
-                if ttl > session.ttl:
-                    session.keep(ttl)
-                rows = session.ask(session.question(claim))
+                try:
+                    if ttl > session.ttl:
+                        session.keep(ttl)
+                    rows = session.ask(session.question(claim))
+                except Trouble as error:
+                    answer = self._troubled(session, error)
+                else:
+                    answer = self._believed(session, rows)
         except Silence as error:
             raise BackendError(self._says(error)) from error
-        except BaseException as error:
+        except BaseException:
             self._drop(session)
-            if isinstance(error, Trouble):
-                return False
             raise
-        return self._believed(session, rows)
+        if isinstance(answer, BackendError):
+            raise answer
+        return answer
 
     def _begin_beat(self, session: S, claim: Claim, now: float) -> bool | BackendError | None:
         """Ask if it is time to; return True, or else the answer to the core."""
@@ -327,18 +332,29 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             session.begin_to_ask(session.question(claim))
         except Silence as error:
             return BackendError(self._says(error))
-        except Trouble:
-            self._drop(session)
-            return False
+        except Trouble as error:
+            return self._troubled(session, error)
         return True
 
-    def _finish_beat(self, session: S, asked_at: float) -> bool:
+    def _finish_beat(self, session: S, asked_at: float) -> bool | BackendError:
         try:
             rows = session.finish_asking(asked_at)
+        except Trouble as error:
+            return self._troubled(session, error)
+        return self._believed(session, rows)
+
+    def _troubled(self, session: S, trouble: Trouble) -> bool | BackendError:
+        """Return False if the session is gone; who only refused a question has its lock."""
+        try:
+            if session.owes:
+                raise trouble
+            session.wait("SELECT 1", BEAT_WAIT)
         except Trouble:
             self._drop(session)
             return False
-        return self._believed(session, rows)
+        except Silence:
+            pass
+        return BackendError(self._says(trouble))
 
     def _believed(self, session: S, rows: Any) -> bool:
         if bool(rows) and rows[0][0] in (1, "t"):
