@@ -158,15 +158,17 @@ class Lease:
         with self.lock:
             self.handles -= 1
             hold.released = True
+            answer = None
             if self.handles > 0 or self.unended_blocks:
-                if self._callbacks:
-                    self._callbacks = [x for x in self._callbacks if x[0]() is not hold]
-                return False
-            if blocks and not self.ended:
+                answer = False
+            elif blocks and not self.ended:
                 self.unended_blocks = blocks
-                return None
-            self.ended = True
-            return True
+            else:
+                self.ended = True
+                return True
+            if self._callbacks:
+                self._callbacks = [x for x in self._callbacks if x[0]() is not hold]
+            return answer
 
     def rejoin(self) -> None:
         """Add the hold again whose release failed; the lease has ended all the same."""

@@ -335,6 +335,31 @@ def test_a_loss_before_the_commit_is_told(engine):
     assert told == ["lost before the commit"]
 
 
+def test_a_loss_after_a_release_that_waits_is_not_told_to_its_callback(engine):
+    told, heard = [], threading.Event()
+    lock = Lock("a", ttl=0.2, renew=False)
+
+    def listen(**kwargs):
+        heard.set()
+
+    lock_lost.connect(listen)
+    try:
+        with transaction.atomic():
+            released = lock.acquire()
+            released.on_lost(lambda hold: told.append("released"))
+            released.release()
+            hold = lock.acquire()  # of the same claim
+            hold.on_lost(lambda hold: told.append("held"))
+            assert heard.wait(DEADLINE)
+            until(lambda: told)
+            with pytest.raises(LockLost):
+                hold.release()
+    finally:
+        lock_lost.disconnect(listen)
+
+    assert told == ["held"]
+
+
 def test_the_lock_is_renewed_until_the_end(engine):
     with transaction.atomic():
         with Lock("a", ttl=3) as hold:
