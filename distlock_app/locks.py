@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -209,11 +209,20 @@ class Lock:
 
     def __enter__(self) -> Hold:
         hold = self._acquire()
+        block = None
         try:
-            enter(self, hold, self._open_atomic(), sys._getframe(1))
+            if self.atomic:
+                using = None if self.atomic is True else self.atomic
+                block = transaction.atomic(using, durable=True)
+                block.__enter__()
+            enter(self, hold, block, sys._getframe(1))
         except BaseException as error:
-            hold.leave(error, unused=True)
-            forget(self, sys._getframe(1))
+            try:
+                if block and block in transaction.get_connection(block.using).atomic_blocks:
+                    hold.end_block(block, type(error), error, error.__traceback__)
+            finally:
+                hold.leave(error, unused=True)
+                forget(self, sys._getframe(1))
             raise
         return hold
 
@@ -256,14 +265,6 @@ class Lock:
     def _no_atomic(self) -> None:
         if self.atomic:
             raise LockError("atomic= needs a synchronous `with`: it has to see the block's end")
-
-    def _open_atomic(self) -> AbstractContextManager[None] | None:
-        if not self.atomic:
-            return None
-        using = None if self.atomic is True else self.atomic
-        block = transaction.atomic(using=using, durable=True)
-        block.__enter__()
-        return block
 
 
 def _check_max_hold(seconds: Any) -> None:

@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import TestCase
 
-from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, transactions
+from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locks, transactions
 from distlock_app.renewal import renewer
 from distlock_app.signals import lock_lost, lock_released
 from distlock_app.testing import lose
@@ -508,6 +508,39 @@ def test_atomic_inside_a_block_is_refused_and_keeps_nothing(engine):
                 pass
 
         assert not held(engine)
+
+
+def test_an_interrupt_after_the_block_was_opened_ends_it(engine, monkeypatch):
+    def interrupted(*args):
+        assert connection.in_atomic_block
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(locks, "enter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        with Lock("a", atomic=True):
+            pass
+
+    assert not connection.in_atomic_block
+    assert connection.get_autocommit()
+    assert not held(engine)
+
+
+def test_an_interrupt_while_the_block_opens_ends_it(engine, monkeypatch):
+    class Interrupted(transaction.Atomic):
+        def __enter__(self):
+            super().__enter__()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        transaction, "atomic", lambda using, durable: Interrupted(using, True, True)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        with Lock("a", atomic=True):
+            pass
+
+    assert not connection.in_atomic_block
+    assert connection.get_autocommit()
+    assert not held(engine)
 
 
 def test_atomic_on_a_named_database(engine):
