@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import weakref
-from time import monotonic
 from typing import Any
 
 from . import identity, names, transactions
@@ -16,6 +15,7 @@ from .leases import Lease
 from .records import SLOW_WAIT, fields, logger
 from .registry import checked_wait, registry
 from .renewal import renewer
+from .timing import monotonic
 from .waiting import AsyncBell, Bell
 
 

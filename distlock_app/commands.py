@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
-from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -29,6 +28,7 @@ from .placeholders import NameTemplate
 from .records import logger
 from .registry import checked_ttl, checked_wait, registry
 from .renewal import renewer
+from .timing import monotonic
 from .transactions import open_blocks
 
 # sysexits.h: "service unavailable", "temporary failure; user is invited to retry".

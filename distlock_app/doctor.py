@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -12,6 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from .errors import LockError
 from .locks import Lock
 from .registry import registry
+from .timing import monotonic
 
 # Seconds: another doctor may be at work, or have died.
 TTL = 5.0

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +21,7 @@ from .records import fields, logger
 from .registry import MIN_TTL, checked_ttl
 from .renewal import GONE, RENEW_AT, lease_facts, renewer
 from .signals import atell, lock_released, tell
+from .timing import monotonic
 from .waiting import in_thread
 
 

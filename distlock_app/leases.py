@@ -6,12 +6,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from time import monotonic
 from typing import Any
 
 from .backends.base import BaseLockBackend
 from .claims import Grant
-from .timing import drift
+from .timing import drift, monotonic
 
 # Changes in a forked child: what the parent holds is not the child's.
 _process = object()

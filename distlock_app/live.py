@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -18,7 +17,7 @@ from .errors import BackendError
 from .names import shown
 from .records import fields, logger
 from .registry import registry
-from .timing import Deadline
+from .timing import Deadline, monotonic
 
 # Seconds that a page waits for an engine: drivers give up after 5 at the earliest.
 ANSWER_WITHIN = 2.0

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from django.db import connections
@@ -27,6 +27,7 @@ from .leases import Lease
 from .names import shown
 from .records import fields, logger
 from .signals import lock_lost, lock_released, tell
+from .timing import monotonic
 from .workers import Worker, started
 
 RENEW_AT = 1 / 3  # of the ttl

@@ -6,7 +6,7 @@ import secrets
 import threading
 from itertools import pairwise
 from random import uniform
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 from unittest import SkipTest
 
@@ -14,6 +14,7 @@ from . import names
 from .claims import Claim, Grant
 from .latches import Latch
 from .registry import registry
+from .timing import monotonic
 
 # Why an engine without a flag is spared a test.
 WITHOUT = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic, sleep
+from time import sleep
 from unittest import SkipTest
 
 from django.test.utils import override_settings
@@ -19,6 +19,7 @@ from .holds import Hold
 from .registry import registry
 from .renewal import renewer
 from .sharing_contract import SharingContract, a_claim
+from .timing import monotonic
 
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import random
-from time import monotonic
+import time
+from functools import partial
+
+# The clock of every lease and wait. Where there is a choice (Linux), the one that goes on while the
+# machine is suspended: what was held then must not be trusted afterwards.
+monotonic = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+    if hasattr(time, "CLOCK_BOOTTIME")
+    else time.monotonic
+)
 
 # A lease is trusted this much shorter than its ttl: clocks may run at rates that differ by
 # one per cent, and servers count whole milliseconds (the drift of the Redlock specification).

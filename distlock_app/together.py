@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import Any
 
 from .attempts import Attempt
@@ -13,7 +12,7 @@ from .claims import Claim, Grant
 from .holds import Hold
 from .registry import registry
 from .renewal import renewer
-from .timing import drift
+from .timing import drift, monotonic
 from .waiting import Bell
 
 

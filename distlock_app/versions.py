@@ -9,7 +9,6 @@ from typing import Any
 from django.db import NotSupportedError, connections, models, transaction
 
 from .retrying import Retrying
-from .transactions import is_open
 
 
 class VersionedQuerySet(models.QuerySet[Any]):
@@ -194,7 +193,8 @@ def watch(obj: Any, before: Any, using: str) -> None:
     # First: a hook that raises drops those after it, and that is no rollback. In a TestCase last:
     # captureOnCommitCallbacks() takes what comes after the hooks that it found.
     hooks = connection.run_on_commit
-    place = 0 if is_open(connection) else len(hooks)
+    in_test = any(block._from_testcase for block in connection.atomic_blocks)
+    place = len(hooks) if in_test else 0
     # One for all saves between two savepoints: Django pops them from the front of a list, which
     # takes the square of their number.
     undone_with = set(connection.savepoint_ids)

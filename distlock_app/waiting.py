@@ -16,14 +16,13 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from time import monotonic
 from typing import Any
 
 from .backends.base import BaseLockBackend
 from .claims import Claim, Grant
 from .errors import BackendError, LockBusy, LockTimeout
 from .names import shown
-from .timing import Deadline, drift, full_jitter
+from .timing import Deadline, drift, full_jitter, monotonic
 
 # A claim that ends by itself is asked for this much later than the engine said, in seconds.
 AFTER_EXPIRY = 0.005

@@ -19,6 +19,7 @@ from django.test import override_settings
 from distlock_app import Lock, LockLost, NotHeld
 from distlock_app.registry import registry
 from distlock_app.renewal import renewer
+from distlock_app.timing import monotonic
 from tests.engines import renewed
 
 FAKE = {"BACKEND": "tests.engines.FakeBackend"}
@@ -186,7 +187,7 @@ def fork_while_threads_lock(forks):
             with Lock(name, ttl=30, wait=0) as hold:
                 hold.check()
         with Lock("a", ttl=30) as hold:
-            renewer._schedule(hold._lease, time.monotonic())
+            renewer._schedule(hold._lease, monotonic())
             renewed(hold)
         return "fine"
 

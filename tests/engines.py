@@ -20,6 +20,7 @@ from typing import Any
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.errors import BackendError
 from distlock_app.registry import registry
+from distlock_app.timing import monotonic
 
 DEADLINE = 30.0
 
@@ -196,7 +197,7 @@ def renewed(*holds, times=1):
 
 def outlast(hold):
     """Sleep until nobody could hold it any more by what the engine has answered so far."""
-    time.sleep(max(0.0, hold._lease.trusted_until + 0.2 - time.monotonic()))
+    time.sleep(max(0.0, hold._lease.trusted_until + 0.2 - monotonic()))
 
 
 def free(backend, name="a"):

@@ -24,6 +24,7 @@ from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis_scripts import pack
 from distlock_app.claims import Claim, Grant
 from distlock_app.names import key_of
+from distlock_app.timing import monotonic
 from distlock_app.waiting import AsyncBell, Bell, acquiring, arun, run
 from tests.processes import hear, say
 
@@ -146,7 +147,7 @@ def wait_once(
     say("waits")
     grant = waiter.granted(DEADLINE)
     assert grant.asked_at is not None
-    age = time.monotonic() - grant.asked_at
+    age = monotonic() - grant.asked_at
     backend.release(grant)
     backend.close()
     return {"age": age, "fence": grant.fence}

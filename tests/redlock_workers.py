@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
-from time import monotonic, sleep
+from time import sleep
 
 from django.conf import settings
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost
 from distlock_app.backends.redlock import RedlockBackend
+from distlock_app.timing import monotonic
 from tests.processes import hear, say
 from tests.redis_workers import client_of
 

@@ -18,6 +18,7 @@ from distlock_app import renewal as renewal_module
 from distlock_app.registry import registry
 from distlock_app.renewal import Renewer, renewer
 from distlock_app.signals import lock_lost, lock_released
+from distlock_app.timing import monotonic
 from tests import engines
 from tests.engines import DEADLINE, outlast, renewed, until
 
@@ -566,7 +567,7 @@ def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeyp
     threads = _renewers()
     holds = [Lock(f"a{n}", ttl=60).acquire() for n in range(10_000)]
     for hold in holds:
-        renewer._schedule(hold._lease, time.monotonic())
+        renewer._schedule(hold._lease, monotonic())
 
     until(lambda: sum(batches) >= 10_000, within=60)
 

@@ -12,6 +12,7 @@ import pytest
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
 from distlock_app.names import key_of
+from distlock_app.timing import monotonic
 from distlock_app.waiting import AsyncBell, Bell, acquired, acquiring, run
 from tests import engines
 from tests.engines import running, until
@@ -224,7 +225,7 @@ def test_the_time_that_a_grant_names_decides_when_its_lease_began(get):
 
 def test_a_late_pushed_grant_is_refused_once_and_not_again(get):
     wanted = claim(ttl=3)
-    stale = Grant(wanted, asked_at=time.monotonic() - 5)
+    stale = Grant(wanted, asked_at=monotonic() - 5)
     backend = Scripted(Busy(), Busy(), Busy(), Grant(wanted))
     backend.pushes = True
     bell = Bell()

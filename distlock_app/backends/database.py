@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from time import monotonic
 from typing import Any, TypeVar
 
 from django.core import checks
@@ -18,6 +17,7 @@ from django.db import Error as DjangoDatabaseError
 
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
+from ..timing import monotonic
 from .base import BaseLockBackend
 from .database_checks import check_sharing, check_table
 from .sessions import Place, Session, Sessions

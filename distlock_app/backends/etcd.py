@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..identity import holder_fields
 from ..names import shown
-from ..timing import Deadline
+from ..timing import Deadline, monotonic
 from .base import BaseLockBackend
 from .etcd_gateway import NOT_FOUND, Gateway, Lost, Refused, Watch, decoded, encoded
 from .etcd_leases import Lease, Leases

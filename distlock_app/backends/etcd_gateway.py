@@ -12,11 +12,11 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from io import BufferedReader
-from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import BackendError
+from ..timing import monotonic
 
 KEEP_IDLE = 64
 # A connection that was idle for less is used without looking whether it was closed meanwhile.

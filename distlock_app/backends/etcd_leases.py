@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from time import monotonic
 
-from ..timing import DRIFT_FACTOR
+from ..timing import DRIFT_FACTOR, monotonic
 from .etcd_gateway import Gateway
 
 # A lease lasts this much longer than the claim needs, so that the next claims of this process

@@ -6,12 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from time import monotonic, time_ns
+from time import time_ns
 from typing import Any
 
 from .. import identity, names
 from ..claims import Busy, Claim, Grant, Holding
 from ..records import fields, logger
+from ..timing import monotonic
 from .base import BaseLockBackend
 
 # A waiter asks again at least every `poll_max`; one not heard of for longer has died.

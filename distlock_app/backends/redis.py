@@ -9,7 +9,6 @@ import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from time import monotonic
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -18,6 +17,7 @@ from django.core.exceptions import ImproperlyConfigured
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..names import SHOWN_LENGTH, shown
+from ..timing import monotonic
 from .base import BaseLockBackend
 from .redis_alias import where
 from .redis_checks import check_server, check_sharing

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..claims import Claim, Grant
 from ..records import fields, logger
+from ..timing import monotonic
 
 # A connection that is silent for so long is asked for a sign of life, and given up if it shows
 # none for twice as long again.

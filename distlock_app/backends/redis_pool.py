@@ -6,7 +6,6 @@ import re
 import select
 from collections import deque
 from collections.abc import Sequence
-from time import monotonic
 from typing import Any
 
 from redis.exceptions import (
@@ -18,6 +17,7 @@ from redis.exceptions import (
 )
 
 from ..errors import BackendError
+from ..timing import monotonic
 from .redis_scripts import Script, pack
 
 # Connections kept after a burst of threads; each is out only for one round trip.

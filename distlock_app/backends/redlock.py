@@ -7,7 +7,6 @@ import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from time import monotonic
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -17,6 +16,7 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..identity import holder_fields
 from ..names import SHOWN_LENGTH, shown
+from ..timing import monotonic
 from .base import BaseLockBackend
 from .redis_alias import place, recipe
 from .redis_scripts import fill

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import select
 import threading
-from time import monotonic
 
 from ..claims import Claim
 from ..records import fields, logger
+from ..timing import monotonic
 from .redis_listener import Waiters
 from .redis_scripts import pack
 from .redlock_nodes import Link, Quorum

@@ -15,12 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import Any
 
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from ..errors import BackendError
+from ..timing import monotonic
 from .redlock_scripts import SCRIPTS, NodeScript
 
 # A node that owes an answer for so long counts as down; sooner if its SOCKET_TIMEOUT is shorter.

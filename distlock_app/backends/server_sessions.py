@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from django.db import connections
@@ -21,6 +21,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ..claims import Claim
+from ..timing import monotonic
 
 # Seconds to wait for the server's answer to a question that needs no wait.
 ANSWER_WAIT = 5

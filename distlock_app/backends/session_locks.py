@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar
 
 from django.core import checks
@@ -23,6 +22,7 @@ from ..claims import Claim, Grant, Holding
 from ..errors import BackendError
 from ..identity import holder_fields
 from ..names import shown
+from ..timing import monotonic
 from .base import BaseLockBackend
 from .server_sessions import ANSWER_WAIT, ServerSession, ServerSessions, Silence, Trouble
 

@@ -23,13 +23,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
 from typing import Any
 
 from django.db import connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
+from ..timing import monotonic
 from .sql import Dialect, dialect_for
 
 # A connection that nobody needed for so many seconds is closed.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from time import monotonic
 from typing import Any
 
 from django.core.checks import CheckMessage, Error
@@ -17,6 +16,7 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..identity import holder_fields
 from ..names import shown
+from ..timing import monotonic
 from .base import BaseLockBackend
 from .zookeeper_session import Gone, Session
 

@@ -7,7 +7,6 @@ import logging
 import math
 import select
 import threading
-from time import monotonic
 from typing import Any
 
 from kazoo import exceptions, security
@@ -18,6 +17,7 @@ from kazoo.protocol.states import KazooState
 from kazoo.retry import KazooRetry
 
 from ..errors import BackendError
+from ..timing import monotonic
 
 # The server may end a session a little before its time: a follower tells its leader every half
 # tick who was heard of, and may die before it does. A session lasts two ticks at least, so half
