@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import secrets
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -62,24 +64,40 @@ def count(*, path: str, times: int) -> list[int]:
     return fences
 
 
-def fork_and_go_on(*, name: str) -> dict[str, Any]:
+def fork_and_go_on(*, name: str, at_exit: str) -> dict[str, Any]:
     """Hold a lock over the life of a forked child; say which connections were used."""
     backend = DatabaseBackend(alias="default", location="locks")
     grant = grab(backend, name)
     before = connection_id(backend)
+    faulthandler.cancel_dump_traceback_later()  # its thread is missed at the child's exit
+    heard, said = os.pipe()
     child = os.fork()
     if child == 0:
+        os.dup2(said, 2)
         mine = grab(backend, f"{name} of the child")
         fine = backend.release(mine) and connection_id(backend) != before
+        if at_exit == "exit":
+            sys.exit(0 if fine else 1)  # the interpreter frees what it has
         os._exit(0 if fine else 1)
+    os.close(said)
     _, status = os.waitpid(child, 0)
     answer = {
         "child": os.waitstatus_to_exitcode(status),
+        "said": os.read(heard, 1000).decode(),
         "same": connection_id(backend) == before,
+        "parked": grant.session is None or _answers(grant.session.session),
         "released": backend.release(grant),
     }
     backend.close()
     return answer
+
+
+def _answers(session: Any) -> bool:
+    try:
+        session.cursor.execute("SELECT 1")
+    except session.wrapper.Database.Error:
+        return False
+    return bool(session.cursor.fetchall())
 
 
 def connection_id(backend: DatabaseBackend) -> int:

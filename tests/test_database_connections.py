@@ -184,10 +184,13 @@ def test_a_test_database_can_be_dropped_while_the_backend_lives(backend):
         assert not backend._sessions.parked
 
 
-def test_a_forked_child_leaves_its_parents_connection_alone(processes):
-    answer = processes.run("tests.database_workers:fork_and_go_on", count=1, name="a")[0]
+@pytest.mark.parametrize("at_exit", ["exit", "_exit"])
+def test_a_forked_child_leaves_its_parents_connections_alone(processes, at_exit):
+    worker = processes.start("tests.database_workers:fork_and_go_on", name="a", at_exit=at_exit)
 
-    assert answer == {"child": 0, "same": True, "released": True}
+    answer = worker.result()
+    assert (answer.pop("child"), answer.pop("said")) == (0, "")
+    assert answer == {"same": True, "parked": True, "released": True}
 
 
 def test_after_fork_nothing_inherited_is_used_or_closed(backend):

@@ -157,17 +157,6 @@ class ServerSession:
         with suppress(Exception):  # closed before, by the server or by us
             self.wrapper.connection.close()
 
-    def sever(self) -> None:
-        """Let go of the socket that a child of fork() inherited, without a word to the server.
-
-        The driver will say goodbye when its object is freed, in the name of the parent, whose
-        locks would end: let it say so to nobody. And an open copy of the socket would keep the
-        locks of a parent that died.
-        """
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, self.fd, inheritable=False)
-        os.close(nowhere)
-
 
 class ServerSessions:
     """The sessions of one process on one database: lent, kept while they are in demand."""
@@ -220,7 +209,7 @@ class ServerSessions:
     def forget(self) -> None:
         """Leave the sessions of a parent process alone: neither use nor close them."""
         for session in list(self._open):
-            session.sever()
+            sever(session.fd)
         _graveyard.append(self._open)
         self._epoch += 1
         self._begin()
@@ -259,6 +248,18 @@ class ServerSessions:
         # drops no database that somebody is connected to.
         if connection.alias == NO_DB_ALIAS:
             self.close()
+
+
+def sever(fd: int) -> None:
+    """Let go of the socket that a child of fork() inherited, without a word to the server.
+
+    The driver will say goodbye when its object is freed, in the name of the parent, whose locks
+    would end: let it say so to nobody. And an open copy of the socket would keep the locks of a
+    parent that died.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
 
 
 def _close_all(open_sessions: set[ServerSession], pid: int) -> None:

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from django.db import connections
@@ -30,6 +31,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ..timing import monotonic
+from .server_sessions import sever
 from .sql import Dialect, dialect_for
 
 # A connection that nobody needed for so many seconds is closed.
@@ -70,6 +72,11 @@ class Session:
             self.wrapper.connection.close()
         except Exception:
             pass  # Closed before, by the server or by us: that is what was wanted.
+
+    def sever(self) -> None:
+        """Let go of a parent's connection: the driver may say goodbye when it is freed."""
+        with suppress(Exception):  # closed before; or SQLite, which has no socket
+            sever(self.wrapper.connection.fileno())
 
 
 class Place:
@@ -115,7 +122,8 @@ class Place:
 
     def __del__(self) -> None:
         if self.pid != os.getpid():
-            _graveyard.append(self.session)
+            if _graveyard is not None:  # as it is when the interpreter ends
+                _graveyard.append(self.session)
         elif self.session is None:
             pass
         elif self.news is None:
@@ -201,7 +209,13 @@ class Sessions:
 
     def forget(self) -> None:
         """Leave the connections of a parent process alone: neither use nor close them."""
-        _graveyard.append((self._idle, list(self._places.values()), self.left))
+        places = list(self._places.values())
+        if self._pid != os.getpid():
+            sessions = [*self._idle, *(place.session for place in places)]
+            for session in (*sessions, *(session for session, _ in self.left)):
+                if session is not None:
+                    session.sever()
+        _graveyard.append((self._idle, places, self.left))
         self._epoch += 1
         self._begin()
 
