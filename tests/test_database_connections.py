@@ -9,6 +9,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections, transaction
 
+from distlock_app.backends import sessions
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
@@ -161,6 +162,17 @@ def test_threads_that_ask_at_once_have_connections_of_their_own(backend):
         thread.join(30)
 
     assert len(set(numbers)) == 4
+
+
+def test_connections_that_idle_for_long_are_closed_with_the_next_request(backend, monkeypatch):
+    lent = [backend._sessions.lend() for _ in range(4)]
+    for session in lent:
+        backend._sessions.give_back(session)
+    monkeypatch.setattr(sessions, "IDLE", 0)
+
+    backend.ping()
+
+    assert list(backend._sessions._idle) == lent[-1:]
 
 
 def test_close_reaches_every_connection_and_the_backend_goes_on(backend):

@@ -34,7 +34,7 @@ from ..timing import monotonic
 from .server_sessions import sever
 from .sql import Dialect, dialect_for
 
-# A connection that nobody needed for so many seconds is closed.
+# A connection that nobody needed for so many seconds is closed after the next request.
 IDLE = 60.0
 
 # What a child of fork() inherited. Dropping the last reference would close the connection:
@@ -169,7 +169,7 @@ class Sessions:
         session.used_at = now = monotonic()
         self._idle.append(session)
         try:
-            if self._idle[0].used_at < now - IDLE:
+            while self._idle[0].used_at < now - IDLE:
                 self._idle.popleft().close()
         except IndexError:
             pass  # Another thread has taken it.
