@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from time import time_ns
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from .. import identity, names
 from ..claims import Busy, Claim, Grant, Holding
@@ -17,6 +18,8 @@ from .base import BaseLockBackend
 
 # A waiter asks again at least every `poll_max`; one not heard of for longer has died.
 HEARD_LATELY = 3.0
+
+AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -46,30 +49,25 @@ class _Latch:
     until: float = 0.0
 
 
-class _Section:
-    """Only one thread at a time, but a signal handler of that thread may come in between.
+def _alone(method: AnyMethod) -> AnyMethod:
+    """Let only one thread run it at a time; but a signal handler of that thread may come between.
 
     What it does is done before the interrupted method goes on: that one finds things changed
     between any two steps. So a waiter leaves the queue only when it holds, and what is dropped
-    because it is empty is looked at again.
+    because it is empty is looked at again; a handler drops nothing, which may be in use.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
+    @wraps(method)
+    def alone(self: LocMemBackend, *args: Any) -> Any:
+        with self._lock:
+            depth = self._depth
+            self._depth += 1
+            try:
+                return method(self, *args)
+            finally:
+                self._depth = depth
 
-    @property
-    def interrupts(self) -> bool:
-        """Whether it interrupts another one, which may be using what looks empty."""
-        return self._depth > 1
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        self._lock.release()
+    return cast("AnyMethod", alone)
 
 
 class LocMemBackend(BaseLockBackend):
@@ -90,7 +88,8 @@ class LocMemBackend(BaseLockBackend):
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         super().__init__(alias=alias, location=location)
-        self._lock = _Section()
+        self._lock = threading.RLock()
+        self._depth = 0
         self._states: dict[str, _State] = {}
         self._latches: dict[str, _Latch] = {}
         self._fence = 0
@@ -98,23 +97,7 @@ class LocMemBackend(BaseLockBackend):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         if claim.latch:
             return self._pass(claim, wait)
-        with self._lock:
-            state = self._states.setdefault(claim.key, _State())
-            now = monotonic()
-            held = state.held.get(claim.owner)
-            if held is not None and held.until > now:
-                held.until = max(held.until, now + claim.ttl)
-                return Grant(claim, held.fence)
-            state.queue.setdefault(claim.owner, _Waiter(claim, now)).heard = now
-            woken = self._hand_over(claim.key, state, now)
-            if wait == 0 and state.queue.pop(claim.owner, None) is not None:
-                woken += self._hand_over(claim.key, state, now)  # those behind may fit
-            held = state.held.get(claim.owner)
-            if held is not None:
-                answer: Grant | Busy = Grant(claim, held.fence)
-            else:
-                ends = min([h.until for h in list(state.held.values())], default=now)
-                answer = Busy(free_in=max(0.0, ends - now))
+        answer, woken = self._ask(claim, wait)
         self._wake(woken, but=claim.owner)
         return answer
 
@@ -133,20 +116,13 @@ class LocMemBackend(BaseLockBackend):
         return was_ours
 
     def count_down(self, claim: Claim) -> int:
-        with self._lock:
-            latch = self._latch(claim.key)
-            latch.counted.add(claim.owner)
-            latch.until = max(latch.until, monotonic() + claim.ttl)
-            counted = len(latch.counted)
-            passing: dict[str, Claim] = {}
-            if counted >= claim.limit:
-                latch.waiting, passing = {}, latch.waiting
-        self._wake([Grant(waiter) for waiter in passing.values()])
+        counted, woken = self._count(claim)
+        self._wake(woken)
         return counted
 
+    @_alone
     def counted(self, key: str) -> int:
-        with self._lock:
-            return len(self._latch(key).counted)
+        return len(self._latch(key).counted)
 
     def holders(self, key: str | None = None) -> Iterable[Holding]:
         with self._lock:
@@ -173,27 +149,63 @@ class LocMemBackend(BaseLockBackend):
         return any(self.extend(Grant(claim), ttl) for claim in claims)
 
     def clear(self, key: str, seen: str | None = None) -> int:
-        with self._lock:
-            state = self._states.get(key)
-            if state is None:
-                return 0
-            now = monotonic()
-            live = [(o, str(h.fence)) for o, h in list(state.held.items()) if h.until > now]
-            owners = [owner for owner, fence in live if seen in (None, fence)]
-            for owner in owners:
-                state.held.pop(owner, None)
-            woken = self._hand_over(key, state, now)
+        cleared, woken = self._take_away(key, seen)
         self._wake(woken)
-        return len(owners)
+        return cleared
 
     def after_fork(self) -> None:
         """Start empty: the parent's holds are not seen from here, and not ours."""
-        self._lock = _Section()
+        self._lock = threading.RLock()
+        self._depth = 0
         self._states = {}
         self._latches = {}
 
+    @_alone
+    def _ask(self, claim: Claim, wait: float | None) -> tuple[Grant | Busy, list[Grant]]:
+        """Return the answer, and whom to wake."""
+        state = self._states.setdefault(claim.key, _State())
+        now = monotonic()
+        held = state.held.get(claim.owner)
+        if held is not None and held.until > now:
+            held.until = max(held.until, now + claim.ttl)
+            return Grant(claim, held.fence), []
+        state.queue.setdefault(claim.owner, _Waiter(claim, now)).heard = now
+        woken = self._hand_over(claim.key, state, now)
+        if wait == 0 and state.queue.pop(claim.owner, None) is not None:
+            woken += self._hand_over(claim.key, state, now)  # those behind may fit
+        held = state.held.get(claim.owner)
+        if held is not None:
+            return Grant(claim, held.fence), woken
+        ends = min([h.until for h in list(state.held.values())], default=now)
+        return Busy(free_in=max(0.0, ends - now)), woken
+
+    @_alone
+    def _take_away(self, key: str, seen: str | None) -> tuple[int, list[Grant]]:
+        """Return from how many it was taken, and whom to wake."""
+        state = self._states.get(key)
+        if state is None:
+            return 0, []
+        now = monotonic()
+        live = [(o, str(h.fence)) for o, h in list(state.held.items()) if h.until > now]
+        owners = [owner for owner, fence in live if seen in (None, fence)]
+        for owner in owners:
+            state.held.pop(owner, None)
+        return len(owners), self._hand_over(key, state, now)
+
+    @_alone
+    def _count(self, claim: Claim) -> tuple[int, list[Grant]]:
+        """Return how many are counted, and whom to wake."""
+        latch = self._latch(claim.key)
+        latch.counted.add(claim.owner)
+        latch.until = max(latch.until, monotonic() + claim.ttl)
+        counted = len(latch.counted)
+        passing: dict[str, Claim] = {}
+        if counted >= claim.limit:
+            latch.waiting, passing = {}, latch.waiting
+        return counted, [Grant(waiter) for waiter in passing.values()]
+
     def _latch(self, key: str) -> _Latch:
-        for old, latch in [] if self._lock.interrupts else list(self._latches.items()):
+        for old, latch in [] if self._depth > 1 else list(self._latches.items()):
             expired = set(latch.counted)
             if latch.until <= monotonic():
                 latch.counted -= expired
@@ -203,28 +215,28 @@ class LocMemBackend(BaseLockBackend):
                         self._latches[old] = latch
         return self._latches.setdefault(key, _Latch())
 
+    @_alone
     def _pass(self, claim: Claim, wait: float | None) -> Grant | Busy:
-        with self._lock:
-            latch = self._latch(claim.key)
-            latch.waiting.pop(claim.owner, None)
-            if len(latch.counted) >= claim.limit:
-                return Grant(claim)
-            if wait != 0:
-                latch.waiting[claim.owner] = claim
-            return Busy()
+        latch = self._latch(claim.key)
+        latch.waiting.pop(claim.owner, None)
+        if len(latch.counted) >= claim.limit:
+            return Grant(claim)
+        if wait != 0:
+            latch.waiting[claim.owner] = claim
+        return Busy()
 
+    @_alone
     def _give_up(self, claim: Claim) -> tuple[bool, list[Grant]]:
         """Take away what it holds or waits for; return whether it held it, and whom to wake."""
-        with self._lock:
-            if latch := self._latches.get(claim.key):
-                latch.waiting.pop(claim.owner, None)
-            state = self._states.get(claim.key)
-            if state is None:
-                return False, []
-            now = monotonic()
-            state.queue.pop(claim.owner, None)
-            held = state.held.pop(claim.owner, None)
-            return held is not None and held.until > now, self._hand_over(claim.key, state, now)
+        if latch := self._latches.get(claim.key):
+            latch.waiting.pop(claim.owner, None)
+        state = self._states.get(claim.key)
+        if state is None:
+            return False, []
+        now = monotonic()
+        state.queue.pop(claim.owner, None)
+        held = state.held.pop(claim.owner, None)
+        return held is not None and held.until > now, self._hand_over(claim.key, state, now)
 
     def _hand_over(self, key: str, state: _State, now: float) -> list[Grant]:
         """Give what is free to the head of the queue, as often as it fits; return the grants."""
@@ -244,7 +256,7 @@ class LocMemBackend(BaseLockBackend):
             held.fence = self._fence = max(self._fence + 1, time_ns() // 1000)
             state.queue.pop(owner, None)
             granted.append(Grant(claim, held.fence, asked_at=now))
-        if not (state.held or state.queue or self._lock.interrupts):
+        if not (state.held or state.queue) and self._depth == 1:
             self._states.pop(key, None)
             if state.held or state.queue:
                 self._states[key] = state
