@@ -21,6 +21,7 @@ from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.backends.etcd_gateway import encoded
+from distlock_app.backends.zookeeper import Departure, Place
 from distlock_app.backends.zookeeper_session import Session
 from distlock_app.claims import Grant
 from distlock_app.names import key_of
@@ -601,6 +602,19 @@ def test_waiters_who_come_and_go_leave_no_watches(engine):
         waiter.result(60).release()
     assert monotonic() - freed < 0.9  # by the watch: else it looks after a second
     until(lambda: not own()._departures and not client._data_watchers)
+
+
+def test_a_waiter_whose_event_loop_was_closed_keeps_nobody_else_asleep():
+    def closed(grant):
+        raise RuntimeError("Event loop is closed")
+
+    woken = []
+    departure = Departure(lambda: None)
+    departure.wakes = {Place("a", 0, 0): woken.append, Place("b", 0, 0): closed}
+
+    departure(None)
+
+    assert woken == [None]
 
 
 @pytest.mark.parametrize("where", ["begins to connect", "connects"])

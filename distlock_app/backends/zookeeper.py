@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -75,7 +76,8 @@ class Departure:
                 return
             place.woken_by = 0.0
             if wake is not None:
-                wake(None)
+                with suppress(RuntimeError):  # its event loop was closed: the others wait on
+                    wake(None)
 
 
 class ZooKeeperBackend(BaseLockBackend):
