@@ -273,6 +273,11 @@ def test_check_names_a_missing_table(backend, monkeypatch):
     assert [message.id for message in backend.check(ask=True)] == ["distlock_app.E012"]
 
 
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite needs a file of its own")
+def test_a_server_may_keep_locks_beside_other_data():
+    assert DatabaseBackend(alias="default", location="default").check() == []
+
+
 @on_sqlite
 def test_check_warns_of_locks_in_the_file_of_other_data():
     messages = DatabaseBackend(alias="default").check()
