@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.claims import Claim, Grant
 from distlock_app.names import key_of
@@ -62,6 +64,11 @@ def count(*, path: str, times: int) -> list[int]:
         assert backend.release(grant)
     backend.close()
     return fences
+
+
+def wait_in_a_task(*, name: str) -> None:
+    """Wait for a lock in an event loop, until Ctrl-C."""
+    asyncio.run(Lock(name, using="locks", wait=DEADLINE).aacquire())
 
 
 def fork_and_go_on(*, name: str, at_exit: str) -> dict[str, Any]:

@@ -310,15 +310,19 @@ def test_dead_waiters_hold_nobody_up(backend, places, only_told, processes):
     print(f"{(waiter.got_at - released_at) * 1000:.0f} ms")
 
 
-def test_ctrl_c_ends_a_wait_on_the_server(backend, processes):
+@pytest.mark.parametrize("task", [False, True])
+def test_ctrl_c_ends_a_wait_on_the_server(backend, processes, task):
     held = grab(backend, "a")
-    options = {"name": "a", "using": "locks", "ttl": 30, "wait": DEADLINE}
-    worker = processes.start("tests.lock_workers:take_once", **options)
+    if task:
+        worker = processes.start("tests.database_workers:wait_in_a_task", name="a")
+    else:
+        options = {"name": "a", "using": "locks", "ttl": 30, "wait": DEADLINE}
+        worker = processes.start("tests.lock_workers:take_once", **options)
     in_queue()
 
     os.kill(worker.pid, signal.SIGINT)
 
-    in_queue(0)
+    in_queue(0, within=10)
     assert backend.release(held) is True
 
 
