@@ -215,7 +215,7 @@ def test_an_engine_that_fails_to_take_a_late_grant_back_does_not_end_the_wait(ge
 
 
 def test_the_time_that_a_grant_names_decides_when_its_lease_began(get):
-    began = time.monotonic() - 5
+    began = monotonic() - 5
     backend = Scripted(Grant(claim(), asked_at=began))
 
     _, asked_at = get(backend, claim(), 10, Bell())
