@@ -136,13 +136,15 @@ def install(settings):
         entry.backend.go_on()
 
 
-def interrupted_everywhere(module, steps):
+def interrupted_everywhere(module, steps, *, every=1):
     """Run `steps()` again and again, each time interrupted at another place in `module`.
+
+    `every`: only at each of so many places, where that takes long.
 
     `steps` yields a function to call and a handler that interrupts it, as a signal handler does,
     and goes on when both are done.
     """
-    for at in itertools.count(-2):  # Python 3.12 and 3.13 trace opcodes only from then on
+    for at in itertools.count(-2, every):  # Python 3.12 and 3.13 trace opcodes only from then on
         work = steps()
         function, handler = next(work)
         left = itertools.count(-at)

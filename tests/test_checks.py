@@ -203,6 +203,7 @@ def test_wrong_settings_leave_it_to_the_checks_to_tell_where_functions_are_decor
 
 @pytest.mark.parametrize("history", ["many", -5, 2.5, True])
 def test_a_wrong_history_is_an_error_and_keeps_none(settings, history):
+    settings.DISTLOCK = alias()
     settings.DISTLOCK_HISTORY = history
 
     assert found(check_settings) == ["E001"]

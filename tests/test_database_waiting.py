@@ -275,6 +275,7 @@ def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, places, on
     waiter = Waiter()
     waiter.start()
     in_queue()
+    eventually(lambda: waiting_in(places))  # the server knew first
     (place,) = waiting_in(places)
     wrapper = place.session.wrapper
     first = (

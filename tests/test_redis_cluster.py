@@ -117,7 +117,7 @@ def test_a_signal_handler_may_lock_while_the_map_is_asked_for(backend):
         assert all(backend.release(grant) for grant in grants)
         assert set(backend._pool._map) <= set(backend._pool._pools.values())
 
-    interrupted_everywhere(redis_cluster, steps)
+    interrupted_everywhere(redis_cluster, steps, every=7)
 
 
 def test_requests_follow_their_keys_when_the_map_is_old(backend):

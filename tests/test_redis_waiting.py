@@ -451,7 +451,7 @@ def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(
             assert backend.clear(holding.key) == 1
         backend.close()
 
-    interrupted_everywhere(redis_listener, steps)
+    interrupted_everywhere(redis_listener, steps, every=5)
 
 
 def test_waiting_ends_at_its_deadline_and_leaves_nothing(backend, server, prefix):
