@@ -601,7 +601,7 @@ def test_waiters_who_come_and_go_leave_no_watches(engine):
         freed = monotonic()
         assert other().release(held) is True
         waiter.result(60).release()
-    assert monotonic() - freed < 0.9  # by the watch: else it looks after a second
+    assert monotonic() - freed < 5  # by the watch: else it looks after ten seconds
     until(lambda: not own()._departures and not client._data_watchers)
 
 
