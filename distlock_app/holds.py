@@ -391,8 +391,10 @@ class Hold:
             return lease.backend.release(lease.grant)
         except Exception as error:
             if isinstance(error, BackendError) and lease.lost:
-                # It is over, whatever the engine would say: a worker goes on asking.
-                renewer.give_back(lease.backend, lease.grant)
+                # It is over, whatever the engine would say: a worker goes on asking. (For engines
+                # of sessions, `lose` sees to that.)
+                if lease.backend.expires:
+                    renewer.give_back(lease.backend, lease.grant)
                 renewer.lose(lease, "it was not renewed in time", at_release=True)
                 raise self._lost_error() from error
             lease.release_asked |= in_time

@@ -93,8 +93,9 @@ def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
     found: list[M] = []
     rows = rows.using(locking.db)
     by_key = _locking(rows.model._base_manager.using(locking.db), skip_locked=True)
+    joined = _locks_joined(locking)
     for key in rows.values_list("pk", flat=True)[: n + SPARE]:
-        if not _locks_joined(locking):
+        if not joined:
             found += locking.order_by().filter(pk=key)
         elif by_key.filter(pk=key):
             found += rows.filter(pk=key)
@@ -115,12 +116,13 @@ class LockingQuerySet(models.QuerySet[M]):
         locking = _locking(row)
         features = _in_atomic(locking.db).features
         found: list[M] = []
-        if _locks_joined(locking):
+        joined = _locks_joined(locking)
+        if joined:
             found = for_update(row, wait=wait)
         elif wait is not None and features.has_select_for_update_skip_locked:
             # One query instead of up to five, if nobody else has it.
             found = list(_locking(row, skip_locked=True))
-        if not found:
+        if not found and not joined:
             found = _locked(locking, wait)
         if not found:
             model: Any = self.model

@@ -95,7 +95,7 @@ class Registry:
     def misconfigured(self, alias: Any) -> bool:
         """Whether settings name `alias`, and are wrong: `manage.py check` tells (E001)."""
         try:
-            if alias in list(self.setting()):
+            if alias in list(self.setting()):  # not in the dict: an alias without a hash is wrong
                 self[alias]
         except Exception:  # whatever an engine's own code raises
             return True

@@ -128,7 +128,7 @@ class Retrying:
             with _locking_transaction(self.using) if lock and not inside else nullcontext():
                 obj = self.read(lock)
                 obj._state.attempt = attempt
-                refuse_undone(self.change(obj))
+                _refuse_coroutine(self.change(obj))
                 obj.save(using=self.using)
             return obj, None, 0.0
         except StaleObjectError as conflict:
@@ -265,7 +265,7 @@ def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
     )
 
 
-def refuse_undone(result: Any) -> None:
+def _refuse_coroutine(result: Any) -> None:
     """Raise TypeError if a change returned a coroutine: it was not made."""
     if iscoroutine(result):
         result.close()

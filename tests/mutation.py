@@ -87,7 +87,12 @@ class Sample(FilterApp):
 
 
 if __name__ == "__main__":
-    what, *arguments = sys.argv[1:] or ["help"]
-    if what == "sample":
-        sys.exit(Sample().main(arguments))
-    sys.exit({"learn": learn, "check": check}[what]() if what in {"learn", "check"} else __doc__)
+    match sys.argv[1:]:
+        case ["learn"]:
+            sys.exit(learn())
+        case ["check"]:
+            sys.exit(check())
+        case ["sample", *arguments]:
+            sys.exit(Sample().main(arguments))
+        case _:
+            sys.exit(__doc__)

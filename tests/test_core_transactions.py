@@ -510,12 +510,8 @@ def test_atomic_inside_a_block_is_refused_and_keeps_nothing(engine):
         assert not held(engine)
 
 
-def test_an_interrupt_after_the_block_was_opened_ends_it(engine, monkeypatch):
-    def interrupted(*args):
-        assert connection.in_atomic_block
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(locks, "enter", interrupted)
+def is_undone_by_the_interrupt(engine):
+    """Enter a lock with a transaction; neither is left."""
     with pytest.raises(KeyboardInterrupt):
         with Lock("a", atomic=True):
             pass
@@ -523,6 +519,15 @@ def test_an_interrupt_after_the_block_was_opened_ends_it(engine, monkeypatch):
     assert not connection.in_atomic_block
     assert connection.get_autocommit()
     assert not held(engine)
+
+
+def test_an_interrupt_after_the_block_was_opened_ends_it(engine, monkeypatch):
+    def interrupted(*args):
+        assert connection.in_atomic_block
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(locks, "enter", interrupted)
+    is_undone_by_the_interrupt(engine)
 
 
 def test_an_interrupt_while_the_block_opens_ends_it(engine, monkeypatch):
@@ -534,13 +539,7 @@ def test_an_interrupt_while_the_block_opens_ends_it(engine, monkeypatch):
     monkeypatch.setattr(
         transaction, "atomic", lambda using, durable: Interrupted(using, True, True)
     )
-    with pytest.raises(KeyboardInterrupt):
-        with Lock("a", atomic=True):
-            pass
-
-    assert not connection.in_atomic_block
-    assert connection.get_autocommit()
-    assert not held(engine)
+    is_undone_by_the_interrupt(engine)
 
 
 def test_atomic_on_a_named_database(engine):

@@ -287,7 +287,6 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def _watch(self, claim: Claim, place: Place, node: Node) -> bool:
         """Have the claim woken when `node` goes; False: it has gone."""
-
         path = f"{self._shard(claim.key)}/{node.name}"
         self._unwatch(place)
         place.woken_by = monotonic() + LOOK_AGAIN
