@@ -311,6 +311,19 @@ def test_dead_waiters_hold_nobody_up(backend, places, only_told, processes):
     print(f"{(waiter.got_at - released_at) * 1000:.0f} ms")
 
 
+def test_dead_waiters_leave_the_queue_of_the_server(backend, processes):
+    held = grab(backend, "a")
+    options = {"name": "a", "using": "locks", "ttl": 30, "wait": DEADLINE}
+    dead = processes.start_many("tests.lock_workers:take_once", count=3, **options)
+    in_queue(3)
+
+    for one in dead:
+        one.kill()
+
+    in_queue(0, within=10)
+    assert backend.release(held) is True
+
+
 @pytest.mark.parametrize("task", [False, True])
 def test_ctrl_c_ends_a_wait_on_the_server(backend, processes, task):
     held = grab(backend, "a")

@@ -15,6 +15,13 @@ from .base import ANSWER_WAIT, QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pai
 # Serialization failure, deadlock, lock timeout or NOWAIT.
 CROWDED = frozenset({"40001", "40P01", "55P03"})
 
+# A session that waits in a queue sees by itself that its client has died. (Not on Windows.)
+NOTICE_THE_DEAD = """
+    DO $$ BEGIN
+        PERFORM set_config('client_connection_check_interval', '2s', false);
+    EXCEPTION WHEN OTHERS THEN NULL;
+    END $$"""
+
 
 class PostgreSQL(Dialect):
     """One statement for anything: SELECT ... FOR UPDATE and its UPDATE travel together.
@@ -165,6 +172,7 @@ class PostgreSQL(Dialect):
             cursor.execute("SET tcp_keepalives_idle = 60")
             cursor.execute("SET tcp_keepalives_interval = 10")
             cursor.execute("SET default_transaction_isolation = 'read committed'")
+            cursor.execute(NOTICE_THE_DEAD)
         if hasattr(wrapper.connection, "prepare_threshold"):  # not psycopg2
             # The driver's cursor: Django's may write the values into the statement's text.
             # Prepared, at the first use, a statement costs 25 % less.
