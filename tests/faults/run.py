@@ -29,6 +29,7 @@ def run(
     seconds: float,
     processes: int,
     seed: int,
+    work: float = 0.01,
     keep: str = "",
     kinds: list[str] | None = None,
 ) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def run(
         store = stack.enter_context(RedisServer())
         group = Processes()
         stack.callback(group.close)
-        nest = _nest(group, subject, directory, store.url, seed)
+        nest = _nest(group, subject, directory, store.url, seed, work)
         crew = Crew(nest, processes)
         nemesis = Nemesis(subject, crew, directory)
         kinds = kinds or list(nemesis.acts)
@@ -60,7 +61,11 @@ def run(
     return as_json(verdict)
 
 
-def _nest(group: Processes, subject: Engine, directory: Path, store: str, seed: int) -> Any:
+def _nest(
+    group: Processes, subject: Engine, directory: Path, store: str, seed: int, work: float
+) -> Any:
+    # As many long ones in each second, however short the others are.
+    plan = {"work": work, "long": work / 2, "overstays": work * 0.3, **subject.plan}
     nest = group.start(
         "tests.faults.workers:nest",
         env=subject.env,
@@ -71,7 +76,7 @@ def _nest(group: Processes, subject: Engine, directory: Path, store: str, seed: 
         caches=subject.caches,
         migrate=subject.migrate,
         ttl=subject.ttl,
-        **subject.plan,
+        **plan,
     )
     assert nest.read(60) == "ready"
     return nest

@@ -130,12 +130,13 @@ class Worker:
         *,
         names: list[str],
         ttl: float,
+        work: float = 0.01,
         long: float = 0.005,
         overstays: float = 0.003,
         waits: Sequence[float] = (0.0, 1.0, 3.0, 3.0, 12.0),
     ) -> None:
-        """`long`: the share of those that work longer than their lease; `overstays`: of those
-        that do not renew it."""
+        """`work`: for so many seconds at most, but those that work longer than their lease;
+        `long`: the share of these; `overstays`: of those that do not renew it."""
         self.note = recorder.note
         self.chance = chance
         self.store = store
@@ -143,6 +144,7 @@ class Worker:
         self.names = names
         self.waits = waits
         self.ttl = ttl
+        self.longest = work
         self.long = long
         self.overstays = overstays
         self.number = 0
@@ -175,7 +177,7 @@ class Worker:
             sleep(0.05)
             return
         self.note("got", fence=hold.fence)
-        work = self.ttl * 1.4 if is_long else self.chance.uniform(0, 0.01)
+        work = self.ttl * 1.4 if is_long else self.chance.uniform(0, self.longest)
         self.write(hold, for_seconds=work)
         self.release(hold)
 
