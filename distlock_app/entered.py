@@ -38,10 +38,10 @@ def entered(lock: Any, frame: FrameType | None) -> Entry:
     return entry
 
 
-def forget(lock: Any, frame: FrameType | None) -> None:
-    """Note that the `with` of `lock` in `frame` has ended, if there is one."""
+def forget(lock: Any, frame: FrameType | None, hold: Any = None) -> None:
+    """Note that the `with` of `lock` in `frame` has ended, if there is one (of this `hold`)."""
     entry = _find(lock, frame)
-    if entry is not None:
+    if entry is not None and hold in (None, entry.hold):
         place = (id(lock), id(entry.frame))
         left = [other for other in _entries.pop(place, ()) if other is not entry]
         if left:

@@ -222,7 +222,7 @@ class Lock:
                     hold.end_block(block, type(error), error, error.__traceback__)
             finally:
                 hold.leave(error, unused=True)
-                forget(self, sys._getframe(1))
+                forget(self, sys._getframe(1), hold)
             raise
         return hold
 

@@ -239,7 +239,8 @@ def _pause_after(
     error: Exception, attempt: int, *, attempts: int, pause: float, max_pause: float
 ) -> float:
     """Return the seconds to sleep before the next call; raise what the caller is to see."""
-    if in_transaction() or not (_may_pass(error) or was_sacrificed(error)):
+    final = isinstance(error, RetriesExhausted) or in_transaction()
+    if final or not (_may_pass(error) or was_sacrificed(error)):
         raise error
     if attempt == attempts:
         raise _exhausted(attempts, error) from error
@@ -251,7 +252,7 @@ def _may_pass(error: Exception) -> bool:
 
     It will if the object was read without its version, or if a client named another one.
     """
-    if not isinstance(error, StaleObjectError) or isinstance(error, RetriesExhausted):
+    if not isinstance(error, StaleObjectError):
         return False
     return error.obj is None or error.expected is not None
 

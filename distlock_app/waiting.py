@@ -178,9 +178,10 @@ class Bell:
 class AsyncBell:
     """Ends the pause of a waiting asyncio task."""
 
-    __slots__ = ("_grant", "_loop", "_rung")
+    __slots__ = ("_grant", "_loop", "_rung", "deserted")
 
     def __init__(self) -> None:
+        self.deserted: Callable[[], None] | None = None  # called when it rings, and nobody hears
         self._grant: Grant | None = None
         self._loop = asyncio.get_running_loop()
         self._rung = asyncio.Event()
@@ -192,7 +193,12 @@ class AsyncBell:
         """
         if grant is not None:
             self._grant = grant
-        self._loop.call_soon_threadsafe(self._rung.set)
+        try:
+            self._loop.call_soon_threadsafe(self._rung.set)
+        except RuntimeError:
+            if self.deserted is not None:
+                self.deserted()
+            raise
 
     async def pause(self, seconds: float, news: int | None = None) -> Grant | None:
         """Sleep until it rings, or until there are `news`, at most `seconds`."""
@@ -242,8 +248,9 @@ async def arun(
     """Run the generator in the event loop; its calls are made in threads.
 
     `cancelled` is called when the task was cancelled and no call is under way any more, and
-    at once if that call waits: to end it.
+    at once if that call waits: to end it. Also when its turn comes after its loop was closed.
     """
+    bell.deserted = cancelled
     answer: Any = None
     error: Exception | None = None
     while True:
@@ -282,6 +289,10 @@ async def in_thread(
 async def _end(
     request: Future[Any], cancelled: Callable[[], None] | None, *, at_once: bool = False
 ) -> Any:
+    if cancelled is not None:
+        loop = asyncio.get_running_loop()
+        # The answer is dropped without a word if the loop was closed.
+        request.add_done_callback(lambda _: cancelled() if loop.is_closed() else None)
     try:
         return await asyncio.wrap_future(request)
     except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connect
 
 def started(work: Callable[[], None], name: str) -> bool:
     """Start a daemon thread; return False if the process cannot."""
+    if sys.is_finalizing():  # before Python 3.12, start() would wait for the thread for ever
+        return False
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError as error:  # too many threads, or the interpreter shuts down

@@ -8,6 +8,7 @@ engine.hang("extend")                        # until engine.go_on()
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import sys
@@ -187,6 +188,18 @@ def until(condition, within=DEADLINE):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.002)
+
+
+@contextmanager
+def deserted(lock, waits):
+    """Have a task wait for the lock, until `waits()`; then its loop is closed without a word."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(lock.aacquire())
+    loop.run_until_complete(asyncio.to_thread(until, waits))
+    loop.close()
+    yield
+    task._log_destroy_pending = False
+    task.get_coro().close()
 
 
 def renewed(*holds, times=1):

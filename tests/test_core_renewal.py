@@ -518,6 +518,31 @@ hold.leave(None)
     assert done.stdout == b"released", done.stderr
 
 
+def test_a_process_ends_although_a_task_still_waits():
+    code = """if True:
+        import asyncio, builtins
+        from django.conf import settings
+        locks = {"default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}}
+        settings.configure(DISTLOCK=locks)
+        from distlock_app import Lock
+
+        async def wait():
+            async with Lock("a", wait=60):
+                pass
+
+        async def main():
+            builtins.task = loop.create_task(wait())  # lives until the end
+            await asyncio.sleep(0.1)
+
+        hold = Lock("a").acquire()
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(main())
+        loop.close()
+        hold.release()
+    """
+    subprocess.run([sys.executable, "-c", code], timeout=DEADLINE, check=True)
+
+
 def test_the_end_of_the_process_does_not_wait_for_an_engine_that_hangs(monkeypatch, engine):
     monkeypatch.setattr(renewal_module, "EXIT_PATIENCE", 0.1)
     engine.hang("release")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -518,6 +519,42 @@ def is_undone_by_the_interrupt(engine):
 
     assert not connection.in_atomic_block
     assert connection.get_autocommit()
+    assert not held(engine)
+
+
+def test_a_with_that_was_never_entered_spares_the_one_around_it(engine):
+    lock = Lock("a", atomic=True)
+
+    with lock:
+        with pytest.raises(RuntimeError, match="durable"):
+            ExitStack().enter_context(lock)
+        assert connection.in_atomic_block
+
+    assert not connection.in_atomic_block
+    assert not held(engine)
+
+
+def test_a_with_that_was_never_entered_spares_that_of_another_thread(engine):
+    lock = Lock("a", shared=True, atomic=True)
+    inside, failed = threading.Event(), threading.Event()
+
+    def read():
+        try:
+            with lock:
+                inside.set()
+                assert failed.wait(DEADLINE)
+            return connection.in_atomic_block
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        assert inside.wait(DEADLINE)
+        with transaction.atomic(), pytest.raises(RuntimeError, match="durable"):
+            lock.__enter__()
+        failed.set()
+
+        assert reader.result(DEADLINE) is False
     assert not held(engine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -40,6 +41,15 @@ def kill(number):
 def test_an_unknown_alias_is_refused_by_name():
     with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['night'\].*'nowhere'"):
         DatabaseBackend(alias="night", location="nowhere")
+
+
+@on_server
+def test_only_who_misses_the_table_is_told_to_migrate(backend):
+    with patch.dict(connections["locks"].settings_dict, NAME="nowhere"):
+        with pytest.raises(BackendError, match="nowhere") as error:
+            backend.acquire(claim("a"), 0)
+
+    assert "migrate" not in str(error.value)
 
 
 def test_nothing_connects_before_the_first_question(backend):

@@ -27,7 +27,7 @@ from distlock_app.claims import Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
-from tests.engines import DEADLINE, until
+from tests.engines import DEADLINE, deserted, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
 from tests.servers import EtcdServer, ZooKeeperServer
@@ -616,6 +616,18 @@ def test_a_waiter_whose_event_loop_was_closed_keeps_nobody_else_asleep():
     departure(None)
 
     assert woken == [None]
+
+
+def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(engine):
+    held = other().acquire(a_claim("a", ttl=TTL), 0)
+    ttl = 60 if engine.name == "etcd" else TTL  # ZooKeeper: until its session ends
+
+    def waits():
+        return [holding.waiters for holding in other().holders(key_of("a"))] == [1]
+
+    with deserted(Lock("a", using="own", ttl=ttl), waits):
+        assert other().release(held) is True
+        Lock("a", using="other", ttl=TTL, wait=15).acquire().release()
 
 
 @pytest.mark.parametrize("where", ["begins to connect", "connects"])

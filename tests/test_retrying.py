@@ -467,6 +467,20 @@ def test_nothing_is_lost_inside_transactions_that_have_read_before(processes: Pr
     assert account.balance == 80
 
 
+def test_a_function_that_gave_up_is_not_called_again() -> None:
+    calls = []
+
+    @retry_on_conflict(pause=0.001)
+    def save() -> None:
+        calls.append(1)
+        raise RetriesExhausted("each attempt failed") from OperationalError("database is locked")
+
+    with pytest.raises(RetriesExhausted):
+        save()
+
+    assert len(calls) == 1
+
+
 # async
 
 

@@ -23,7 +23,7 @@ from distlock_app.renewal import renewer
 from distlock_app.sharing_contract import a_claim
 from distlock_app.testing import held_elsewhere
 from distlock_app.timing import monotonic
-from tests.engines import running, until
+from tests.engines import deserted, running, until
 from tests.proxy import proxy_to
 
 ALIAS, ENGINE = settings.SERVER_LOCKS.get(settings.ENGINE, ("", ""))
@@ -78,6 +78,14 @@ def free(name, using=ALIAS):
 
 def waiters(name):
     return sum(holding.waiters for holding in lock(name).holders())
+
+
+def test_a_task_whose_loop_was_closed_takes_no_lock_with_it():
+    held = lock("a").acquire()
+
+    with deserted(lock("a", ttl=60), lambda: waiters("a") == 1):
+        held.release()
+        lock("a", wait=15).acquire().release()
 
 
 # A session that ends.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -35,7 +36,7 @@ ALL_KEYS = ("", "g")
 PARTS = [f"{part:02x}" for part in range(256)]
 
 # SQLite, MySQL and MariaDB, PostgreSQL.
-NO_TABLE = re.compile("no such table|doesn't exist|does not exist")
+NO_TABLE = re.compile("no such table|Table .* doesn't exist|relation .* does not exist")
 
 # Seconds without a queue after the server refused a connection.
 POLLS_FOR = 60.0
@@ -296,6 +297,8 @@ class DatabaseBackend(BaseLockBackend):
     def _leave_later(self, session: Session, news: int) -> None:
         """Have the server told that nobody waits on a connection any more; in a finalizer."""
         self._sessions.left.append((session, news))
+        if sys.is_finalizing():  # before Python 3.12, start() would wait for the thread for ever
+            return
         with suppress(RuntimeError):  # no thread to be had: the next release does it
             threading.Thread(
                 target=self._leave_queues, name="distlock-leaving", daemon=True
