@@ -10,7 +10,7 @@ DISTLOCK_TEST_ZOOKEEPER_URL   host:port of ZooKeeper; without it, no lock is the
 DISTLOCK_TEST_REDLOCK_URL     redis://host:port/0 of each node of Redlock, comma separated
 DISTLOCK_TEST_REDIS_DB        the number of the Redis database, instead of the URL's
 DISTLOCK_TEST_ISOLATION       "repeatable read" ...: the transactions of MySQL and PostgreSQL
-DISTLOCK_TEST_SUFFIX          keeps the test databases of runs apart that share a server
+DISTLOCK_TEST_SUFFIX          keeps runs apart that share servers (but those of Redlock)
 DISTLOCK_TEST_VAR             where the files of SQLite are, instead of tests/var
 DISTLOCK_TEST_REQUIRE         servers whose absence fails tests instead of skipping them: 1 = all
 DISTLOCK_TEST_EXAMPLES        so many other examples in tests by Hypothesis, smallest one shown
@@ -124,6 +124,7 @@ if REDIS_URL:
     DISTLOCK["redis"] = {
         "BACKEND": "distlock_app.backends.redis.RedisBackend",
         "LOCATION": "locks",
+        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}"},
     }
 if REDIS_CLUSTER_URL:
     DISTLOCK["cluster"] = {
