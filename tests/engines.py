@@ -191,10 +191,10 @@ def until(condition, within=DEADLINE):
 
 
 @contextmanager
-def deserted(lock, waits):
-    """Have a task wait for the lock, until `waits()`; then its loop is closed without a word."""
+def deserted(wait, waits):
+    """Run the coroutine function, until `waits()`; then its loop is closed without a word."""
     loop = asyncio.new_event_loop()
-    task = loop.create_task(lock.aacquire())
+    task = loop.create_task(wait())
     loop.run_until_complete(asyncio.to_thread(until, waits))
     loop.close()
     yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
@@ -26,6 +25,7 @@ from distlock_app.claims import Claim, Grant
 from distlock_app.names import key_of
 from distlock_app.timing import monotonic
 from distlock_app.waiting import AsyncBell, Bell, acquiring, arun, run
+from tests.engines import deserted
 from tests.processes import hear, say
 
 DEADLINE = 60.0
@@ -90,24 +90,16 @@ class Waiter:
 def left_waiting(backend: Any, name: str) -> Iterator[None]:
     """Let a task wait for the lock whose event loop was closed without a word to it."""
 
-    async def wait() -> asyncio.Task[Any]:
+    async def wait() -> None:
         bell = AsyncBell()
-        wanted = claim(name, wake=bell.ring)
-        before = len(backend.queue(wanted.key))
-        steps = acquiring(backend, wanted, None)
-        task = asyncio.ensure_future(arun(backend, steps, bell, cancelled=lambda: None))
-        while len(backend.queue(wanted.key)) == before:
-            await asyncio.sleep(0.005)
-        return task
+        steps = acquiring(backend, claim(name, wake=bell.ring), None)
+        await arun(backend, steps, bell, cancelled=lambda: None)
 
     if isinstance(backend, RedisBackend):
         backend._listener(key_of(name)).works(DEADLINE)
-    loop = asyncio.new_event_loop()
-    task = loop.run_until_complete(wait())
-    loop.close()
-    yield
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
-    task.get_coro().close()  # type: ignore[union-attr]
+    before = len(backend.queue(key_of(name)))
+    with deserted(wait, lambda: len(backend.queue(key_of(name))) > before):
+        yield
 
 
 def count(*, path: str, prefix: str, times: int, threads: int) -> list[int]:

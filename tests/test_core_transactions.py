@@ -511,17 +511,6 @@ def test_atomic_inside_a_block_is_refused_and_keeps_nothing(engine):
         assert not held(engine)
 
 
-def is_undone_by_the_interrupt(engine):
-    """Enter a lock with a transaction; neither is left."""
-    with pytest.raises(KeyboardInterrupt):
-        with Lock("a", atomic=True):
-            pass
-
-    assert not connection.in_atomic_block
-    assert connection.get_autocommit()
-    assert not held(engine)
-
-
 def test_a_with_that_was_never_entered_spares_the_one_around_it(engine):
     lock = Lock("a", atomic=True)
 
@@ -555,6 +544,17 @@ def test_a_with_that_was_never_entered_spares_that_of_another_thread(engine):
         failed.set()
 
         assert reader.result(DEADLINE) is False
+    assert not held(engine)
+
+
+def is_undone_by_the_interrupt(engine):
+    """Enter a lock with a transaction; neither is left."""
+    with pytest.raises(KeyboardInterrupt):
+        with Lock("a", atomic=True):
+            pass
+
+    assert not connection.in_atomic_block
+    assert connection.get_autocommit()
     assert not held(engine)
 
 

@@ -45,9 +45,9 @@ def test_an_unknown_alias_is_refused_by_name():
 
 @on_server
 def test_only_who_misses_the_table_is_told_to_migrate(backend):
-    with patch.dict(connections["locks"].settings_dict, NAME="nowhere"):
-        with pytest.raises(BackendError, match="nowhere") as error:
-            backend.acquire(claim("a"), 0)
+    nowhere = patch.dict(connections["locks"].settings_dict, NAME="nowhere")
+    with nowhere, pytest.raises(BackendError, match="nowhere") as error:
+        backend.acquire(claim("a"), 0)
 
     assert "migrate" not in str(error.value)
 

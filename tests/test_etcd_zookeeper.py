@@ -625,7 +625,7 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(engine):
     def waits():
         return [holding.waiters for holding in other().holders(key_of("a"))] == [1]
 
-    with deserted(Lock("a", using="own", ttl=ttl), waits):
+    with deserted(Lock("a", using="own", ttl=ttl).aacquire, waits):
         assert other().release(held) is True
         Lock("a", using="other", ttl=TTL, wait=15).acquire().release()
 

@@ -80,14 +80,6 @@ def waiters(name):
     return sum(holding.waiters for holding in lock(name).holders())
 
 
-def test_a_task_whose_loop_was_closed_takes_no_lock_with_it():
-    held = lock("a").acquire()
-
-    with deserted(lock("a", ttl=60), lambda: waiters("a") == 1):
-        held.release()
-        lock("a", wait=15).acquire().release()
-
-
 # A session that ends.
 
 
@@ -336,6 +328,14 @@ def test_a_task_cancelled_while_its_thread_connects_does_not_line_up(backend, mo
     assert waiters("a") == 0
     assert len(backend._taken) == 1
     assert backend.release(holder)
+
+
+def test_a_task_whose_loop_was_closed_takes_no_lock_with_it():
+    held = lock("a").acquire()
+
+    with deserted(lock("a", ttl=60).aacquire, lambda: waiters("a") == 1):
+        held.release()
+        lock("a", wait=15).acquire().release()
 
 
 def test_what_was_given_up_before_it_began_is_forgotten(backend, monkeypatch):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +17,7 @@ from django.db import Error as DjangoDatabaseError
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..timing import monotonic
+from ..workers import started
 from .base import BaseLockBackend
 from .database_checks import check_sharing, check_table
 from .sessions import Place, Session, Sessions
@@ -297,12 +296,7 @@ class DatabaseBackend(BaseLockBackend):
     def _leave_later(self, session: Session, news: int) -> None:
         """Have the server told that nobody waits on a connection any more; in a finalizer."""
         self._sessions.left.append((session, news))
-        if sys.is_finalizing():  # before Python 3.12, start() would wait for the thread for ever
-            return
-        with suppress(RuntimeError):  # no thread to be had: the next release does it
-            threading.Thread(
-                target=self._leave_queues, name="distlock-leaving", daemon=True
-            ).start()
+        started(self._leave_queues, "distlock-leaving")  # if it cannot, the next release does it
 
     def _leave_queues(self) -> None:
         with self._sessions.leaving:

@@ -76,7 +76,7 @@ class Departure:
                 return
             place.woken_by = 0.0
             if wake is not None:
-                with suppress(RuntimeError):  # its event loop was closed: the others wait on
+                with suppress(RuntimeError):  # its event loop was closed: that has it given back
                     wake(None)
 
 

@@ -130,9 +130,9 @@ class Worker:
         *,
         names: list[str],
         ttl: float,
-        work: float = 0.01,
-        long: float = 0.005,
-        overstays: float = 0.003,
+        work: float,
+        long: float,
+        overstays: float,
         waits: Sequence[float] = (0.0, 1.0, 3.0, 3.0, 12.0),
     ) -> None:
         """`work`: for so many seconds at most, but those that work longer than their lease;
