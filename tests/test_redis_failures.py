@@ -181,6 +181,41 @@ def test_a_full_server_still_hands_locks_over(own):
     assert backend.extend(waiter.granted(), 60)
 
 
+@pytest.mark.parametrize("kind", [{}, {"shared": True}, {"limit": 3}])
+def test_a_full_server_extends_and_releases_what_it_has(own, kind):
+    backend, server = own
+    wanted = claim("a", ttl=30, **kind)
+    grant = backend.acquire(wanted, 0)
+
+    server.config_set("maxmemory", 1)
+
+    assert backend.extend(grant, 60)
+    assert backend.acquire(wanted, 0).fence == grant.fence
+    assert backend.extend_many([(grant, 60)]) == [True]
+    [holding] = backend.holders()
+    assert holding.expires_in > 45
+    assert backend.release(grant)
+    assert list(backend.holders()) == []
+
+
+@pytest.mark.parametrize("kind", [{}, {"shared": True}, {"limit": 3}])
+def test_a_full_server_keeps_the_place_of_those_who_wait(own, kind):
+    backend, server = own
+    grant = backend.acquire(claim("a"), 0)
+    first, second = Waiter(backend, "a", **kind), Waiter(backend, "a", **kind)
+    first.ask()
+    server.config_set("maxmemory", 1)
+    key = f"distlock:{{0}}:{first.claim.key}:w"
+    before = server.hget(key, first.claim.owner)
+
+    assert not first.ask()
+    assert not second.ask()  # one more is no burden: it goes with the lock
+
+    assert server.hget(key, first.claim.owner) != before  # it is known to be alive
+    assert backend.release(grant)
+    assert backend.extend(first.granted(), 60)
+
+
 def test_no_error_shows_the_password(private_server):
     with private_server(RedisServer, config={"requirepass": "correct-horse"}) as server:
         right = backend_at(server.url)

@@ -377,6 +377,44 @@ def test_an_extension_heals_emptied_nodes_and_fails_without_a_majority(backend, 
     assert nodes.holding(grant.claim.key) == [0, 4]  # and nothing was taken again
 
 
+@pytest.fixture
+def full(nodes):
+    """A call that fills the memory of so many nodes."""
+
+    def fill(many):
+        for client in nodes.clients[:many]:
+            client.config_set("maxmemory", 1)
+
+    yield fill
+    for client in nodes.clients:
+        client.config_set("maxmemory", 0)
+
+
+@pytest.mark.parametrize("many", [2, 5])
+def test_full_nodes_go_on_with_what_they_have(backend, nodes, full, many):
+    grant = held_everywhere(backend, nodes)
+    waiter = Waiter(backend, "a")
+    assert not waiter.ask()
+    full(many)
+
+    for _ in range(3):
+        if many == 5:
+            with pytest.raises(BackendError, match="OOM"):
+                backend.acquire(claim("new"), 0)
+        else:
+            assert backend.acquire(claim("new", owner="0" * 32), 0)
+        assert backend.extend(grant, 60)
+        assert not waiter.ask()
+        assert len(nodes.holding(grant.claim.key)) == 5
+    assert backend.release(grant)
+    until(lambda: not nodes.holding(grant.claim.key))
+    assert waiter.event.wait(5)
+    granted = waiter.ask()
+    assert granted and backend.extend(granted, 60)
+    assert backend.clear(granted.claim.key) == 1
+    assert not nodes.holding(granted.claim.key)
+
+
 def test_an_extension_that_no_majority_answers_is_unknown(backend, nodes):
     grant = held_everywhere(backend, nodes)
     for client in nodes.clients[:2]:

@@ -12,6 +12,7 @@ from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
     NoScriptError,
+    OutOfMemoryError,
     RedisError,
     ResponseError,
 )
@@ -278,7 +279,7 @@ def code_of(error: ResponseError) -> str:
 
 
 def _talk(connection: Any, requests: Sequence[bytes]) -> tuple[list[Any], bool]:
-    """Return an answer for each request, and whether one of them is an error of the server."""
+    """Return an answer for each request, and whether one says that another server may be better."""
     connection.send_packed_command(requests, check_health=False)
     answers, refused = [], False
     for _ in requests:
@@ -286,5 +287,5 @@ def _talk(connection: Any, requests: Sequence[bytes]) -> tuple[list[Any], bool]:
             answers.append(connection.read_response(disconnect_on_error=True))
         except ResponseError as error:
             answers.append(error)
-            refused = True
+            refused |= not isinstance(error, OutOfMemoryError)
     return answers, refused

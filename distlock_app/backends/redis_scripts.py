@@ -16,6 +16,10 @@ time too (see DESIGN "Fences that survive"), so it also says when the lock was a
 
 The limit of a claim says whom it bears beside it: 1 nobody (a mutex, a writer), n up to n - 1
 permits, 0 all who are shared too (a reader). Only one of the two, lock or members, exists.
+
+A full server (noeviction) refuses what takes memory, but only as the first write of a script. So
+what must work there begins with a write that takes none: PEXPIRE, ZREM, HDEL or DEL, before ZADD,
+HSET, SET or GETSET. It grants no new lock; extensions, releases, hand-overs and waiting go on.
 """
 
 from __future__ import annotations
@@ -144,7 +148,7 @@ local function hand_over(me)
       string.match(entry, '^(%d+) (%d+) (%S+) (%d+) (.*)$')
     local there = heard and now - heard < HEARD_WITHIN
     if there and not fits(limit) then break end
-    redis.call('ZREM', queue, head)
+    redis.call('ZREM', queue, head)  -- before take(), which a full server would refuse
     redis.call('HDEL', claims, head)
     if there and head == me then
       granted = take(head, ttl, limit, about)
@@ -182,8 +186,8 @@ local function lengthen(ttl)
     redis.call('PEXPIRE', lock, ttl)
     note(ttl)
   else
-    enlist(token, math.max(ttl, redis.call('ZSCORE', members, token) - now_ms))
     redis.call('PEXPIRE', members, redis.call('PTTL', members))
+    enlist(token, math.max(ttl, redis.call('ZSCORE', members, token) - now_ms))
   end
 end
 """
@@ -223,6 +227,7 @@ if channel ~= '' or not (empty or held) then
   if arrived == 0 then arrived = now end
   local back = channel == '' and '-' or channel
   local entry = text(now) .. ' ' .. ttl .. ' ' .. back .. ' ' .. limit .. ' ' .. about
+  redis.call('HDEL', claims, token)  -- first: see above of a full server
   redis.call('ZADD', queue, 'NX', arrived, token)
   redis.call('HSET', claims, token, entry)
   local life = held and QUEUE_MS or math.max(QUEUE_MS, redis.call('PTTL', members))

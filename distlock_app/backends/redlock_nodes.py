@@ -288,7 +288,7 @@ class Panel:
         try:
             for line in link.lines():
                 ballot, _ = link.owed.popleft()
-                if not line.startswith(b"-"):
+                if not line.startswith(b"-") or line.startswith(b"-OOM"):
                     ballot.take(at, line)
                 elif line.startswith(b"-NOSCRIPT"):
                     if ballot.keep or not ballot.over:

@@ -12,6 +12,8 @@ from .redis_scripts import bulks, pack
 # single servers and each word more costs as much as a command.
 # ARGV of every script: 1 token
 #
+# As on a single server, what must work on a full node begins with a write that takes no memory.
+#
 # The stamp numbers the tries of an owner: what undoes a try may come late, over a connection of
 # its own, and must not take away what a later try was given.
 _BEGIN = """
@@ -55,6 +57,7 @@ end
 
 -- Keep a place. The ticket is the stamp of the waiter's first try.
 local function enqueue(channel, ticket)
+  redis.call('HDEL', waiters, token)
   redis.call('HSET', part, lock, 'q')
   redis.call('ZADD', queue, 'NX', ticket, token)
   redis.call('HSET', waiters, token, text(now) .. ' ' .. channel)
@@ -128,17 +131,17 @@ end
     + """
 if mine then  -- a repeated request
   local fence, last = string.match(held, '^%S+ (%d+) (%d+)')
+  redis.call('PEXPIRE', lock, math.max(redis.call('PTTL', lock), ttl))
   if tonumber(last) < tonumber(stamp) then
     held = token .. ' ' .. fence .. ' ' .. stamp .. ' ' .. about
     redis.call('SET', lock, held, 'KEEPTTL')
   end
-  if redis.call('PTTL', lock) < tonumber(ttl) then redis.call('PEXPIRE', lock, ttl) end
   return {ok = '1 ' .. fence .. ' ' .. time[1] .. ' ' .. time[2]}
 end
 if not held then
   local head = first()
   if not head or head == token then
-    forget(token)
+    if head then forget(token) end
     return take()
   end
 end
@@ -203,8 +206,8 @@ _CLEAR = (
     + _QUEUE
     + """
 if not held or (token ~= '' and not mine) then return {ok = '0'} end
-redis.call('HSET', part, ':', text(math.max((redis.call('HGET', part, ':') or 0) + 1, now)))
 redis.call('DEL', lock)
+redis.call('HSET', part, ':', text(math.max((redis.call('HGET', part, ':') or 0) + 1, now)))
 call_next('')
 return {ok = '1'}
 """
