@@ -1,8 +1,9 @@
 """What goes on behind the callers' backs: renewal, telling of losses, late releases.
 
 One daemon thread per process keeps the time of every lease, and never waits for an engine:
-so a loss is told on time even while an engine hangs. Requests go to one worker thread per
-engine in use (one hanging engine delays no other), which batches them and ends when idle.
+so a loss is told on time even while an engine hangs. Requests go to worker threads of each
+engine in use (one hanging engine delays no other), which end when idle: one renews in batches,
+and a few others release, so that no renewal waits for a release.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ RETRY_MIN = 0.02
 RETRY_MAX = 1.0
 GONE = "the engine says that it is somebody else's or gone"
 FAILED = "the lock renewer failed and goes on"
+RELEASERS = 4  # threads of each engine
 EXIT_PATIENCE = 2.0  # seconds that the end of the process waits for releases under way
 
 
@@ -56,7 +58,8 @@ class Renewer:
         # SimpleQueue.put may be called from a finalizer, in whatever the thread was doing.
         self._inbox: queue.SimpleQueue[tuple[int | None, Lease] | None] = queue.SimpleQueue()
         self._running = False
-        self._workers: weakref.WeakKeyDictionary[BaseLockBackend, Worker]
+        # Who extends, and who releases.
+        self._workers: weakref.WeakKeyDictionary[BaseLockBackend, tuple[Worker, Worker]]
         self._workers = weakref.WeakKeyDictionary()
         self._telling = Worker("distlock-telling", _call_all)
         self._owed: set[int] = set()  # numbers of the releases under way
@@ -102,7 +105,7 @@ class Renewer:
     def _give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
         number = next(self._numbers)
         self._owed.add(number)
-        self._put(backend, "release", number, grant, monotonic() + grant.claim.ttl, None)
+        self._put_release(backend, number, grant, monotonic() + grant.claim.ttl, None)
 
     def released(self, lease: Lease, was_ours: bool) -> None:
         """Tell what came of a release of which nobody waits for the outcome."""
@@ -176,7 +179,7 @@ class Renewer:
                 if isinstance(what, Lease):
                     self._look_at(what)
                 else:
-                    self._put(*what)
+                    self._put_release(*what)
             except Exception:  # the others must not be lost for it
                 logger.exception(FAILED, extra=fields("worker_failed", ""))
         try:
@@ -190,13 +193,13 @@ class Renewer:
     def _end(self, number: int | None, lease: Lease) -> None:
         if number is None:
             until = lease.trusted_until
-            job = (lease.backend, "release", -1, lease.grant, until + lease.ttl, None)
+            job = (lease.backend, -1, lease.grant, until + lease.ttl, None)
             with self._lock:
                 self._push(until, job)
         elif lease.end_unheld():
             self.unwatch(lease)
             until = lease.trusted_until
-            self._put(lease.backend, "release", number, lease.grant, until, lease)
+            self._put_release(lease.backend, number, lease.grant, until, lease)
         else:
             self._owed.discard(number)
 
@@ -241,27 +244,35 @@ class Renewer:
             return
         self._schedule(lease, lease.trusted_until)
         if renews or lease.backend.heartbeat is not None:
-            self._put(lease.backend, "extend", weakref.ref(lease))
+            self._put_extend(lease)
 
-    def _put(self, backend: BaseLockBackend, *job: Any) -> None:
+    def _workers_of(self, backend: BaseLockBackend) -> tuple[Worker, Worker]:
         with self._lock:
-            worker = self._workers.get(backend)
-            if worker is None:
-                # Without a reference to the backend, which lives on with its worker otherwise.
-                worker = Worker(f"distlock-worker-{backend.alias}", self._work)
-                self._workers[backend] = worker
-        worker.put((backend, *job))
+            if (workers := self._workers.get(backend)) is None:
+                # Without a reference to the backend, which lives on with them otherwise.
+                workers = self._workers[backend] = (
+                    Worker(f"distlock-worker-{backend.alias}", self._extend_all),
+                    Worker(
+                        f"distlock-release-{backend.alias}", self._release_all, threads=RELEASERS
+                    ),
+                )
+            return workers
 
-    def _work(self, jobs: list[Any]) -> None:
-        backend = jobs[0][0]
-        leases = [job[2]() for job in jobs if job[1] == "extend"]
-        # Before the releases: those may be many, and a lease does not wait.
-        leases = [x for x in leases if x and not (x.ended or x.pins or x.lost_because)]
+    def _put_extend(self, lease: Lease) -> None:
+        self._workers_of(lease.backend)[0].put((lease.backend, weakref.ref(lease)))
+
+    def _put_release(self, backend: BaseLockBackend, *job: Any) -> None:
+        self._workers_of(backend)[1].put((backend, *job))
+
+    def _extend_all(self, jobs: list[Any]) -> None:
+        leases = [lease for _, ref in jobs if (lease := ref()) is not None]
+        leases = [x for x in leases if not (x.ended or x.pins or x.lost_because)]
         if leases:
-            self._extend(backend, leases)
+            self._extend(jobs[0][0], leases)
+
+    def _release_all(self, jobs: list[Any]) -> None:
         for job in jobs:
-            if job[1] == "release":
-                self._release(backend, *job[2:])
+            self._release(*job)
 
     def _extend(self, backend: BaseLockBackend, leases: list[Lease]) -> None:
         asked_at = monotonic()
@@ -313,7 +324,7 @@ class Renewer:
                     extra=fields("not_released", backend.alias, grant, error=str(error)),
                 )
                 return
-            job = (backend, "release", number, grant, until, lease)
+            job = (backend, number, grant, until, lease)
             with self._lock:
                 self._push(monotonic() + (RETRY_MAX if late else RETRY_MAX / 4), job)
         else:

@@ -6,6 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -28,36 +29,43 @@ def started(work: Callable[[], None], name: str) -> bool:
 
 
 class Worker:
-    """A daemon thread that is handed jobs: started on demand, gone when idle."""
+    """Daemon threads that are handed jobs: started on demand, gone when idle.
 
-    def __init__(self, name: str, work: Callable[[list[Any]], None]) -> None:
+    One thread gets all jobs that wait; of several `threads` each gets one at a time, so that a
+    slow job holds up no other.
+    """
+
+    def __init__(self, name: str, work: Callable[[list[Any]], None], *, threads: int = 1) -> None:
         self._name = name
         self._work = work
+        self._threads = threads
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Reentrant: a signal handler that releases may interrupt put().
         self._lock = threading.RLock()
-        self._running = False
+        self._running: set[object] = set()
 
     def put(self, job: Any) -> None:
-        """Have `job` done soon, with whatever else waits."""
+        """Have `job` done soon."""
         self._jobs.put(job)
         with self._lock:
-            if not self._running:
+            if len(self._running) < self._threads:
+                token = object()
                 # In this order: whatever interrupts it, no job is left without a thread.
-                self._running = started(self._run, self._name)
+                if started(partial(self._run, token), self._name):
+                    self._running.add(token)
 
-    def _run(self) -> None:
+    def _run(self, token: object) -> None:
         while True:
             try:
                 jobs = [self._jobs.get(timeout=WORKER_IDLE)]
             except queue.Empty:
                 with self._lock:
                     if self._jobs.empty():
-                        self._running = False
+                        self._running.discard(token)
                         break
                 continue
             try:
-                while True:
+                while self._threads == 1:
                     jobs.append(self._jobs.get_nowait())
             except queue.Empty:
                 pass

@@ -15,9 +15,11 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockLost, workers
 from distlock_app import renewal as renewal_module
+from distlock_app.claims import Grant
 from distlock_app.registry import registry
 from distlock_app.renewal import Renewer, renewer
 from distlock_app.signals import lock_lost, lock_released
+from distlock_app.testing import a_claim
 from distlock_app.timing import monotonic
 from tests import engines
 from tests.engines import DEADLINE, outlast, renewed, until
@@ -360,11 +362,11 @@ def test_a_renewal_that_fails_for_one_lease_renews_the_others(engine, monkeypatc
 def test_what_is_released_while_its_renewal_waits_for_others_is_not_asked_for(engine):
     first, released = Lock("a", ttl=30).acquire(), Lock("b", ttl=30).acquire()
     engine.hang("extend")
-    renewer._put(engine, "extend", weakref.ref(first._lease))
+    renewer._put_extend(first._lease)
     until(lambda: "extend" in engine.asked)
-    renewer._put(engine, "extend", weakref.ref(released._lease))
+    renewer._put_extend(released._lease)
     released.release()
-    renewer._put(engine, "extend", weakref.ref(first._lease))
+    renewer._put_extend(first._lease)
     before = first._lease.trusted_until
 
     engine.go_on()
@@ -437,12 +439,7 @@ def test_backends_are_not_kept_alive_by_their_workers(engine, monkeypatch, setti
     settings.DISTLOCK = {"default": {"BACKEND": "tests.engines.FakeBackend"}}
     assert registry["default"].backend is not engine
 
-    until(lambda: renewer._workers.get(backend()) is None or not _running(backend()))
-
-
-def _running(backend):
-    worker = renewer._workers.get(backend)
-    return worker is not None and worker._running
+    until(lambda: not any(worker._running for worker in renewer._workers.get(backend(), ())))
 
 
 def test_a_hold_survives_a_reset_of_the_registry(engine):
@@ -455,18 +452,30 @@ def test_a_hold_survives_a_reset_of_the_registry(engine):
     assert engines.free(engine)
 
 
-def test_renewals_come_before_many_releases(engine):
-    order = []
-    engine.before["extend"] = lambda: order.append("extend")
-    engine.before["release"] = lambda: order.append("release")
-    hold = Lock("a", ttl=30).acquire()
-    jobs = [(engine, "release", -1, hold._lease.grant, 0.0, None)]
-    jobs.append((engine, "extend", weakref.ref(hold._lease)))
+def test_no_renewal_waits_for_releases(engine):
+    engine.hang("release")
+    hold = Lock("a", ttl=3).acquire()
+    for number in range(20):
+        renewer.give_back(engine, Grant(a_claim(f"b{number}")))
 
-    renewer._work(jobs)
+    renewed(hold)
 
-    assert order == ["extend", "release"]
-    left_quietly(hold)
+    engine.go_on()
+    hold.release()
+
+
+def test_a_release_that_hangs_holds_up_no_other(engine):
+    gate, first = threading.Event(), iter([True])
+    engine.before["release"] = lambda: next(first, False) and gate.wait(DEADLINE)
+    stuck = engine.acquire(a_claim("stuck"), 0)
+    others = [engine.acquire(a_claim(f"b{number}"), 0) for number in range(20)]
+
+    for grant in (stuck, *others):
+        renewer.give_back(engine, grant)
+
+    until(lambda: [x.name for x in engine.holders()] == ["stuck"])
+    gate.set()
+    until(lambda: not engine._states)
 
 
 def test_a_release_that_failed_is_tried_again_until_it_arrives(engine):

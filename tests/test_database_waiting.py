@@ -10,8 +10,10 @@ import threading
 from time import monotonic, sleep
 
 import pytest
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, connection, connections
+from django.db.transaction import atomic
 
 from distlock_app import Lock, LockTimeout, waiting
 from distlock_app.backends import sql
@@ -19,6 +21,7 @@ from distlock_app.backends.database import DatabaseBackend
 from distlock_app.claims import Busy, Grant
 from distlock_app.registry import registry
 from tests.database_workers import claim, grab
+from tests.engines import running
 from tests.test_database_connections import kill
 
 pytestmark = [
@@ -456,3 +459,32 @@ def test_a_lock_that_is_left_to_itself_keeps_no_connection(places, leave):
     assert places.parked == 0
     assert lock.clear() == 1
     lock.acquire(wait=0).release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("using", ["default", *settings.SERVER_LOCKS.get(settings.ENGINE, ())[:1]])
+def test_cancelled_waiters_leave_unrelated_locks_their_time(using):
+    left = []
+
+    async def give_up(number):
+        while len(left) < 400:
+            task = asyncio.ensure_future(Lock("pinned", using=using).aacquire(wait=None))
+            await asyncio.wait([task], timeout=0.05 * number)
+            task.cancel()
+
+    async def look(hold):
+        while len(left) < 400:
+            left.append(hold.expires_in)
+            await asyncio.sleep(0.01)
+
+    async def storm(hold):
+        await asyncio.gather(look(hold), *(give_up(1 + number % 4) for number in range(20)))
+
+    with Lock("unrelated", using=using, ttl=3) as unrelated, atomic():
+        with Lock("pinned", using=using, release="now") as pinned:
+            if using == "default":
+                pinned.pin()
+            with running(lambda: asyncio.run(storm(unrelated))):
+                pass
+
+    assert min(left) > 1
