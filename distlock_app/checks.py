@@ -11,9 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from . import history
-from .backends.dummy import DummyBackend
-from .backends.locmem import LocMemBackend
-from .registry import Entry, registry
+from .registry import LONG_TTL, Entry, registry
 
 # A renewal comes every third of the ttl: below this, a pause of a third of a second loses locks.
 SHORT_TTL = 1.0
@@ -32,7 +30,7 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
         except Exception as error:  # whatever an engine's own code raises: other checks go on
             messages.append(checks.Error(_says(alias, error), id="distlock_app.E001"))
         else:
-            messages += [*entry.backend.check(), *_check_ttl(entry)]
+            messages += [*entry.backend.check(), *_check_ttl(entry), *check_deployed(entry)]
     if DEFAULT_DB_ALIAS not in aliases:
         messages.append(
             checks.Warning(
@@ -64,27 +62,21 @@ def check_servers(
     return messages
 
 
-def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
-    """Warn of engines that exclude no other process (`check --deploy`, unless DEBUG)."""
-    if settings.DEBUG:
-        return []
-    return [
-        checks.Warning(
+def check_deployed(entry: Entry) -> Iterator[checks.CheckMessage]:
+    """Warn of an engine that excludes no other process, unless DEBUG is on."""
+    if entry.backend.local and not settings.DEBUG:
+        yield checks.Warning(
             f"DISTLOCK[{entry.alias!r}] uses {type(entry.backend).__name__}: "
             "no other process is excluded.",
             hint="Name an engine that all processes share, such as the lock table.",
             id="distlock_app.W003",
         )
-        for entry in _entries()
-        if isinstance(entry.backend, (LocMemBackend, DummyBackend))
-    ]
 
 
 def register() -> None:
     """Let Django run these checks."""
     checks.register(check_settings, "distlock")
     checks.register(check_servers, checks.Tags.database, "distlock")
-    checks.register(check_deployment, "distlock", deploy=True)
 
 
 def _entries() -> Iterator[Entry]:
@@ -112,6 +104,13 @@ def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
             f"DISTLOCK[{entry.alias!r}]: a TTL of {entry.ttl:g} s is lost by any short pause.",
             hint="The TTL says how long a crash keeps a lock; renewal covers longer work.",
             id="distlock_app.W002",
+        )
+    if entry.ttl > LONG_TTL:
+        yield checks.Warning(
+            f"DISTLOCK[{entry.alias!r}]: after a crash, a TTL of {entry.ttl:g} s keeps a lock "
+            f"for {entry.ttl / 3600:.1f} hours. It counts seconds, not milliseconds.",
+            hint="The TTL says how long a crash keeps a lock; renewal covers longer work.",
+            id="distlock_app.W005",
         )
 
 

@@ -311,7 +311,9 @@ def held_by(lock: Lock) -> str:
     who += [f"process {holder['pid']}"] if "pid" in holder else []
     who += [str(holder["who"])] if "who" in holder else []
     since = "" if holding.held_for is None else f", for {holding.held_for:.0f} s"
-    return f"the lock {shown(lock.name)!r} is held by {', '.join(who) or 'somebody else'}{since}"
+    # Its text may come from a stranger's URL, and goes to a terminal.
+    by = shown(", ".join(who)) or "somebody else"
+    return f"the lock {shown(lock.name)!r} is held by {by}{since}"
 
 
 def _command_name(command: type) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 
+from .checks import check_deployed
 from .errors import LockError
 from .locks import Lock
 from .registry import registry
@@ -44,7 +45,7 @@ def examine(alias: str) -> Finding:
         started = monotonic()
         backend.ping()
         found.ping_ms = _ms_since(started)
-        found.messages = backend.check(ask=True)
+        found.messages = [*backend.check(ask=True), *check_deployed(registry[alias])]
         # Always the same one: a lock table keeps a row for each name that it ever saw.
         lock = Lock("distlock doctor", using=alias, ttl=TTL, wait=2 * TTL, release="now")
         lock.acquire().release()  # connections are made, scripts loaded

@@ -21,7 +21,7 @@ from . import clearing, history, live, live_history
 from .claims import Holding
 from .live_actions import LiveActions
 from .live_columns import AliasFilter, HostFilter, KindFilter, StateFilter
-from .live_data import data_view
+from .live_data import TOO_LONG, data_view, too_long
 from .live_list import LiveLocks, PagedLocks, id_of, parts_of, row_of
 from .models import LiveLock
 from .names import key_of, shown
@@ -127,6 +127,9 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     ) -> HttpResponse:
         if not self.has_view_permission(request):
             raise PermissionDenied
+        if too_long(request):
+            self._warn(request, [str(TOO_LONG)])
+            return HttpResponseRedirect(self._list())
         reading = self.reading(request)
         cut = _cut(request, reading)
         looks = _looks_through(request)

@@ -21,6 +21,9 @@ from .registry import registry
 STATES = {HELD: _("held"), WAITED_ON: _("waited-on"), EXPIRING: _("expiring")}
 KINDS = {"exclusive": _("exclusive"), "shared": _("shared"), "permit": _("permit")}
 
+# The engine does not tell it. None would be "None" on the page of a lock.
+UNKNOWN = "—"
+
 # Choices of the filter by host: more would be longer than the list.
 MOST_HOSTS = 40
 
@@ -109,31 +112,31 @@ class LiveColumns:
             clock(left),
         )
 
-    @admin.display(description=_("held for"), ordering="held_for", empty_value="—")
-    def held_for(self, row: LiveLock) -> str | None:
+    @admin.display(description=_("held for"), ordering="held_for")
+    def held_for(self, row: LiveLock) -> str:
         held = row.holding.held_for
         if held is None:
-            return None
+            return UNKNOWN
         return format_html(
             '<span class="dl-time" data-dl-since="{}">{}</span>', f"{held:.3f}", clock(held)
         )
 
-    @admin.display(description=_("holder"), ordering="place", empty_value="—")
-    def holder(self, row: LiveLock) -> str | None:
+    @admin.display(description=_("holder"), ordering="place")
+    def holder(self, row: LiveLock) -> str:
         """Return where it runs, and below that what it does; the list cuts it, not its title."""
         place = format_html_join(mark_safe(":<wbr>"), "{}", [(p,) for p in row.place.split(":")])
         lines = [(line,) for line in (place, row.activity) if line]
         text = format_html_join(mark_safe("<br>"), "{}", lines)
         if not text:
-            return None
+            return UNKNOWN
         full = who(row.holding.holder)
         return format_html('<span class="dl-cut" title="{}">{}</span>', full, text)
 
-    @admin.display(description=_("waiters"), ordering="waiters", empty_value="—")
-    def waiters(self, row: LiveLock) -> int | None:
-        return row.holding.waiters
+    @admin.display(description=_("waiters"), ordering="waiters")
+    def waiters(self, row: LiveLock) -> int | str:
+        return UNKNOWN if row.holding.waiters is None else row.holding.waiters
 
-    @admin.display(description=_("fence"), ordering="fence", empty_value="—")
-    def fence(self, row: LiveLock) -> str | None:
+    @admin.display(description=_("fence"), ordering="fence")
+    def fence(self, row: LiveLock) -> str:
         # Compared and copied, so without thousands separators.
-        return None if row.holding.fence is None else str(row.holding.fence)
+        return UNKNOWN if row.holding.fence is None else str(row.holding.fence)

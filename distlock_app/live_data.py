@@ -10,6 +10,7 @@ from django.contrib.auth.decorators import login_not_required
 from django.http import HttpRequest, JsonResponse
 from django.utils import timezone
 from django.utils.crypto import constant_time_compare
+from django.utils.translation import gettext_lazy
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 MOST_LISTED = 1_000
 
+# Characters of a list's query string, which each link on its page repeats.
+MOST_ASKED = 4_000
+TOO_LONG = gettext_lazy("Search and filters are too long: shorten them.")
+
 
 def data_view(admin: LiveLockAdminMixin) -> Any:
     """Return the view; it takes the parameters of the list, `start` and `limit`."""
@@ -28,13 +33,15 @@ def data_view(admin: LiveLockAdminMixin) -> Any:
     @never_cache
     @require_safe
     def view(request: HttpRequest) -> JsonResponse:
-        authorization = request.headers.get("Authorization")
-        if authorization is not None:
-            if not _is_token(authorization):
+        kind, _, token = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() == "bearer":  # any other kind is for a proxy in front of us
+            if not _is_token(token):
                 headers = {"WWW-Authenticate": "Bearer"}
                 return JsonResponse({"error": "wrong token"}, status=401, headers=headers)
         elif not (admin.admin_site.has_permission(request) and admin.has_view_permission(request)):
             return JsonResponse({"error": "not allowed"}, status=403)
+        if too_long(request):
+            return JsonResponse({"error": TOO_LONG}, status=400)
         try:
             start, limit = _number(request, "start", 0), _number(request, "limit", 100)
         except ValueError:
@@ -44,10 +51,14 @@ def data_view(admin: LiveLockAdminMixin) -> Any:
     return view
 
 
-def _is_token(authorization: str) -> bool:
-    kind, _, given = authorization.partition(" ")
+def too_long(request: HttpRequest) -> bool:
+    """Tell whether more is asked for than a person would type."""
+    return len(request.META.get("QUERY_STRING", "")) > MOST_ASKED
+
+
+def _is_token(given: str) -> bool:
     token = getattr(settings, "DISTLOCK_DASHBOARD_TOKEN", "")
-    return bool(token) and kind.lower() == "bearer" and constant_time_compare(given, token)
+    return bool(token) and constant_time_compare(given, token)
 
 
 def _number(request: HttpRequest, name: str, default: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from .errors import LockBusy, LockError, NotHeld
 from .handover import unpacked
 from .holds import Hold
 from .records import fields, logger
-from .registry import MIN_TTL, checked_ttl, checked_wait, registry
+from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .signals import atell, lock_acquired, lock_busy, lock_cleared, tell
 from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
@@ -58,8 +59,9 @@ class Lock:
 
     def __post_init__(self) -> None:
         names.checked(self.name)
-        if self.ttl is not UNSET:
-            checked_ttl(self.ttl)
+        if self.ttl is not UNSET and checked_ttl(self.ttl) > LONG_TTL:
+            text = f"ttl counts seconds: after a crash, {self.ttl:g} of them keep the lock"
+            warnings.warn(f"{text} for {self.ttl / 3600:.1f} hours", stacklevel=3)
         if self.wait is not UNSET:
             checked_wait(self.wait)
         if self.max_hold is not None:
@@ -278,13 +280,13 @@ def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: 
     """Take the lock of `key` away; return from how many holders. Logged and signalled."""
     cleared = registry[alias].backend.clear(key, seen)
     if cleared:
-        shown, because = names.shown(name), f": {reason}" if reason else ""
+        facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
+        name, user, reason = map(names.shown, (name, user, reason))
         logger.warning(
             "%r (alias %r) cleared by %s%s",
-            *(shown, alias, user or "a program", because),
-            extra=fields("cleared", alias, name=shown, key=key, user=user, reason=reason),
+            *(name, alias, user or "a program", f": {reason}" if reason else ""),
+            extra=fields("cleared", alias, name=name, key=key, user=user, reason=reason),
         )
-        facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
         tell(lock_cleared, {"sender": type(registry[alias].backend), **facts})
     return cleared
 
@@ -293,10 +295,10 @@ def prolong(alias: str, key: str, name: str, seen: str, ttl: float, user: str) -
     """Let the holder `seen` of `key` have it for `ttl` seconds or more; False: it is gone."""
     done = registry[alias].backend.prolong(key, seen, ttl)
     if done:
-        shown = names.shown(name)
+        name, user = map(names.shown, (name, user))
         logger.warning(
             "%r (alias %r) extended to %g s by %s",
-            *(shown, alias, ttl, user),
-            extra=fields("prolonged", alias, name=shown, key=key, user=user, ttl=ttl),
+            *(name, alias, ttl, user),
+            extra=fields("prolonged", alias, name=name, key=key, user=user, ttl=ttl),
         )
     return done

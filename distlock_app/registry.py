@@ -41,6 +41,10 @@ MIN_TTL = 0.1
 MAX_TTL = 31 * 24 * 3600.0
 
 
+# A longer one is more likely a mistake than meant: renewal covers longer work.
+LONG_TTL = 3600.0
+
+
 def checked_ttl(ttl: Any) -> float:
     """Return `ttl` as seconds, or raise TypeError / ValueError: always finite, within bounds."""
     if isinstance(ttl, bool) or not isinstance(ttl, (int, float)):

@@ -17,6 +17,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from distlock_app import Lock, identity, live, names
+from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant, Holding
 from distlock_app.live import state_of
 from distlock_app.live_list import id_of
@@ -349,6 +350,20 @@ def test_the_detail_page_shows_one_lock_and_leads_to_its_release(clearer):
 
     assert "data-dl-left" in html
     assert 'name="reason"' in confirmation
+
+
+def test_what_is_not_known_of_a_lock_is_not_shown_as_none(viewer, monkeypatch):
+    taken("a")
+    held = registry["default"].backend.holders
+    unknown = {"waiters": None, "held_for": None, "fence": None, "holder": {}}
+    monkeypatch.setattr(
+        LocMemBackend, "holders", lambda self, key=None: [replace(h, **unknown) for h in held(key)]
+    )
+
+    page = html_of(viewer.get(change_url(row_id("a"))))
+
+    assert page.count("—") >= len(unknown)
+    assert ">None<" not in page
 
 
 def test_the_detail_page_names_every_holder_and_who_waits_in_order(viewer):
@@ -753,15 +768,11 @@ def test_a_dashboard_may_have_the_token_of_the_settings(client, settings, aliase
     assert client.get(DATA, headers=TOKEN).status_code == 401
     settings.DISTLOCK_DASHBOARD_TOKEN = "a long token"
 
-    for wrong in (
-        "Bearer a long toke",
-        "Bearer ",
-        "Basic a long token",
-        "a long token",
-        "Bearer ü",
-    ):
+    for wrong in "Bearer a long toke", "Bearer ", "Bearer ü", "bearer x":
         refused = client.get(DATA, headers={"Authorization": wrong})
         assert refused.status_code == 401 and refused["WWW-Authenticate"] == "Bearer"
+    for other in "Basic a long token", "a long token", "":
+        assert client.get(DATA, headers={"Authorization": other}).status_code == 403
     answer = client.get(DATA, headers=TOKEN)
 
     assert answer.status_code == 200
@@ -769,6 +780,21 @@ def test_a_dashboard_may_have_the_token_of_the_settings(client, settings, aliase
     assert client.get(LIST, headers=TOKEN).status_code == 302
     assert client.post(CLEAR, {"lock": "x", "reason": "x"}, headers=TOKEN).status_code == 302
     assert client.post(DATA, headers=TOKEN).status_code == 405
+
+
+def test_staff_behind_a_proxy_with_a_password_of_its_own_get_the_data(viewer):
+    assert viewer.get(DATA, headers={"Authorization": "Basic YW5uOng="}).status_code == 200
+
+
+@pytest.mark.parametrize("parameter", ["q", "host", "other"])
+def test_a_question_of_any_length_is_answered_in_a_line(viewer, parameter):
+    query = {parameter: "word " * 4_000}
+
+    answer = viewer.get(DATA, query)
+    page = viewer.get(LIST, query)
+
+    assert answer.status_code == 400 and "too long" in answer.json()["error"]
+    assert page.status_code == 302 and page.url == LIST
 
 
 def test_an_empty_token_opens_nothing(client, settings):

@@ -13,9 +13,9 @@ from django.core.management import BaseCommand, CommandError, call_command
 from django.db import connections
 from django.test import override_settings
 
-from distlock_app import BackendError, Lock, locked, locked_command, locked_view
+from distlock_app import BackendError, Lock, doctor, locked, locked_command, locked_view
 from distlock_app.backends.locmem import LocMemBackend
-from distlock_app.checks import check_deployment, check_servers, check_settings
+from distlock_app.checks import check_servers, check_settings
 from distlock_app.history import kept
 from distlock_app.registry import EXTRAS
 
@@ -29,6 +29,12 @@ class Answering(LocMemBackend):
     def check(self, *, ask=False):
         known = [checks.Warning("known", id="distlock_app.W099")]
         return [*known, checks.Error("down", id="distlock_app.E099")] if ask else known
+
+
+@pytest.fixture(autouse=True)
+def debugging(settings):
+    """Engines in memory are only warned of in production."""
+    settings.DEBUG = True
 
 
 def found(check, **kwargs):
@@ -101,7 +107,22 @@ def test_engines_of_one_process_are_not_deployed(settings, backend, debug, ids):
     settings.DISTLOCK = alias(BACKEND=backend)
     settings.DEBUG = debug
 
-    assert found(check_deployment) == ids
+    assert found(check_settings) == ids
+    assert [message.id[-4:] for message in doctor.examine("default").messages] == ids
+
+
+@pytest.mark.parametrize(("ttl", "ids"), [(3600, []), (30_000, ["W005"])])
+def test_a_ttl_in_milliseconds_is_told(settings, ttl, ids):
+    settings.DISTLOCK = alias(TTL=ttl)
+
+    assert found(check_settings) == ids
+
+
+def test_a_lock_with_a_ttl_in_milliseconds_names_the_line():
+    with pytest.warns(UserWarning, match="8.3 hours") as caught:
+        Lock("a", ttl=30_000)
+
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,15 @@ def test_no_secret_is_written_anywhere(alias, log, tokens, capfd, settings):
     assert [token for token in tokens if token in said] == []
 
 
+def test_a_reason_writes_one_line_into_the_log(engine, log):
+    with held_elsewhere("a"):
+        Lock("a").clear(user="ann\nforged", reason="gone\r\nforged \x1b[2J")
+    [record] = log.of("cleared")
+
+    assert all(text.isprintable() for text in record.values() if isinstance(text, str))
+    assert record["lock_reason"].startswith("gone")
+
+
 @pytest.mark.parametrize(
     "backend, location",
     [

@@ -24,6 +24,7 @@ class BaseLockBackend:
     # How often the core looks whether such a session still lives, in seconds, however long the
     # ttl: `extend_many` may answer None, "nothing speaks against it", without a request.
     heartbeat: float | None = None
+    local = False  # other processes are not excluded
     fences = False  # grants carry a fence
     shares = False  # shared claims (readers / writer)
     queues = False  # order of arrival

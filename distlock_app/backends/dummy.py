@@ -13,6 +13,7 @@ from .base import BaseLockBackend
 class DummyBackend(BaseLockBackend):
     """For development and tests that must not wait; two holders at once are normal here."""
 
+    local = True
     fences = True
     shares = True
     queues = True

@@ -77,6 +77,7 @@ class LocMemBackend(BaseLockBackend):
     overtakes, so `fair` changes nothing.
     """
 
+    local = True
     fences = True
     shares = True
     queues = True
