@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import sleep
+from typing import Any
 from unittest import SkipTest
 
 from django.test.utils import override_settings
@@ -24,21 +25,34 @@ from .timing import monotonic
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
 
 
-@contextmanager
-def override_locks(backend: str = LOCMEM) -> Iterator[None]:
+class override_locks(override_settings):
     """Let every alias of DISTLOCK lock in this process's memory, or with `backend`.
 
-    `distlock_app.backends.dummy.DummyBackend` grants everything at once.
+    In a `with`, or as the decorator of a function, a coroutine or a class derived from
+    SimpleTestCase. `distlock_app.backends.dummy.DummyBackend` grants everything at once.
     """
-    setting = {
-        alias: {
-            "BACKEND": backend,
-            **{key: params[key] for key in ("TTL", "WAIT") if key in params},
+
+    def __init__(self, backend: str = LOCMEM) -> None:
+        if not isinstance(backend, str):
+            raise TypeError("override_locks() takes the path of a backend: write @override_locks()")
+        super().__init__()
+        self._backend = backend
+
+    def enable(self) -> None:
+        self.options = self._options(registry.setting())
+        super().enable()
+
+    def save_options(self, test_func: Any) -> None:
+        known = test_func._overridden_settings or {}
+        self.options = self._options(known.get("DISTLOCK") or registry.setting())
+        super().save_options(test_func)
+
+    def _options(self, setting: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        kept = {
+            alias: {key: params[key] for key in ("TTL", "WAIT") if key in params}
+            for alias, params in setting.items()
         }
-        for alias, params in registry.setting().items()
-    }
-    with override_settings(DISTLOCK=setting):
-        yield
+        return {"DISTLOCK": {alias: {"BACKEND": self._backend, **kept[alias]} for alias in kept}}
 
 
 @contextmanager
