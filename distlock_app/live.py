@@ -22,8 +22,11 @@ from .timing import Deadline, monotonic
 # Seconds that a page waits for an engine: drivers give up after 5 at the earliest.
 ANSWER_WITHIN = 2.0
 
-# Locks of one alias that are read: more would neither fit a page nor a look at it.
-MOST = 20_000
+# Locks of one alias that are counted on to be read in time.
+MOST = 1_000
+
+# Seconds in which a list reads as many more as it can.
+READ_FOR = 1.2
 
 # States of a lock, for people.
 HELD, WAITED_ON, EXPIRING = "held", "waited-on", "expiring"
@@ -83,6 +86,13 @@ def read(wanted: Mapping[str, Iterable[str] | None] | None = None, *, most: int 
         wanted = dict.fromkeys(registry)
     every = _page(0, most)
     return _read({alias: every if keys is None else _of(keys) for alias, keys in wanted.items()})
+
+
+def read_all(aliases: Collection[str] | None = None) -> Reading:
+    """Ask the engines of these aliases (None: of all) for everything that can be read in time."""
+    reading = read(None if aliases is None else dict.fromkeys(aliases))
+    cut = [engine.alias for engine in reading.engines if engine.truncated]
+    return read_more(reading, cut, READ_FOR) if cut else reading
 
 
 def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from . import tethered
 from .attempts import lease_of_runner
 from .commands import release_half_taken
-from .errors import LockBusy
+from .errors import LockBusy, LockLost
 from .holds import Hold
 from .locks import Lock
 
@@ -22,7 +25,13 @@ EX_LOST = 76
 EX_NOT_EXECUTABLE = 126
 EX_NOT_FOUND = 127
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What would end this process, and what programs take for commands.
+PASSED_ON = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
+)
+# A terminal sends them to the whole group: the program has them already.
+OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 # A program that was told to stop, because its lock is lost, is killed after so many seconds.
 GRACE = 10.0
@@ -31,24 +40,37 @@ GRACE = 10.0
 def run(lock: Lock, program: Sequence[str]) -> int:
     """Hold `lock` while `program` runs; return its exit code, 128 + n if signal n ended it.
 
-    Raise LockBusy, LockTimeout or BackendError if it was not started, and LockLost if the lock
-    was lost meanwhile: the program was terminated then.
+    The program is killed if this process is. Raise LockBusy, LockTimeout or BackendError if it was
+    not started, and LockLost if the lock was lost meanwhile: the program was terminated then, if
+    it had not ended by itself.
     """
     with _Signals() as signals:
         hold = _acquire(lock, signals)
         if signals.came is not None:
             hold.leave(None)
             return 128 + signals.came
+        with _started(program) as process:
+            signals.pass_on_to(process)
+            hold.on_lost(lambda _: _stop(process))
+            code = process.wait()
+        code = code if code >= 0 else 128 - code
         try:
-            process = subprocess.Popen(program)
-        except OSError as error:
             hold.leave(None)
-            return EX_NOT_FOUND if isinstance(error, FileNotFoundError) else EX_NOT_EXECUTABLE
-        signals.pass_on_to(process)
-        hold.on_lost(lambda _: _stop(process))
-        code = process.wait()
-        hold.leave(None)
-    return code if code >= 0 else 128 - code
+        except LockLost as error:
+            raise LockLost(f"{error}; the program ended with {code}") from error
+    return code
+
+
+@contextmanager
+def _started(program: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the program so that it is killed when this process dies."""
+    reading, writing = os.pipe()
+    with open(writing, "wb"):  # closed by our end, whatever it is
+        with open(reading, "rb"):
+            script = [sys.executable, "-I", "-S", tethered.__file__]
+            command = [*script, str(os.getpid()), str(reading), *program]
+            process = subprocess.Popen(command, pass_fds=[reading])
+        yield process
 
 
 def _acquire(lock: Lock, signals: _Signals) -> Hold:
@@ -105,8 +127,7 @@ class _Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.came = number
         if self._process is not None:
-            # Ctrl-C reaches the whole group of the terminal: the program has it already.
-            if number != signal.SIGINT or not _in_front():
+            if number not in OF_TERMINAL or not _in_front():
                 self._process.send_signal(number)
         elif self.ends_us:
             raise SystemExit(128 + number)

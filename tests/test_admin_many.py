@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 from django.contrib.auth.models import User
+from django.core.management import call_command
 from django.db import connection
 from django.utils import timezone
 
@@ -116,6 +117,18 @@ def test_the_lock_table_is_paged_searched_and_sorted(pages, settings):
     in_the_table()
 
     check_pages(pages)
+
+
+def test_the_command_lists_what_it_can_read_in_time(settings, capsys):
+    table = "distlock_app.backends.database.DatabaseBackend"
+    settings.DISTLOCK = {"many": {"BACKEND": table, "LOCATION": "default"}}
+    in_the_table()
+
+    call_command("distlock", "list")
+
+    written = capsys.readouterr()
+    assert 1 < len(written.out.splitlines()) <= MANY + 1
+    assert f"of {MANY} locks" in written.err or len(written.out.splitlines()) == MANY + 1
 
 
 def test_redis_is_paged_searched_and_sorted_without_a_scan(own_redis, pages, settings):

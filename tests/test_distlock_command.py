@@ -17,7 +17,7 @@ from django.core.checks import Warning
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from distlock_app import identity
+from distlock_app import identity, tethered
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
 from distlock_app.models import DistLock
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def memory(settings):
     """Two engines in memory, and a way to add others."""
+    settings.DEBUG = True  # else the checks warn of them
     settings.DISTLOCK = {
         "default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
         "second": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
@@ -167,7 +168,37 @@ def test_list_does_not_say_that_nothing_is_held_if_it_is_not_known(memory, capsy
 def test_show_names_the_lock_that_nobody_holds(memory, capsys):
     taken("other")
 
-    assert say(capsys, "show", "nightly")[:2] == (1, "nobody holds 'nightly' (alias 'default')\n")
+    code, out, _ = say(capsys, "show", "nightly")
+
+    assert (code, out) == (1, "nobody holds 'nightly' (asked: default, second)\n")
+
+
+def test_show_and_clear_find_a_lock_of_any_alias(memory, capsys):
+    taken("a", "second")
+
+    shown = say(capsys, "show", "a")
+    cleared = say(capsys, "clear", "a", "--yes")
+
+    assert shown[0] == 0 and "second" in shown[1]
+    assert cleared[:2] == (0, "1 cleared\n")
+
+
+def test_clear_does_not_choose_between_aliases(memory, capsys):
+    for alias in "default", "second":
+        taken("a", alias)
+
+    assert "--using" in str(ends_with("clear", "a", "--yes"))
+    assert say(capsys, "clear", "a", "--yes", "--using", "second")[:2] == (0, "1 cleared\n")
+    assert list(registry["default"].backend.holders(key_of("a")))
+
+
+def test_show_names_a_holder_although_another_engine_is_down(memory, capsys):
+    memory("broken", "tests.failing_engines.DownBackend")
+    taken("a", who="bob /b")
+
+    code, out, err = say(capsys, "show", "a")
+
+    assert code == 0 and "bob /b" in out and "broken is down" in err
 
 
 def test_no_name_or_holder_can_write_to_the_terminal(memory, capsys):
@@ -304,6 +335,14 @@ def until(condition, within=30.0):
         time.sleep(0.02)
 
 
+def is_running(pid):
+    try:
+        # A zombie only waits for init to fetch its exit code.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def is_held(name):
     return any(registry["default"].backend.holders(key_of(name)))
 
@@ -334,6 +373,14 @@ def test_run_gives_a_busy_lock_up_with_75_and_names_the_holder(started):
     assert out == "" and "bob /b" in err
 
 
+def test_the_holder_of_a_busy_lock_cannot_write_to_the_terminal(memory):
+    taken("a", who="GET /\x1b]0;title\x07\nforged")
+
+    said = str(ends_with("run", "a", "--wait", "0", "--", "true"))
+
+    assert "GET /" in said and said.isprintable()
+
+
 def test_run_waits_for_its_turn(started):
     grant = taken("a")
     process = started("run", "a", "--wait", "30", *shell("echo ran"))
@@ -344,7 +391,13 @@ def test_run_waits_for_its_turn(started):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+        *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
+    ],
+)
 def test_run_passes_signals_on_and_releases(started, tmp_path, number):
     trap = f"trap 'echo got; exit 3' {number.name[3:]}"
     script = f"{trap}; touch {tmp_path}/up; while :; do sleep .05; done"
@@ -386,8 +439,60 @@ def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
     _, err = process.communicate(timeout=30)
 
     assert process.returncode == 76
-    assert "the program was terminated" in err
+    assert "the program ended with 143" in err
     assert time.monotonic() - began < 10
+
+
+def test_run_says_that_a_program_whose_lock_is_lost_has_ended_by_itself(started, tmp_path):
+    script = f"trap '' TERM; while [ ! -e {tmp_path}/go ]; do sleep .05; done"
+    process = started("run", "a", *shell(script))
+    until(lambda: is_held("a"))
+
+    registry["default"].backend.clear(key_of("a"))
+    (tmp_path / "go").touch()
+    _, err = process.communicate(timeout=30)
+
+    assert process.returncode == 76
+    assert "the program ended with 0" in err
+
+
+def test_a_program_dies_with_the_process_that_runs_it(started):
+    process = started("run", "a", *shell("echo $$; exec sleep 60"))
+    program = int(process.stdout.readline())
+
+    process.kill()
+
+    until(lambda: not is_running(program))
+
+
+# Runs a program as running.py does, on a system without Linux's signal at a parent's death.
+ELSEWHERE = """
+import os, runpy, subprocess, sys
+reading, writing = os.pipe()
+as_script = "import runpy, sys; sys.platform = 'elsewhere'; del sys.argv[0]; " \
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+tether = [sys.executable, "-c", as_script, sys.argv[1], str(os.getpid()), str(reading)]
+process = subprocess.Popen([*tether, *sys.argv[2:]], pass_fds=[reading])
+os.close(reading)
+sys.exit(process.wait())
+"""
+
+
+def test_where_the_kernel_does_not_end_a_program_a_pipe_does():
+    def start(script):
+        command = [sys.executable, "-c", ELSEWHERE, tethered.__file__, "sh", "-c", script]
+        return launch(mortal(command), stdout=subprocess.PIPE, text=True)
+
+    ended = start("exit 7")
+    ended.communicate(timeout=30)
+    process = start("echo $$; exec sleep 60")
+    program = int(process.stdout.readline())
+
+    process.kill()
+
+    until(lambda: not is_running(program))
+    process.communicate()
+    assert ended.returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -397,8 +502,14 @@ def test_run_of_what_cannot_run_ends_as_a_shell_does(memory, capsys, program, co
     ended, _, err = say(capsys, "run", "a", "--", program)
 
     assert ended == code
-    assert err.startswith(f"{program}: ")
+    assert f"\n{program}: " in err
     assert not is_held("a")
+
+
+def test_run_says_that_an_engine_in_memory_excludes_nobody(memory, capfd):
+    code, _, err = say(capfd, "run", "a", "--", "true")
+
+    assert (code, err) == (0, "default: LocMemBackend does not exclude other processes\n")
 
 
 def test_run_leaves_the_options_of_the_program_alone(memory, capfd):

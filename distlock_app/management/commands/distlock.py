@@ -39,19 +39,19 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-        def action(name: str, text: str, using: str | None = "default") -> Any:
+        def action(name: str, text: str, using: str | None = None) -> Any:
             added = actions.add_parser(name, help=text, description=text)
             which = "every alias" if using is None else using
             added.add_argument("--using", default=using, help=f"alias of DISTLOCK ({which})")
             return added
 
-        listing = action("list", "List the locks that are held.", using=None)
+        listing = action("list", "List the locks that are held.")
         showing = action("show", "Show who holds a lock; exit 1 if nobody does.")
         clearing = action("clear", "Take a lock away from its holder.")
-        watching = action("watch", "List them again and again, until Ctrl-C.", using=None)
-        doctor = action("doctor", "Try each engine, and say what is wrong with it.", using=None)
-        purging = action("purge", "Delete what is left in the lock table of locks long free.")
-        running = action("run", "Run a program while holding a lock; exit 75 if it is busy.")
+        watching = action("watch", "List them again and again, until Ctrl-C.")
+        doctor = action("doctor", "Try each engine, and say what is wrong with it.")
+        purging = action("purge", "Delete rows of locks that have long been free.", "default")
+        running = action("run", "Run a program under a lock; exit 75 if it is busy.", "default")
         for added in (showing, clearing, running):
             added.add_argument("name", metavar="NAME")
         for added in (listing, showing, watching, doctor, clearing, purging):
@@ -79,10 +79,14 @@ class Command(BaseCommand):
     def _list(self, *, using: str | None, as_json: bool, **options: Any) -> int:
         if using is not None:
             registry[using]  # a wrong alias is the caller's mistake, not an engine that is down
-        reading = live.read(None if using is None else {using: None})
+        reading = live.read_all(None if using is None else [using])
         down = any(not engine.up for engine in reading.engines)
         none = "" if down else "nothing is held"  # of an engine that is down, that is not known
         self._write(reading.holdings, as_json, engines=reading.engines, none=none)
+        for engine in reading.engines:
+            if engine.truncated:
+                of = "" if engine.total is None else f" of {engine.total}"
+                self.stderr.write(f"{engine.alias}: the first {engine.looked}{of} locks")
         return self._tell_down(reading.engines)
 
     def _watch(self, *, interval: float, times: int | None, as_json: bool, **options: Any) -> int:
@@ -111,16 +115,17 @@ class Command(BaseCommand):
                     self.stdout.write(f"    {message.hint}")
         return 0 if all(engine.works for engine in found) else EX_UNAVAILABLE
 
-    def _show(self, *, name: str, using: str, as_json: bool, **options: Any) -> int:
+    def _show(self, *, name: str, using: str | None, as_json: bool, **options: Any) -> int:
         held = self._held(name, using)
-        self._write(held, as_json, none=f"nobody holds {names.shown(name)!r} (alias {using!r})")
+        aliases = ", ".join(registry if using is None else [using])
+        self._write(held, as_json, none=f"nobody holds {names.shown(name)!r} (asked: {aliases})")
         return 0 if held else 1
 
     def _clear(
         self,
         *,
         name: str,
-        using: str,
+        using: str | None,
         seen: str | None,
         reason: str,
         yes: bool,
@@ -128,13 +133,15 @@ class Command(BaseCommand):
         **options: Any,
     ) -> int:
         held = [h for h in self._held(name, using) if seen in (None, h.seen)]
+        if len(aliases := sorted({h.alias for h in held})) > 1:
+            raise CommandError(f"held under {' and '.join(aliases)}: choose one with --using")
         if held and not yes:
             self._confirm(held)
         # What was shown is compared: a lock that changed hands since then is left alone.
         cleared = [
             h
             for h in held
-            if locks.clear(using, h.key, h.name, h.seen, f"{_user()} (command line)", reason)
+            if locks.clear(h.alias, h.key, h.name, h.seen, f"{_user()} (command line)", reason)
         ]
         if as_json:
             self._write(cleared, as_json)
@@ -160,6 +167,9 @@ class Command(BaseCommand):
         **options: Any,
     ) -> int:
         entry = registry[using]
+        if entry.backend.local:
+            kind = type(entry.backend).__name__
+            self.stderr.write(f"{using}: {kind} does not exclude other processes")
         try:
             lock = locks.Lock(
                 name,
@@ -176,22 +186,23 @@ class Command(BaseCommand):
             except LockBusy as error:
                 raise CommandError(f"busy: {held_by(lock)}", returncode=EX_TEMPFAIL) from error
             except LockLost as error:
-                text = f"{error}; the program was terminated"
-                raise CommandError(text, returncode=EX_LOST) from error
+                raise CommandError(str(error), returncode=EX_LOST) from error
         if code == EX_NOT_FOUND:
             self.stderr.write(f"{program[0]}: not found, or it ended with {code}")
         if code == EX_NOT_EXECUTABLE:
             self.stderr.write(f"{program[0]}: cannot be run, or it ended with {code}")
         return code
 
-    def _held(self, name: str, using: str) -> list[Holding]:
+    def _held(self, name: str, using: str | None) -> list[Holding]:
+        """Return who holds the lock; exit with 69 if an engine that is down might know."""
         try:
             key = names.key_of(names.checked(name))
         except ValueError as error:
             raise CommandError(str(error)) from error
-        registry[using]  # as above
-        reading = live.read({using: [key]})
-        if self._tell_down(reading.engines):
+        if using is not None:
+            registry[using]  # as above
+        reading = live.read(dict.fromkeys(registry if using is None else [using], [key]))
+        if self._tell_down(reading.engines) and not reading.holdings:
             sys.exit(EX_UNAVAILABLE)
         return reading.holdings
 

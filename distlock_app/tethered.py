@@ -1,0 +1,47 @@
+"""Run a program that dies with the process that started this script, whatever ended that one.
+
+python tethered.py PARENT FD PROGRAM ARGUMENTS: PARENT is that process's id, FD the reading end of
+a pipe of which it alone keeps the writing end. Needs nothing of this package: it starts quickly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, fd: int, program: list[str]) -> int:
+    """Become `program`; return the exit code of a shell if that is not possible."""
+    # Python's own dispositions, which the program would inherit.
+    for number in signal.SIGPIPE, signal.SIGXFSZ:
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before it could be said
+            return 128 + signal.SIGKILL
+        os.close(fd)
+    elif os.fork() == 0:
+        kill_at_the_end_of(fd)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def kill_at_the_end_of(fd: int) -> None:
+    """Kill the parent, which becomes the program, when nobody can write to the pipe any more."""
+    program = os.getppid()
+    for number in signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)
+    os.read(fd, 1)
+    if os.getppid() == program:  # else it has ended by itself
+        os.kill(program, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
