@@ -13,7 +13,7 @@ from django.core.exceptions import FieldError
 from .claims import Holding
 from .live import Health, activity_of, place_of, read, read_pages, state_of
 from .models import LiveLock
-from .names import shown
+from .names import is_key, shown
 
 
 def id_of(alias: str, key: str, seen: str = "") -> str:
@@ -25,7 +25,7 @@ def id_of(alias: str, key: str, seen: str = "") -> str:
 def parts_of(row_id: str) -> tuple[str, str, str]:
     """Return alias, key and seen of an id from `id_of`; raise ValueError if it is none."""
     alias, key, *seen = (unquote(part) for part in row_id.split(":"))
-    if len(seen) > 1 or not alias or not key or "\0" in alias + key:
+    if len(seen) > 1 or not alias or "\0" in alias or not is_key(key):
         raise ValueError(f"not the id of a live lock: {row_id!r}")
     return alias, key, "".join(seen)
 

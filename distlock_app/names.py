@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import zlib
 from functools import lru_cache
 
 # People see at most this many characters; the key covers the whole name.
 SHOWN_LENGTH = 200
+
+# What engines keep a lock under, see key_of().
+KEY = "[0-9a-f]{40}"
 
 
 class Made(str):
@@ -63,6 +67,11 @@ def key_of(name: str, kind: bytes = b"") -> str:
     # No text is encoded with a byte FF.
     tag = b"\xff" + kind if kind else b""
     return hashlib.sha256(tag + name.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def is_key(text: str) -> bool:
+    """Tell whether engines may keep a lock under `text`; nothing else ever reaches them."""
+    return re.fullmatch(KEY, text) is not None
 
 
 def shown(name: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from django.conf import settings
 from django.db import connection
 
-from distlock_app import Lock
-from distlock_app.backends.server_sessions import GRACE
+from distlock_app import BackendError, Lock
+from distlock_app.backends.postgresql import AdvisoryLockBackend
+from distlock_app.backends.server_sessions import GRACE, Trouble
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
 
@@ -89,3 +91,125 @@ def test_a_pooler_is_warned_of(backend, monkeypatch):
     line = backend._lend()
     monkeypatch.setattr(backend, "_lend", lambda: line)
     assert [message.id for message in backend.look_around(line)] == ["distlock_app.E032"]
+
+
+# Advisory locks are everybody's: of whom is a session?
+
+NUMBER = 0x0123456789ABCDEF
+KEY = f"{NUMBER:016x}" + "0" * 24
+FEW = f"few{settings.SUFFIX}"
+
+
+@pytest.fixture
+def stranger():
+    """A session of another application, which holds an advisory lock of its own."""
+    other = connection.copy()
+    with other.cursor() as cursor:
+        cursor.execute("SELECT set_config('application_name', 'payroll', false)")
+        cursor.execute("SELECT pg_advisory_lock(%s)", [NUMBER])
+    yield other
+    other.close()
+
+
+def alive(session):
+    with session.cursor() as cursor:
+        cursor.execute("SELECT 1")
+        return cursor.fetchone() == (1,)
+
+
+def poses(session):
+    """Let a session bear our name, as any may; what it says is its own."""
+    with session.cursor() as cursor:
+        cursor.execute("SET application_name = 'distlock'")
+        cursor.execute("SELECT 1 /* distlock 00000000 %s 0 */", ["not a key"])
+
+
+@pytest.mark.parametrize("kind", ["stranger", "namesake"])
+def test_a_clear_ends_no_session_of_another_application(backend, stranger, kind):
+    if kind == "namesake":
+        poses(stranger)
+    seen = f"{stranger.connection.info.backend_pid}-"
+
+    assert list(backend.holders(KEY)) == []
+    assert backend.clear(KEY) == backend.clear(KEY, seen) == 0
+
+    session = backend._lend()
+    assert session.kill(KEY, stranger.connection.info.backend_pid) is False
+    backend._pool.give_back(session)
+    assert alive(stranger)
+
+
+def test_a_made_up_end_of_a_key_is_another_lock(backend):
+    grant = backend.acquire(a_claim("a"), 0)
+    posing = grant.claim.key[:16] + "0" * 24
+
+    assert list(backend.holders(posing)) == [] and backend.clear(posing) == 0
+
+    assert [holding.key for holding in backend.holders(grant.claim.key)] == [grant.claim.key]
+    assert backend.release(grant) is True
+
+
+@pytest.mark.parametrize("verb", ["extend", "refused"])
+def test_a_holder_is_known_whatever_it_asked_last(backend, monkeypatch, verb):
+    grant = backend.acquire(a_claim("a", ttl=5), 0)
+    if verb == "extend":
+        grant.session.keep(50)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(grant.session, "question", lambda claim: ("SELECT nonsense", ()))
+            with pytest.raises(BackendError, match="nonsense"):
+                backend.extend(grant, 5)
+
+    (holding,) = AdvisoryLockBackend(alias="other").holders(grant.claim.key)
+
+    assert (holding.key, holding.name) == (grant.claim.key, "a")
+    assert backend.clear(holding.key, holding.seen) == 1
+
+
+def test_a_session_whose_statements_the_server_keeps_to_itself_can_be_cleared(backend, monkeypatch):
+    options = {**connection.settings_dict["OPTIONS"], "options": "-c track_activities=off"}
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
+    backend.close()
+    grant = backend.acquire(a_claim("a"), 0)
+
+    (holding,) = AdvisoryLockBackend(alias="other").holders(grant.claim.key)
+
+    assert holding.key == grant.claim.key
+    assert backend.clear(holding.key) == 1
+    backend.close()
+
+
+def test_a_lock_of_another_user_is_seen_and_what_that_user_said_is_not(backend):
+    grant, session = backend.acquire(a_claim("a"), 0), backend._lend()
+    session.ask(f"CREATE ROLE {FEW}")
+    session.ask(f"SET ROLE {FEW}")
+
+    (held,) = session.locks(grant.claim.key, ())
+
+    assert (held["key"], held["number"]) == (grant.claim.key, grant.session.number)
+    assert list(session.locks(None, ())) == []
+    assert list(session.locks(grant.claim.key[:15] + "00" + "0" * 23, ())) == []
+    session.ask("RESET ROLE")
+    session.ask(f"DROP ROLE {FEW}")
+    backend._pool.drop(session)
+    assert backend.release(grant) is True
+
+
+def test_a_note_that_the_server_cut_off_still_tells_the_key(backend):
+    grant = backend.acquire(a_claim("\U0001f600" * 150), 0)
+
+    (holding,) = AdvisoryLockBackend(alias="other").holders()
+
+    assert (holding.key, holding.name) == (grant.claim.key, f"({grant.claim.key})")
+    assert backend.release(grant) is True
+
+
+def test_a_session_runs_one_statement_at_a_time_and_binds_values(backend):
+    session = backend._lend()
+
+    value = "'\\\"$1; -- /*é"
+    assert session.ask("SELECT $1::text", value) == [(value,)]
+    with pytest.raises(Trouble):
+        session.ask("SELECT 1; SELECT 2")
+
+    backend._pool.drop(session)

@@ -6,6 +6,8 @@ import pytest
 from django.db import connection
 
 from distlock_app.backends.mysql import NamedLockBackend
+from distlock_app.backends.server_sessions import Trouble
+from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
 from tests.engines import running, until
@@ -60,11 +62,11 @@ def test_on_mysql_the_statement_has_the_exact_limit(backend):
     line = backend._lend()
     line.is_mariadb = False
 
-    statement = line._locking(a_claim("a"), 0.3)
+    statement, values = line._locking(a_claim("a"), 0.3)
 
-    assert statement.startswith("SELECT /*+ MAX_EXECUTION_TIME(300) */ /* distlock ")
-    assert ", 1), TIMESTAMPDIFF" in statement
-    assert "MAX_EXECUTION_TIME" not in line._locking(a_claim("a"), 0)
+    assert statement.startswith("SELECT /*+ MAX_EXECUTION_TIME(%s) */ /* distlock ")
+    assert values == (300, line._lock(key_of("a")), 1)
+    assert "MAX_EXECUTION_TIME" not in line._locking(a_claim("a"), 0)[0]
     backend._pool.drop(line)
 
 
@@ -85,7 +87,7 @@ def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
 
 
 def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
-    monkeypatch.setattr(backend.session_type, "_locking", lambda *args: "SELECT NULL, 1")
+    monkeypatch.setattr(backend.session_type, "_locking", lambda *args: ("SELECT NULL, 1", ()))
 
     with pytest.raises(Exception, match="NULL"):
         backend.acquire(a_claim("a"), 0)
@@ -106,3 +108,52 @@ def test_with_performance_schema_all_locks_are_listed(own_server):
     assert other.release(grant) is False
     mine.close()
     other.close()
+
+
+@pytest.mark.parametrize("verb", ["holders", "clear"])
+def test_no_engine_takes_another_text_for_a_key(backend, verb):
+    """The text stood in the statement: a second one after `;` was executed, too."""
+    with pytest.raises(ValueError, match="not the key of a lock"):
+        list(getattr(backend, verb)("x'); INSERT INTO auth_group (name) VALUES ('injected') -- "))
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT COUNT(*) FROM auth_group WHERE name = 'injected'")
+        assert cursor.fetchone() == (0,)
+
+
+def test_a_session_runs_one_statement_at_a_time_and_quotes_values(backend):
+    session = backend._lend()
+
+    value = "'\\\"%s; -- /*\x00é"
+    assert session.ask("SELECT %s", value) == [(value,)]
+    with pytest.raises(Trouble):
+        session.ask("SELECT 1; SELECT 2")
+
+    backend._pool.drop(session)
+
+
+def test_a_clear_ends_no_session_that_got_the_lock_since_it_was_seen(backend):
+    grant = backend.acquire(a_claim("a"), 0)
+    session, number = backend._lend(), grant.session.number
+
+    assert session.kill(grant.claim.key, number + 100_000) is False
+    assert session.kill("0" * 40, number) is False
+
+    backend._pool.give_back(session)
+    assert backend.release(grant) is True
+
+
+def test_a_lock_that_only_begins_as_ours_is_not_listed(backend):
+    session, prefix = backend._lend(), backend._lend().prefix
+    for end in ("<script>", "A" * 20, "0" * 39):
+        assert session.ask(f"SELECT GET_LOCK('{prefix}{end}', 0)") == [(1,)]
+
+    waits = f"SELECT GET_LOCK('{prefix}{'0' * 39}', 20)"
+    other = backend._lend()
+    with running(lambda: other.wait(waits, 30)):
+        waiting = "SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE INFO = %s"
+        with connection.cursor() as cursor:
+            until(lambda: cursor.execute(waiting, [waits]) and cursor.fetchone() == (1,))
+        assert list(backend.holders()) == []
+        session.ask("SELECT RELEASE_ALL_LOCKS()")
+    backend._pool.drop(session)
+    backend._pool.drop(other)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from itertools import islice
 from typing import Any
 
 from django.core.checks import CheckMessage
 
 from ..claims import Busy, Claim, Grant, Holding
+from ..names import is_key
+
+# The verbs of people, who say which lock by its key.
+FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
 
 
 class BaseLockBackend:
@@ -37,6 +42,13 @@ class BaseLockBackend:
     poll_min = 0.005
     poll_max = 0.1
     pushes = False  # a waiter's claim.wake is called when its turn comes
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let no engine be asked for anything but a key: it came from a page or a command."""
+        super().__init_subclass__(**kwargs)
+        for verb in FOR_PEOPLE:
+            if verb in vars(cls):
+                setattr(cls, verb, _for_keys(vars(cls)[verb]))
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         """Keep the settings; keyword arguments beyond these are the keys allowed in OPTIONS."""
@@ -149,3 +161,13 @@ class BaseLockBackend:
 
     def after_fork(self) -> None:
         """Forget, in the child, every connection without closing it: the parent uses them."""
+
+
+def _for_keys(verb: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(verb)
+    def checked(self: Any, key: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if key is not None and not is_key(key):
+            raise ValueError(f"not the key of a lock: {key!r:.80}")
+        return verb(self, key, *args, **kwargs)
+
+    return checked

@@ -13,7 +13,8 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from ..claims import Claim
-from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble
+from ..names import KEY, is_key
+from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble, Values
 from .session_locks import LockSession, SessionLocksBackend, note
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
@@ -47,7 +48,7 @@ PLUGIN = """
 # Access denied: to a command, a table, for want of a privilege.
 DENIED = frozenset({1044, 1142, 1143, 1227, 1370})
 
-WAITS = re.compile(r"GET_LOCK\('(distlock:\w+:\w+)'")
+WAITS = re.compile(rf"GET_LOCK\('(distlock:[0-9a-f]{{12}}:{KEY})'")
 
 Held = dict[str, tuple[int, str | None]]
 
@@ -61,6 +62,7 @@ class NamedLockSession(LockSession):
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]
         options["charset"] = "utf8mb4"
+        options["multi_statements"] = False
         for wait in ("connect_timeout", "read_timeout", "write_timeout"):
             options.setdefault(wait, ANSWER_WAIT)
         # User locks are the whole server's: those of other schemas are other locks.
@@ -82,9 +84,10 @@ class NamedLockSession(LockSession):
         self.reads_clock = not sysdate_is_now
         return int(number)
 
-    def send(self, question: str) -> None:
+    def send(self, question: str, values: Values) -> None:
+        connection = self.wrapper.connection
         try:
-            self.wrapper.connection.send_query(question.encode())
+            connection.send_query(question.encode() % tuple(map(connection.literal, values)))
         except self.wrapper.Database.Error as error:
             raise _trouble(error) from error
 
@@ -105,7 +108,8 @@ class NamedLockSession(LockSession):
         if self.ttl != claim.ttl:
             self.keep(claim.ttl)
         try:
-            ((locked, fence),), began = self.wait(self._locking(claim, wait), wait + ANSWER_WAIT)
+            statement, values = self._locking(claim, wait)
+            ((locked, fence),), began = self.wait(statement, wait + ANSWER_WAIT, *values)
         except Trouble as error:
             if error.code in BUSY:
                 return None
@@ -116,16 +120,20 @@ class NamedLockSession(LockSession):
             self._after_interruption(wait)
         return (fence if self.reads_clock else None, began) if locked else None
 
-    def _locking(self, claim: Claim, wait: float) -> str:
-        timeout, limit = f"{wait:.6f}", ""
+    def _locking(self, claim: Claim, wait: float) -> tuple[str, Values]:
+        limit = ""
+        values: Values = (self._lock(claim.key), wait)
         if not self.is_mariadb:
             # MySQL rounds it to whole seconds: there, the statement has the exact limit.
-            timeout = str(ceil(wait))
+            values = (self._lock(claim.key), ceil(wait))
             if wait > 0:
-                limit = f"/*+ MAX_EXECUTION_TIME({max(1, round(wait * 1000))}) */"
-        lock = f"GET_LOCK('{self.prefix}{claim.key}', {timeout})"
+                limit = "/*+ MAX_EXECUTION_TIME(%s) */"
+                values = (max(1, round(wait * 1000)), *values)
         # Columns are computed from left to right: the time is that of the lock.
-        return f"SELECT {limit} {note(claim)} {lock}, {NOW_US}"
+        return f"SELECT {limit} {note(claim)} GET_LOCK(%s, %s), {NOW_US}", values
+
+    def _lock(self, key: str) -> str:
+        return f"{self.prefix}{key}"
 
     def _after_interruption(self, wait: float) -> None:
         """Unlock what may have been locked; raise Trouble if it was not the statement's limit."""
@@ -133,28 +141,28 @@ class NamedLockSession(LockSession):
         if self.is_mariadb or wait == 0:
             raise Trouble(None, "GET_LOCK answered NULL")
 
-    def question(self, claim: Claim) -> str:
-        lock = f"'{self.prefix}{claim.key}'"
-        return f"SELECT {note(claim, self.fence)} IS_USED_LOCK({lock}) = CONNECTION_ID()"
+    def question(self, claim: Claim) -> tuple[str, Values]:
+        statement = f"SELECT {note(claim, self.fence)} IS_USED_LOCK(%s) = CONNECTION_ID()"
+        return statement, (self._lock(claim.key),)
 
     def unlock(self, claim: Claim) -> bool:
-        return self.ask(f"SELECT RELEASE_LOCK('{self.prefix}{claim.key}')") == [(1,)]
+        return self.ask("SELECT RELEASE_LOCK(%s)", self._lock(claim.key)) == [(1,)]
 
     def keep(self, ttl: float) -> None:
-        self.ask(f"SET SESSION wait_timeout = {ceil(ttl + GRACE)}")
+        self.ask("SET SESSION wait_timeout = %s", ceil(ttl + GRACE))
         self.ttl = ttl
 
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
-        prefix = self.prefix + (key or "")
         threads = {row[0]: (row[2], row[7] or "") for row in self.ask("SHOW FULL PROCESSLIST")}
         waiting = [(lock, info) for _, info in threads.values() for lock in WAITS.findall(info)]
         waiters = Counter(lock for lock, _ in waiting)
         notes = dict(waiting)
         now_us, held = self._held({key, *ours} if key else {*ours}, waiters)
         for lock, (number, text) in held.items():
-            if not lock.startswith(prefix):
+            found = lock.removeprefix(self.prefix)
+            if not is_key(found) or key not in (None, found):
                 continue
-            fields = {"number": number, "key": lock[len(self.prefix) :], "now_us": now_us}
+            fields = {"number": number, "key": found, "now_us": now_us}
             address = threads.get(number, ("", ""))[0]
             fields |= {"holder": {"host": address, "who": f"session {number}"}}
             # Who waits for it says its name.
@@ -175,10 +183,10 @@ class NamedLockSession(LockSession):
             except Trouble as error:
                 if error.code not in DENIED:
                     raise
-        more = sorted({self.prefix + key for key in keys} | {*waited} - held.keys())
+        more = sorted({self._lock(key) for key in keys} | {*waited} - held.keys())
         for start in range(0, len(more), BATCH):
             some = more[start : start + BATCH]
-            (row,) = self.ask("SELECT " + ", ".join(f"IS_USED_LOCK('{lock}')" for lock in some))
+            (row,) = self.ask("SELECT " + ", ".join(["IS_USED_LOCK(%s)"] * len(some)), *some)
             used = zip(some, row, strict=True)
             held |= {lock: (number, None) for lock, number in used if number is not None}
         return now_us, held
@@ -186,22 +194,20 @@ class NamedLockSession(LockSession):
     def stop(self, number: int) -> None:
         # Measured on MariaDB 10.11: who waits in GET_LOCK stays in the queue without a client.
         try:
-            self.ask(f"KILL {number}")
+            self.ask("KILL %s", number)
         except Trouble as error:
             if error.code != NO_SUCH_THREAD:
                 raise
 
     def kill(self, key: str, number: int) -> bool:
-        lock = f"'{self.prefix}{key}'"
-        if self.ask(f"SELECT IS_USED_LOCK({lock})") != [(number,)]:
-            return False
-        try:
-            self.ask(f"KILL IS_USED_LOCK({lock})")
+        lock = self._lock(key)
+        try:  # NULL is no thread
+            self.ask("KILL CASE WHEN IS_USED_LOCK(%s) = %s THEN %s END", lock, number, number)
         except Trouble as error:
             if error.code != NO_SUCH_THREAD:
                 raise
             return False
-        self.ask(f"SELECT GET_LOCK({lock}, 1)")  # the server cleans up in its own time
+        self.ask("SELECT GET_LOCK(%s, 1)", lock)  # the server cleans up in its own time
         self.ask("SELECT RELEASE_ALL_LOCKS()")
         return True
 

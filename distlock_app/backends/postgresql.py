@@ -10,8 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from ..claims import Claim
-from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble
-from .session_locks import LockSession, SessionLocksBackend, note
+from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble, Value, Values
+from .session_locks import NOTE, LockSession, SessionLocksBackend, note
 
 # Lock timeout; deadlock; then nothing was locked.
 BUSY = frozenset({"55P03", "40P01"})
@@ -30,8 +30,21 @@ BEGIN = """
              WHERE name IN ('statement_timeout', 'lock_timeout', 'transaction_timeout')),
            set_config('client_connection_check_interval', '1000', false)"""
 
+# Advisory locks are everybody's. A session of ours has this name, and its last statement has
+# the note of its lock, unless the server does not tell it: to another user, or to nobody.
+APPLICATION = "distlock"
+
 # An advisory lock on a bigint: classid is its upper half, objid the lower, objsubid is 1.
-LOCKS = """
+OURS = """
+      FROM pg_locks AS lock
+      JOIN pg_stat_activity AS activity USING (pid)
+     WHERE lock.locktype = 'advisory' AND lock.granted AND lock.objsubid = 1
+       AND lock.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+       AND activity.application_name = $1
+       AND (activity.query LIKE $2 OR activity.state IS NULL OR activity.state = 'disabled')"""
+OF_KEY = " AND lock.classid = $3::oid AND lock.objid = $4::oid"
+
+LOCKS = f"""
     SELECT lock.pid, lock.mode, activity.query, lock.classid, lock.objid,
            (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
            (extract(epoch FROM activity.state_change) * 1000000)::bigint,
@@ -40,18 +53,9 @@ LOCKS = """
                AND (waiter.database, waiter.classid, waiter.objid, waiter.objsubid)
                    = (lock.database, lock.classid, lock.objid, lock.objsubid)),
            coalesce(host(activity.client_addr), '') || ':' || activity.client_port
-      FROM pg_locks AS lock
-      JOIN pg_stat_activity AS activity USING (pid)
-     WHERE lock.locktype = 'advisory' AND lock.granted AND lock.objsubid = 1
-       AND lock.database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
+    {OURS}"""
 
-KILL = """
-    SELECT pg_terminate_backend(pid, {wait})
-      FROM pg_locks
-     WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND pid = {pid}
-       AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-       AND classid = {upper} AND objid = {lower}"""
-
+KILL = f"SELECT pg_terminate_backend(lock.pid, $5::bigint) {OURS} {OF_KEY} AND lock.pid = $6::int"
 
 AROUND = (
     "Let LOCATION name a database alias that goes to the server itself, or to a pooler that "
@@ -68,7 +72,7 @@ class AdvisoryLockSession(LockSession):
         options.pop("isolation_level", None)
         options.setdefault("connect_timeout", ANSWER_WAIT)
         options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
-        options.setdefault("application_name", "distlock")
+        options["application_name"] = APPLICATION
 
     def descriptor(self) -> int:
         if not hasattr(self.wrapper.connection, "pgconn"):
@@ -79,9 +83,9 @@ class AdvisoryLockSession(LockSession):
     def begin(self) -> int:
         return int(self.ask(BEGIN)[0][0])
 
-    def send(self, question: str) -> None:
+    def send(self, question: str, values: Values) -> None:
         try:
-            self._pq.send_query(question.encode())
+            self._pq.send_query_params(question.encode(), [str(v).encode() for v in values])
             while self._pq.flush():  # what does not fit into the socket's buffer
                 self.heard(0.01)
         except self.wrapper.Database.Error as error:
@@ -114,16 +118,19 @@ class AdvisoryLockSession(LockSession):
 
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
         mode = "_shared" if claim.shared else ""
-        steps = []
+        steps, values = [], [_number(claim.key)]
         if self.ttl != claim.ttl:
-            steps.append(self._keeping(claim.ttl))
+            values.append(_timeout(claim.ttl))
+            steps.append("set_config('idle_session_timeout', $2, false)")
         if wait > 0:
-            steps.append(f"set_config('lock_timeout', '{max(1, round(wait * 1000))}', true)")
+            values.append(max(1, round(wait * 1000)))
+            steps.append(f"set_config('lock_timeout', ${len(values)}, true)")
         attempt = "" if wait > 0 else "try_"
         # Columns are computed from left to right: the time is that of the lock.
-        steps += [f"pg_{attempt}advisory_lock{mode}({_number(claim.key)})", NOW_US]
+        steps += [f"pg_{attempt}advisory_lock{mode}($1::bigint)", NOW_US]
+        statement = f"SELECT {note(claim)} {', '.join(steps)}"
         try:
-            rows, began = self.wait(f"SELECT {note(claim)} {', '.join(steps)}", wait + ANSWER_WAIT)
+            rows, began = self.wait(statement, wait + ANSWER_WAIT, *values)
         except Trouble as error:
             if error.code in BUSY:
                 return None
@@ -132,47 +139,41 @@ class AdvisoryLockSession(LockSession):
         *_, locked, fence = rows[0]
         return None if locked == "f" else (int(fence), began)
 
-    def question(self, claim: Claim) -> str:
+    def question(self, claim: Claim) -> tuple[str, Values]:
         # Not the lock but the session: who shares one with others is asked by another process.
-        return f"SELECT {note(claim, self.fence)} pg_backend_pid() = {self.number}"
+        return f"SELECT {note(claim, self.fence)} pg_backend_pid() = $1::int", (self.number,)
 
     def unlock(self, claim: Claim) -> bool:
         mode = "_shared" if claim.shared else ""
-        return bool(self.ask(f"SELECT pg_advisory_unlock{mode}({_number(claim.key)})") == [("t",)])
+        unlock = f"SELECT pg_advisory_unlock{mode}($1::bigint)"
+        return bool(self.ask(unlock, _number(claim.key)) == [("t",)])
 
     def keep(self, ttl: float) -> None:
-        self.ask(f"SELECT {self._keeping(ttl)}")
+        statement = f"SELECT {self.note()} set_config('idle_session_timeout', $1, false)"
+        self.ask(statement, _timeout(ttl))
         self.ttl = ttl
 
-    @staticmethod
-    def _keeping(ttl: float) -> str:
-        timeout = min(round((ttl + GRACE) * 1000), MAX_TIMEOUT)
-        return f"set_config('idle_session_timeout', '{timeout}', false)"
-
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
-        statement = LOCKS
-        if key is not None:
-            upper, lower = _halves(key)
-            statement += f" AND lock.classid = {upper} AND lock.objid = {lower}"
-        for row in self.ask(statement):
+        rows = self.ask(LOCKS + OF_KEY, *_ours(key)) if key else self.ask(LOCKS, *_ours())
+        for row in rows:
             pid, mode, query, upper, lower, now_us, since_us, waiters, address = row
-            if key is not None or "/* distlock " in (query or ""):
+            said = NOTE.search(query or "")
+            # Untold, it is the one that was asked for; there are but 64 bits to compare.
+            found = said[2] if said else key or ""
+            if found.startswith(f"{int(upper):08x}{int(lower):08x}"):
                 yield {
                     "number": int(pid),
-                    "key": f"{int(upper):08x}{int(lower):08x}",
+                    "key": found,
                     "kind": "shared" if mode == "ShareLock" else "exclusive",
                     "note": query,
                     "now_us": int(now_us),
-                    "since_us": int(since_us),
+                    "since_us": int(since_us) if since_us else None,
                     "waiters": int(waiters),
                     "holder": {"host": address, "who": f"session {pid}"},
                 }
 
     def kill(self, key: str, number: int) -> bool:
-        upper, lower = _halves(key)
-        wait = ANSWER_WAIT * 500
-        statement = KILL.format(wait=wait, pid=number, upper=upper, lower=lower)
-        return bool(self.ask(statement))
+        return bool(self.ask(KILL, *_ours(key), ANSWER_WAIT * 500, number))
 
 
 class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
@@ -218,5 +219,12 @@ def _number(key: str) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _halves(key: str) -> tuple[int, int]:
-    return int(key[:8], 16), int(key[8:16], 16)
+def _timeout(ttl: float) -> int:
+    return min(round((ttl + GRACE) * 1000), MAX_TIMEOUT)
+
+
+def _ours(key: str | None = None) -> tuple[Value, ...]:
+    """Return the values of OURS, and of OF_KEY for a key."""
+    if key is None:
+        return APPLICATION, "SELECT /* distlock %"
+    return APPLICATION, f"SELECT /* distlock ________ {key} %", int(key[:8], 16), int(key[8:16], 16)

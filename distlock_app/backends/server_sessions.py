@@ -38,6 +38,8 @@ IDLE = 15.0
 LOOK = 1.0
 
 Rows = list[tuple[Any, ...]]
+Value = str | int | float
+Values = tuple[Value, ...]
 
 
 class Trouble(Exception):
@@ -92,8 +94,8 @@ class ServerSession:
         """Prepare the new session; return its number on the server."""
         raise NotImplementedError
 
-    def send(self, question: str) -> None:
-        """Send one statement, without waiting; raise Trouble."""
+    def send(self, question: str, values: Values) -> None:
+        """Send one statement, its values apart, without waiting; raise Trouble."""
         raise NotImplementedError
 
     def receive(self) -> Rows:
@@ -107,17 +109,17 @@ class ServerSession:
         """Wait until there is something to read, which may be the end of the session."""
         return bool(self._poll.poll(seconds * 1000))
 
-    def ask(self, question: str) -> Rows:
+    def ask(self, question: str, *values: Value) -> Rows:
         """Return the rows that answer `question`; raise Trouble or Silence."""
-        return self.wait(question, ANSWER_WAIT)[0]
+        return self.wait(question, ANSWER_WAIT, *values)[0]
 
-    def wait(self, question: str, seconds: float) -> tuple[Rows, float]:
+    def wait(self, question: str, seconds: float, *values: Value) -> tuple[Rows, float]:
         """Do as `ask`, for a statement that waits; also return a time before the answer came."""
         if self.owes:
             self._settle()
         asked_at = began = monotonic()
         self.owes = True
-        self.send(question)
+        self.send(question, values)
         end = began + seconds
         while not self.heard(min(LOOK, max(0.0, end - began))):
             if began >= end:
@@ -127,14 +129,14 @@ class ServerSession:
         self.asked_at = asked_at
         return rows, began
 
-    def begin_to_ask(self, question: str) -> None:
+    def begin_to_ask(self, question: str, *values: Value) -> None:
         """Send `question`, unless an earlier one is still unanswered (Silence)."""
         if self.owes:
             if not self.heard(0):
                 raise Silence("still no answer")
             self._settle()  # it comes too late to be worth anything
         self.owes = True
-        self.send(question)
+        self.send(question, values)
 
     def finish_asking(self, asked_at: float) -> Rows:
         """Return the answer, which has begun to arrive."""

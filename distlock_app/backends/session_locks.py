@@ -21,10 +21,17 @@ from django.db import Error as DjangoDatabaseError
 from ..claims import Claim, Grant, Holding
 from ..errors import BackendError
 from ..identity import holder_fields
-from ..names import shown
+from ..names import KEY, shown
 from ..timing import monotonic
 from .base import BaseLockBackend
-from .server_sessions import ANSWER_WAIT, ServerSession, ServerSessions, Silence, Trouble
+from .server_sessions import (
+    ANSWER_WAIT,
+    ServerSession,
+    ServerSessions,
+    Silence,
+    Trouble,
+    Values,
+)
 
 T = TypeVar("T")
 S = TypeVar("S", bound="LockSession")
@@ -41,7 +48,12 @@ ASK_EVERY = 5.0
 BEAT_WAIT = 0.5
 
 # What statements say to people who look at the sessions on the server.
-NOTE = re.compile(r"/\* distlock (\w+) (\w+) (\d+) (\"(?:[^\"\\]|\\.)*\") (\{.*?\}) \*/", re.DOTALL)
+# A server may keep only its beginning.
+NOTE = re.compile(
+    rf"/\* distlock ([0-9a-f]{{8}}) ({KEY}) ([0-9]{{1,19}})"
+    r"(?: (\"(?:[^\"\\]|\\.)*\") (\{.*?\}) \*/)?",
+    re.DOTALL,
+)
 
 
 class Died(BackendError):
@@ -56,12 +68,16 @@ class LockSession(ServerSession):
         """Lock; return the fence and a time before the lock was ours, or None: it is busy."""
 
     @abstractmethod
-    def question(self, claim: Claim) -> str:
-        """Return the statement that asks whether the lock is still this session's."""
+    def question(self, claim: Claim) -> tuple[str, Values]:
+        """Return what asks whether the lock is still this session's: a statement, its values."""
 
     @abstractmethod
     def unlock(self, claim: Claim) -> bool:
         """Unlock; return whether it was locked."""
+
+    def note(self) -> str:
+        """Return the note of the claim for its statements, which tell whose session it is."""
+        return note(self.claim, self.fence) if self.claim else ""
 
     @abstractmethod
     def keep(self, ttl: float) -> None:
@@ -216,13 +232,11 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             session = ours.get(number)
             claim = session.claim if session else None
             # What we know ourselves, or else what the session's last statement said.
-            if session and claim and claim.key.startswith(fields["key"]):
-                text = note(claim, session.fence)
-                fields.pop("note", None)
-            else:
-                text = fields.pop("note", None) or ""
-            fields |= _from_note(text)
-            fields.setdefault("name", _from_note(named).get("name", f"({fields['key']})"))
+            lock, said = fields["key"], fields.pop("note", None)
+            if session and claim and claim.key == lock:
+                said = note(claim, session.fence)
+            fields |= _from_note(said, lock)
+            fields.setdefault("name", _from_note(named, lock).get("name", f"({lock})"))
             if (began_us := fields.get("fence") or since_us) is not None:
                 fields["held_for"] = max(0.0, (now_us - began_us) / 1e6)
             yield Holding(alias=self.alias, seen=f"{number}-{fields.pop('tag', '')}", **fields)
@@ -309,7 +323,8 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
                 try:
                     if ttl > session.ttl:
                         session.keep(ttl)
-                    rows = session.ask(session.question(claim))
+                    statement, values = session.question(claim)
+                    rows = session.ask(statement, *values)
                 except Trouble as error:
                     answer = self._troubled(session, error)
                 else:
@@ -329,7 +344,8 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             if not session.owes and not session.heard(0):
                 if now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
                     return None
-            session.begin_to_ask(session.question(claim))
+            statement, values = session.question(claim)
+            session.begin_to_ask(statement, *values)
         except Silence as error:
             return BackendError(self._says(error))
         except Trouble as error:
@@ -348,7 +364,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         try:
             if session.owes:
                 raise trouble
-            session.wait("SELECT 1", BEAT_WAIT)
+            session.wait(f"SELECT {session.note()} 1", BEAT_WAIT)
         except Trouble:
             self._drop(session)
             return False
@@ -425,8 +441,8 @@ def tag_of(claim: Claim) -> str:
 def note(claim: Claim, fence: int | None = None) -> str:
     """Return a comment for the statements of `claim`: people see it beside the session."""
     name = _quoted(claim.name)
-    # ASCII JSON without an asterisk cannot end the comment.
-    text = f"{name} {claim.holder}".replace("*", "\\u002a")
+    # ASCII JSON without an asterisk cannot end the comment; mysqlclient puts values for "%".
+    text = f"{name} {claim.holder}".replace("*", "\\u002a").replace("%", "\\u0025")
     return f"/* distlock {tag_of(claim)} {claim.key} {fence or 0} {text} */"
 
 
@@ -435,18 +451,15 @@ def _quoted(name: str) -> str:
     return json.dumps(shown(name))
 
 
-def _from_note(statement: str | None) -> dict[str, Any]:
+def _from_note(statement: str | None, key: str) -> dict[str, Any]:
+    """Return the fields of a Holding of `key` that a note tells."""
     found = NOTE.search(statement or "")
-    if found is None:
+    if found is None or found[2] != key:
         return {}
-    tag, key, fence, name, holder = found.groups()
-    return {
-        "tag": tag,
-        "key": key,
-        "fence": int(fence) or None,
-        "name": json.loads(name),
-        "holder": holder_fields(holder),
-    }
+    fields: dict[str, Any] = {"tag": found[1], "fence": int(found[3]) or None}
+    with suppress(ValueError):  # cut off, or made up
+        fields |= {"name": shown(json.loads(found[4] or "")), "holder": holder_fields(found[5])}
+    return fields
 
 
 def _same(one: str, other: str) -> bool:
