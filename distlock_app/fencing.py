@@ -63,11 +63,14 @@ class FencedQuerySet(models.QuerySet[Any]):
             return super().update(**kwargs)
         self._for_write = True
         with transaction.atomic(using=self.db):
-            # One statement asks and writes. What it left out is looked at afterwards.
-            rows = self.filter(fence__lte=fence)
-            updated = super(FencedQuerySet, rows).update(**kwargs, fence=fence)
-            refuse_newer(self.all(), fence)
-        return updated
+            if self._of_one_table() and kwargs:
+                # One statement asks and writes. What it left out is looked at afterwards.
+                rows = self.filter(fence__lte=fence)
+                updated = super(FencedQuerySet, rows).update(**kwargs, fence=fence)
+                refuse_newer(self.all(), fence)
+                return updated
+            rows = self._claimed(fence)
+            return super(FencedQuerySet, rows).update(**kwargs) if kwargs else rows.count()
 
     update.alters_data = True  # type: ignore[attr-defined]
 
@@ -77,12 +80,36 @@ class FencedQuerySet(models.QuerySet[Any]):
             return super().delete()
         self._for_write = True
         with transaction.atomic(using=self.db):
-            models.QuerySet.update(self.filter(fence__lte=fence), fence=fence)
-            refuse_newer(self.all(), fence)
-            return super(FencedQuerySet, self.filter(fence=fence)).delete()
+            return super(FencedQuerySet, self._claimed(fence)).delete()
 
     delete.alters_data = True  # type: ignore[attr-defined]
     delete.queryset_only = True  # type: ignore[attr-defined]
+
+    def _of_one_table(self) -> bool:
+        """Whether Django updates these rows by one statement with their conditions in it.
+
+        Where it has to read other tables, or to write them, it updates by key alone.
+        """
+        query = self.query.clone()
+        query.get_initial_alias()
+        concrete: Any = self.model._meta.concrete_model
+        inherits = concrete is not self._fenced_model or concrete._meta.parents
+        return not inherits and query.count_active_tables() == 1
+
+    def _claimed(self, fence: int) -> Any:
+        """Leave the fence in the rows, and return them: locked now until the transaction ends."""
+        owner = self._fenced_model
+        key = owner._meta.pk.name
+        keys = list(self.values_list(key, flat=True))
+        rows = owner._base_manager.using(self.db).filter(pk__in=keys)
+        # Of the rows alone: another queryset's update() would move a version on.
+        models.QuerySet.update(rows.filter(fence__lte=fence), fence=fence)
+        refuse_newer(rows, fence)
+        return self.filter(**{f"{key}__in": keys})
+
+    @property
+    def _fenced_model(self) -> Any:
+        return self.model._meta.get_field("fence").model
 
     def create(self, **kwargs: Any) -> Any:
         if self._fence is not None:

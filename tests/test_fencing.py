@@ -6,6 +6,8 @@ import asyncio
 import pickle
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, OperationalError, connection, connections, transaction
+from django.db.models import F
 from django.test import TestCase
 
 from distlock_app import (
@@ -24,7 +27,7 @@ from distlock_app import (
     StaleFenceError,
     StaleObjectError,
 )
-from tests.app.guarded_models import ColdShelf, Shelf, Vault
+from tests.app.guarded_models import ColdShelf, ColdVault, Shelf, Vault
 from tests.engines import renewed
 from tests.processes import Processes
 from tests.test_optimistic import elsewhere, repeatable_read
@@ -245,6 +248,125 @@ def test_other_ways_to_write_many_rows(shelf: Shelf) -> None:
     assert row(shelf) == (6, NEW)
     assert Shelf.objects.fenced(NEW).all().delete()[0] == 3
     assert Shelf.objects.update_or_create(name="unfenced")[0].fence == 0
+
+
+def one_commits_while_another_waits(write: Callable[[], Any], other: Callable[[], Any]) -> Any:
+    """Let `other` find what it writes, and wait for the row; then commit `write`."""
+    pids: list[int] = []
+
+    def run() -> Any:
+        try:
+            with connection.cursor() as cursor:
+                mysql = connection.vendor == "mysql"
+                cursor.execute(f"SELECT {'connection_id()' if mysql else 'pg_backend_pid()'}")
+                pids.append(cursor.fetchone()[0])
+            return other()
+        finally:
+            connection.close()
+
+    def waits() -> bool:
+        query = {
+            "mysql": "SELECT 1 FROM information_schema.innodb_trx"
+            " WHERE trx_mysql_thread_id = %s AND trx_state = 'LOCK WAIT'",
+            "postgresql": "SELECT 1 FROM pg_stat_activity"
+            " WHERE pid = %s AND wait_event_type = 'Lock'",
+        }[connections["locks"].vendor]
+        with connections["locks"].cursor() as cursor:
+            cursor.execute(query, pids)
+            return cursor.fetchone() is not None
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction.atomic():
+            write()
+            future = pool.submit(run)
+            give_up = time.monotonic() + 60
+            while not (pids and waits()) and not future.done():
+                assert time.monotonic() < give_up
+                time.sleep(0.15)  # asked more often, InnoDB answers what it answered before
+            assert not future.done()
+        return future.result(60)
+
+
+LATE_WRITES: dict[str, Callable[[], Any]] = {
+    "a join": lambda: Shelf.objects.fenced(OLD).filter(coldshelf__degrees=4).update(stock=-1),
+    "exclude": lambda: Shelf.objects.fenced(OLD).exclude(coldshelf__degrees=5).update(stock=-1),
+    "a join, no values": lambda: Shelf.objects.fenced(OLD).filter(coldshelf__degrees=4).update(),
+    "a child": lambda: ColdShelf.objects.fenced(OLD).update(degrees=-1),
+    "a child's parent": lambda: ColdShelf.objects.fenced(OLD).update(stock=-1),
+    "a child, no values": lambda: ColdShelf.objects.fenced(OLD).update(),
+    "bulk_update": lambda: ColdShelf.objects.fenced(OLD).bulk_update(
+        [ColdShelf(pk=pk, degrees=-1) for pk in ColdShelf.objects.values_list("pk", flat=True)],
+        ["degrees"],
+    ),
+    "delete": lambda: Shelf.objects.fenced(OLD).filter(coldshelf__degrees=4).delete(),
+    "delete of a child": lambda: ColdShelf.objects.fenced(OLD).delete(),
+}
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+@pytest.mark.parametrize("late", LATE_WRITES.values(), ids=LATE_WRITES)
+def test_who_finds_rows_before_a_later_holder_writes_them_is_refused(
+    late: Callable[[], Any],
+) -> None:
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no row locks: nobody writes between a read and a write")
+    shelf = ColdShelf.objects.fenced(OLD - 1).create(stock=5, degrees=4)
+
+    with pytest.raises(StaleFenceError):
+        one_commits_while_another_waits(
+            lambda: Shelf.objects.filter(pk=shelf.pk).update(stock=9, fence=NEW), late
+        )
+
+    assert row(shelf) == (9, NEW)
+    assert ColdShelf.objects.get().degrees == 4
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_who_finds_versioned_rows_before_a_later_holder_writes_them_is_refused() -> None:
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no row locks: nobody writes between a read and a write")
+    vault = ColdVault.objects.fenced(OLD - 1).create(stock=5, degrees=4)
+
+    with pytest.raises(StaleFenceError):
+        one_commits_while_another_waits(
+            lambda: Vault.objects.fenced(NEW).update(stock=9),
+            lambda: ColdVault.objects.fenced(OLD).update(degrees=-1),
+        )
+
+    vault.refresh_from_db()
+    assert (row(vault), vault.degrees, vault.version) == ((9, NEW), 4, 2)
+
+
+def test_conditions_on_other_tables_decide_what_is_written_and_what_is_refused() -> None:
+    old, new = (
+        ColdShelf.objects.fenced(fence).create(name=name, stock=5, degrees=degrees)
+        for fence, name, degrees in ((OLD, "old", 4), (NEW, "new", 5))
+    )
+    double = ColdShelf.objects.fenced(OLD + 1).annotate(double=F("shelf_ptr__stock") * 2)
+    shelves = Shelf.objects.fenced(OLD + 1)
+
+    assert double.filter(degrees=4).update(degrees=1, name="both") == 1
+    assert shelves.filter(coldshelf__degrees=1).update() == 1
+    with pytest.raises(StaleFenceError):
+        shelves.filter(coldshelf__degrees__gt=0).update(stock=0)
+    with pytest.raises(StaleFenceError):
+        shelves.filter(coldshelf__degrees__gt=0).delete()
+    assert (row(old), row(new)) == ((5, OLD + 1), (5, NEW))
+    assert list(ColdShelf.objects.values_list("degrees", "name").order_by("pk")) == [
+        (1, "both"),
+        (5, "new"),
+    ]
+
+    assert shelves.filter(coldshelf__degrees=1).delete()[0] == 2
+    assert Shelf.objects.get().pk == new.pk
+
+
+def test_an_update_without_values_leaves_the_version() -> None:
+    vault = Vault.objects.create(stock=5)
+
+    assert Vault.objects.fenced(NEW).update() == 1
+
+    assert Vault.objects.values_list("version", "fence").get() == (vault.version, NEW)
 
 
 # Together with a version

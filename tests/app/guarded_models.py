@@ -34,3 +34,9 @@ class ColdShelf(Shelf):
 
 class Vault(FencedVersionedModel):
     stock = models.IntegerField(default=0)
+
+
+class ColdVault(Vault):
+    """Both guards are in the table of the parent."""
+
+    degrees = models.IntegerField(default=0)
