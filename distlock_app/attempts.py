@@ -88,6 +88,7 @@ class Attempt:
             fair=lock.fair,
             limit=lock.limit,
             stable=lock.owner is not None,
+            renew=lock.renew,
             wake=bell.ring,
         )
 

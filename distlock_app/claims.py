@@ -25,6 +25,7 @@ class Claim:
     # Holds nothing: granted as soon as `limit` owners have counted down (see Latch).
     latch: bool = False
     stable: bool = False  # the owner is no secret of one acquisition: others may have it too
+    renew: bool = True  # the core extends what was granted; False: it has to last for the ttl
     # An engine that can tell a waiter calls this, from any thread and at most once for each
     # try that returned no grant, to end the caller's pause: with a Grant if it has one (the
     # claim is then held), with None for "try again now".
@@ -43,6 +44,8 @@ class Grant:
     # Whatever the engine wants back at extend and release, such as a session. Hold.dump() hands
     # a number or a text to the next process; anything else stays behind.
     session: Any = None
+    # Seconds that the engine gave for a start, None: the claim's ttl. The core extends it in time.
+    ttl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

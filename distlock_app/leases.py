@@ -53,6 +53,7 @@ class Lease:
         "renews",
         "runner",
         "since",
+        "term",
         "trusted_until",
         "ttl",
         "unended_blocks",
@@ -74,7 +75,8 @@ class Lease:
         self.grant = grant
         self.ttl = ttl
         self.since = monotonic()
-        self.trusted_until = asked_at + ttl - drift(ttl)
+        self.term = grant.ttl or ttl  # what it was given last
+        self.trusted_until = asked_at + self.term - drift(self.term)
         self.renews = renew
         self.ends_by = float("inf") if max_hold is None else self.since + max_hold
         self.due: float | None = None  # when the renewer looks at it next
@@ -111,6 +113,7 @@ class Lease:
         with self.lock:
             if not self.lost:
                 self.trusted_until = max(self.trusted_until, asked_at + ttl - drift(ttl))
+                self.term = self.ttl
 
     def pin(self) -> None:
         """Trust it, whatever the time, until `unpin`."""

@@ -66,7 +66,7 @@ class Renewer:
 
     def watch(self, lease: Lease) -> None:
         """Keep `lease` renewed, and tell when it is lost, until it has ended."""
-        self._schedule(lease, self._next_look(lease, lease.trusted_until - lease.ttl))
+        self._schedule(lease, self._next_look(lease, lease.trusted_until - lease.term))
 
     def unwatch(self, lease: Lease) -> None:
         """Forget `lease`, which has ended."""
@@ -228,7 +228,7 @@ class Renewer:
             return min(lease.trusted_until, (monotonic() // beat + 1) * beat)
         if not lease.renews:
             return lease.trusted_until
-        due, step = asked_at + lease.ttl * RENEW_AT, lease.ttl * RENEW_STEP
+        due, step = asked_at + lease.term * RENEW_AT, lease.term * RENEW_STEP
         return min(lease.trusted_until, due - due % step)
 
     def _look_at(self, lease: Lease) -> None:

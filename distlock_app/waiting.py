@@ -114,7 +114,7 @@ def _giving_back(
 def _trusted(grant: Grant, asked_at: float) -> float | None:
     """Return a time before which the lease cannot begin; None: it may be over already."""
     began = asked_at if grant.asked_at is None else grant.asked_at
-    ttl = grant.claim.ttl  # an engine may give less than it was asked for
+    ttl = grant.ttl or grant.claim.ttl  # an engine may give less than it was asked for
     return began if monotonic() < began + ttl - drift(ttl) else None
 
 

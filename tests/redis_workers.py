@@ -126,15 +126,15 @@ def count(*, path: str, prefix: str, times: int, threads: int) -> list[int]:
 
 
 def wait_once(
-    *, prefix: str, name: str, ttl: float = 30.0, using: str = "redis"
+    *, prefix: str, name: str, ttl: float = 30.0, limit: int = 1, using: str = "redis"
 ) -> dict[str, float | int | None]:
-    """Take a place in the queue, say so, and tell how old the grant is that arrives."""
+    """Take a place in the queue, say so, and tell of the grant that arrives: also how old it is."""
     params = settings.DISTLOCK[using]
     cluster = params.get("OPTIONS", {}).get("CLUSTER", ())
     backend = RedisBackend(
         alias=using, location=params.get("LOCATION"), cluster=cluster, prefix=prefix
     )
-    waiter = Waiter(backend, name, ttl=ttl)
+    waiter = Waiter(backend, name, ttl=ttl, limit=limit)
     assert not waiter.ask()
     say("waits")
     grant = waiter.granted(DEADLINE)
@@ -142,7 +142,7 @@ def wait_once(
     age = monotonic() - grant.asked_at
     backend.release(grant)
     backend.close()
-    return {"age": age, "fence": grant.fence}
+    return {"age": age, "fence": grant.fence, "ttl": grant.ttl}
 
 
 def fork_and_go_on(*, prefix: str) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_tasks_hand_over_too(engine):
 
 def test_every_field_of_a_claim_is_handed_over_or_made_anew():
     # A latch is no lock: nobody holds it.
-    assert {f.name for f in fields(Claim)} == {*FIELDS, "key", "holder", "wake", "latch"}
+    assert {f.name for f in fields(Claim)} == {*FIELDS, "key", "holder", "wake", "renew", "latch"}
 
 
 @pytest.mark.parametrize("using", ["default", "redis"])

@@ -7,14 +7,17 @@ import time
 
 import pytest
 
+from distlock_app import Lock
 from distlock_app.backends import redis as redis_backend
 from distlock_app.backends import redis_listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import LockTimeout
+from distlock_app.names import key_of
+from distlock_app.registry import registry
 from distlock_app.timing import monotonic
 from distlock_app.waiting import Bell, acquiring, run
-from tests.engines import interrupted_everywhere, until
-from tests.redis_workers import Waiter, backend_at, claim, left_waiting, wait_for
+from tests.engines import interrupted_everywhere, running, until
+from tests.redis_workers import DEADLINE, Waiter, backend_at, claim, left_waiting, wait_for
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -294,6 +297,47 @@ def test_a_grant_heard_at_once_is_as_young_as_it_is(backend):
 
     # A hundredth of the half second since the try may be the clocks' difference in rate.
     assert released - 0.1 < asked_at <= monotonic()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{}, {"limit": 2}])
+def test_a_stopped_waiter_has_the_lock_for_three_seconds(backend, processes, prefix, kind):
+    grants = [backend.acquire(claim("a", **kind), 0) for _ in range(kind.get("limit", 1))]
+    worker = processes.start("tests.redis_workers:wait_once", prefix=prefix, name="a", **kind)
+    assert worker.read() == "waits"
+
+    worker.pause()
+    backend.release(grants[0])
+    [stopped] = [one for one in backend.holders() if one.seen != str(grants[-1].fence)]
+    second = wait_for(backend, 15, "a", **kind)
+    worker.resume()
+
+    assert 0 < stopped.expires_in <= 3 < 30 == second.claim.ttl
+    result = worker.result()
+    assert result["age"] > result["ttl"] == 3
+    assert backend.release(second)
+
+
+@pytest.mark.parametrize("renew", [True, False])
+def test_a_lock_that_was_handed_over_is_soon_held_for_its_ttl(redis_url, prefix, renew):
+    name, backend = f"{prefix}-a", registry["redis"].backend
+    lock = Lock(name, using="redis", ttl=30, renew=renew)
+    first = lock.acquire()
+    backend._listener(key_of(name)).works(DEADLINE)  # or its second try finds the lock its own
+    seen = []
+
+    def wait():
+        with lock.acquire(wait=30) as hold:
+            seen.append(hold.expires_in)
+            until(lambda: hold.expires_in > 10)
+            seen.extend(holding.expires_in for holding in lock.holders())
+
+    with running(wait):
+        until(lambda: backend.queue(key_of(name)))
+        first.release()
+
+    assert (seen[0] <= 3) is renew
+    assert seen[1] > 10
 
 
 def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):

@@ -43,7 +43,7 @@ local so_far = redis.call('ZCARD', counted)
 if so_far >= tonumber(ARGV[4]) then
   local all = redis.call('HGETALL', waiters)
   for at = 1, #all, 2 do
-    redis.call('PUBLISH', all[at + 1], all[at] .. ' ' .. ARGV[1] .. ' 0 ' .. now)
+    redis.call('PUBLISH', all[at + 1], all[at] .. ' ' .. ARGV[1] .. ' 0 ' .. now .. ' 0')
   end
   redis.call('DEL', waiters)
 end

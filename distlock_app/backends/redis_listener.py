@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..claims import Claim, Grant
 from ..records import fields, logger
@@ -21,6 +21,15 @@ RETRY_MIN, RETRY_MAX = 0.05, 1.0
 RATE_DRIFT = 0.01
 
 
+class Message(NamedTuple):
+    """What a hand-over says: a lease began at a server's time, and lasts so many seconds."""
+
+    fence: int
+    began: int
+    ttl: float
+    heard: float
+
+
 class Waiter:
     """What is known about one claim that waits, from its first try to its grant."""
 
@@ -33,15 +42,15 @@ class Waiter:
         self.asked = asked
         self.server: int | None = None
         self.armed = False  # the caller pauses: its wake may be called
-        self.given: tuple[int, int, float] | None = None  # a message that overtook the answer
+        self.given: Message | None = None  # that overtook the answer
         self.again = False  # messages may have been lost while the try was under way
 
-    def outdates(self, fence: int, began: int, heard: float) -> bool:
+    def outdates(self, message: Message) -> bool:
         """Tell whether the lock was taken by somebody else after that lease began."""
-        return self.server is not None and began < self.server
+        return self.server is not None and message.began < self.server
 
-    def grant(self, fence: int, began: int, heard: float) -> Grant:
-        """Return the grant that a message brought: a lease that began at server time `began`.
+    def grant(self, message: Message) -> Grant:
+        """Return the grant that a message brought.
 
         The message may be hours old (a stopped process reads it when it goes on). The lease
         cannot have begun before `asked`, since the try that was sent then found the lock
@@ -49,8 +58,9 @@ class Waiter:
         """
         asked_at = self.asked
         if self.server is not None:
-            asked_at += (began - self.server) / 1e6 * (1 - RATE_DRIFT)
-        return Grant(self.claim, fence=fence, asked_at=min(asked_at, heard))
+            asked_at += (message.began - self.server) / 1e6 * (1 - RATE_DRIFT)
+        asked_at = min(asked_at, message.heard)
+        return Grant(self.claim, fence=message.fence, asked_at=asked_at, ttl=message.ttl or None)
 
 
 class _Waits(Protocol):
@@ -177,9 +187,9 @@ class Listener:
         """
         with self._lock:
             waiter.asked, waiter.server, waiter.arrived = asked, server, arrived
-            if waiter.given is not None and self._grants and not waiter.outdates(*waiter.given):
+            if waiter.given and self._granted(waiter) and not waiter.outdates(waiter.given):
                 self._waiters.drop(waiter.claim)
-                return waiter.grant(*waiter.given)
+                return waiter.grant(waiter.given)
             waiter.armed = not waiter.again
             return waiter.again
 
@@ -274,11 +284,11 @@ class Listener:
                 pinged = monotonic()
 
     def _handle(self, answer: Any) -> None:
-        """Take one message: "token key fence began"."""
+        """Take one message: "token key fence began ttl"."""
         if answer[0] != b"message":
             return
-        owner, key, fence, began = answer[2].decode().split(" ")
-        message = (int(fence), int(began), monotonic())
+        owner, key, fence, began, ttl_ms = answer[2].decode().split(" ")
+        message = Message(int(fence), int(began), int(ttl_ms) / 1000, monotonic())
         woken = []
         with self._lock:
             # Nobody waits with this token any more: its last try got the lock as an answer, or
@@ -286,15 +296,19 @@ class Listener:
             for waiter in self._waiters.named(owner, key):
                 if not waiter.armed:
                     waiter.given = message
-                    waiter.again = not self._grants
-                elif not waiter.outdates(*message):
+                    waiter.again = not self._granted(waiter)
+                elif not waiter.outdates(message):
                     waiter.armed = False
                     woken.append(waiter)
-                    if self._grants:
+                    if self._granted(waiter):
                         self._waiters.drop(waiter.claim)
-        taken = [self._wake(w, w.grant(*message) if self._grants else None) for w in woken]
+        taken = [self._wake(w, w.grant(message) if self._granted(w) else None) for w in woken]
         if woken and not any(taken):
-            self._refused(woken[0].grant(*message))
+            self._refused(woken[0].grant(message))
+
+    def _granted(self, waiter: Waiter) -> bool:
+        """Whether a message is a grant for it; if not, it tries again."""
+        return self._grants and waiter.claim.renew
 
     def _wake_all(self) -> None:
         """Let everybody try again: messages to the connection before this one are lost."""

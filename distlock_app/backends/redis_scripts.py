@@ -126,7 +126,7 @@ end
 
 _HAND_OVER = """
 local HEARD_WITHIN = 3000000  -- a waiter asks again each second: after three it has died
-local UNHEARD_MS = 3000       -- first lease of a waiter without a channel: its next try renews it
+local FIRST_MS = 3000         -- a waiter's process may be stopped: if it is not, it extends
 
 -- Does anybody listen here? Asked before anything is sent: what PUBLISH counts as unheard is heard
 -- all the same by who listens at another node of a Cluster, or at a replica.
@@ -153,10 +153,10 @@ local function hand_over(me)
     if there and head == me then
       granted = take(head, ttl, limit, about)
     elseif there and channel == '-' then
-      take(head, math.min(ttl, UNHEARD_MS), limit, about)
+      take(head, math.min(ttl, FIRST_MS), limit, about)
     elseif there and is_heard(channel) then
-      local fence = take(head, ttl, limit, about)
-      local words = {head, key, text(fence), text(now)}
+      local first = math.min(ttl, FIRST_MS)
+      local words = {head, key, text(take(head, first, limit, about)), text(now), first}
       redis.call('PUBLISH', channel, table.concat(words, ' '))
     end
   end
