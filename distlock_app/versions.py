@@ -97,7 +97,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
                 obj.__dict__.pop(self.model._version_field.attname, None)
             else:
                 version = obj.__dict__[self.model._version_field.attname]
-                obj._version_written(version, None, obj._state.db)
+                obj._version_written(version, None, self.db)  # MySQL leaves _state
         return objs
 
     bulk_create.alters_data = True  # type: ignore[attr-defined]

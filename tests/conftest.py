@@ -12,7 +12,7 @@ from pytest_django import DjangoDbBlocker
 
 from tests.launching import NotInstalled, Server
 from tests.processes import Processes
-from tests.servers import MariaDBServer, PostgreSQLServer, RedisServer
+from tests.servers import MariaDBServer, MySQLServer, PostgreSQLServer, RedisServer
 
 # A shell starts what it puts into the background with Ctrl-C ignored, nohup with SIGHUP ignored,
 # and the programs that the tests start would inherit that.
@@ -204,10 +204,13 @@ def own_server(
 
     if settings.ENGINE == "sqlite":
         pytest.skip("SQLite has no server")
-    kind, user, name = {
-        "mysql": (MariaDBServer, "root", "locks"),
-        "postgresql": (PostgreSQLServer, "postgres", "postgres"),
-    }[settings.ENGINE]
+    kind: type[Server] = PostgreSQLServer
+    user = name = "postgres"
+    if settings.ENGINE == "mysql":
+        with django_db_blocker.unblock():
+            default: Any = connections["default"]
+            kind = MariaDBServer if default.mysql_is_mariadb else MySQLServer
+        user, name = "root", "locks"
     server = private_server(kind, config=getattr(request, "param", None))
     place = {"HOST": "127.0.0.1", "PORT": server.port, "USER": user, "NAME": name}
     connections.settings["own"] = {**connections.settings["locks"], **place}

@@ -36,6 +36,7 @@ from tests.launching import (
     run_quietly,
     scratch_directory,
 )
+from tests.newer_debian import started_by_own_loader, unpacked
 
 
 class RedisServer(Server):
@@ -293,6 +294,46 @@ class MariaDBServer(DatabaseServer):
         return f"mysql://root@127.0.0.1:{self.port}/distlock"
 
 
+class MySQLServer(MariaDBServer):
+    """MySQL itself, from a newer Debian, with an administrator `root` without password."""
+
+    name = "mysql9"
+    settings = {
+        "bind-address": "127.0.0.1",
+        "character-set-server": "utf8mb4",
+        "max-connections": "500",
+        "innodb-buffer-pool-size": "64M",
+        "innodb-redo-log-capacity": "32M",
+        "innodb-flush-log-at-trx-commit": "2",
+        "disable-log-bin": "",
+        "mysqlx": "OFF",
+    }
+
+    def program(self) -> list[str]:
+        root = unpacked("mysql-server-core")
+        return [
+            *started_by_own_loader(root, "usr/sbin/mysqld"),
+            "--no-defaults",
+            *(["--user=root"] if os.geteuid() == 0 else []),
+            f"--basedir={root}/usr",
+            f"--lc-messages-dir={root}/usr/share/mysql",
+            f"--plugin-dir={root}/usr/lib/mysql/plugin",
+            "--secure-file-priv=NULL",
+        ]
+
+    def initialise(self, data: Path) -> None:
+        run_quietly([*self.program(), "--initialize-insecure", f"--datadir={data}"], data.parent)
+
+    def command(self) -> list[str]:
+        options = {**self.settings, **self.config, "port": str(self.port)}
+        return [
+            *self.program(),
+            f"--datadir={self.data}",
+            f"--socket={self.home}/sock",
+            *(f"--{key}={value}" if value else f"--{key}" for key, value in options.items()),
+        ]
+
+
 class PostgreSQLServer(DatabaseServer):
     """PostgreSQL with an administrator `postgres` without password; never run as root."""
 
@@ -415,8 +456,8 @@ class ZooKeeperServer(Server):
 KINDS: dict[str, type[Server] | type[RedisCluster] | type[RedlockNodes]] = {
     kind.name: kind
     for kind in (
-        *(RedisServer, RedisCluster, RedlockNodes, MariaDBServer, PostgreSQLServer),
-        *(EtcdServer, ZooKeeperServer),
+        *(RedisServer, RedisCluster, RedlockNodes, MariaDBServer, MySQLServer),
+        *(PostgreSQLServer, EtcdServer, ZooKeeperServer),
     )
 }
 
@@ -470,7 +511,7 @@ def main() -> int:
         start_detached(directory, arguments.names)
     except (NotInstalled, DidNotStart) as error:
         print(error, file=sys.stderr)
-        return 1
+        return os.EX_UNAVAILABLE if isinstance(error, NotInstalled) else 1
     return 0
 
 

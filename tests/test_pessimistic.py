@@ -60,7 +60,7 @@ def settings_of_session() -> list[Any]:
     """Return what bounds waits in this session."""
     asked = {
         "postgresql": "SELECT current_setting('statement_timeout')",
-        "mysql": "SELECT @@max_statement_time, @@innodb_lock_wait_timeout",
+        "mysql": "SELECT @@innodb_lock_wait_timeout /*M! , @@max_statement_time */",
         "sqlite": "PRAGMA busy_timeout",
     }
     with connection.cursor() as cursor:

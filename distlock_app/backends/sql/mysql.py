@@ -38,7 +38,8 @@ class MySQL(Dialect):
 
     Its columns are assigned from left to right, so the owner comes last. LAST_INSERT_ID(fence)
     is how an UPDATE answers a number. CASE, unlike AND, promises to leave out what is not asked:
-    the queue lock is taken together with the row, or not at all.
+    the queue lock is taken together with the row, or not at all. What a function answers is always
+    used: MySQL folds `RELEASE_ALL_LOCKS() IS NOT NULL` to true and never calls it.
     """
 
     JOIN = """GET_LOCK(%(queue)s, 0) OR owner <> ''
@@ -91,7 +92,7 @@ class MySQL(Dialect):
         UPDATE {table}
            SET owner = '', expiry = UTC_TIMESTAMP(6)
          WHERE `key` = %(key)s
-           AND CASE WHEN owner = %(owner)s THEN RELEASE_ALL_LOCKS() IS NOT NULL END"""
+           AND CASE WHEN owner = %(owner)s THEN RELEASE_ALL_LOCKS() >= 0 END"""
     RELEASED = """
         SELECT 1 FROM {table} WHERE `key` = %(key)s AND owner = '' AND fence = %(fence)s"""
     HOLDERS = """
