@@ -96,6 +96,17 @@ def atomic_requests() -> Iterator[None]:
     settings["ATOMIC_REQUESTS"] = False
 
 
+@pytest.fixture
+def short_statements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New sessions on MySQL or MariaDB end statements after 50 ms, as a server may by default."""
+    from django.db import connections
+
+    limit = "/*M! , max_statement_time = 0.05 */ /*!50708 , max_execution_time = 50 */"
+    for alias in connections:
+        options = connections[alias].settings_dict["OPTIONS"]
+        monkeypatch.setitem(options, "init_command", f"SET SESSION wait_timeout = 600 {limit}")
+
+
 @pytest.fixture(scope="session")
 def redis_url() -> str:
     """Where the suite's Redis is; a test that kills one starts its own."""

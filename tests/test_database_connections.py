@@ -20,6 +20,7 @@ from tests.database_workers import claim, connection_id, grab
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
 on_server = pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server")
+on_mysql = pytest.mark.skipif(connection.vendor != "mysql", reason="about MySQL and MariaDB")
 on_sqlite = pytest.mark.skipif(connection.vendor != "sqlite", reason="only SQLite locks its file")
 
 
@@ -50,6 +51,38 @@ def test_only_who_misses_the_table_is_told_to_migrate(backend):
         backend.acquire(claim("a"), 0)
 
     assert "migrate" not in str(error.value)
+
+
+@on_mysql
+def test_a_session_that_takes_one_statement_at_a_time_takes_new_names(backend):
+    one_at_a_time = {"multi_statements": False}
+
+    with patch.dict(connections["locks"].settings_dict["OPTIONS"], one_at_a_time):
+        held = grab(backend, "a")
+
+    assert held.session is not None  # It has the queue lock, too.
+    assert backend.release(held) is True
+
+
+@pytest.fixture
+def on_mariadb(db):
+    if not connection.mysql_is_mariadb:
+        pytest.skip("MySQL changes this log's format for good")
+
+
+@on_mysql
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "own_server", [{"log-bin": "on", "binlog-format": "STATEMENT"}], indirect=True
+)
+def test_a_binary_log_of_statements_takes_the_locks_changes(on_mariadb, own_server):
+    backend = DatabaseBackend(alias="own", location="own")
+
+    held = grab(backend, "a")
+
+    assert backend.extend(held, 30) is True
+    assert backend.release(held) is True
+    backend.close()
 
 
 def test_nothing_connects_before_the_first_question(backend):

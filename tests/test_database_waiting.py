@@ -29,6 +29,8 @@ pytestmark = [
     pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server"),
 ]
 
+on_mysql = pytest.mark.skipif(connection.vendor != "mysql", reason="about MySQL and MariaDB")
+
 DEADLINE = 30.0
 
 
@@ -160,6 +162,17 @@ def test_waiters_are_served_in_order_of_arrival(backend, places, only_told):
 
     assert all(waiter.served() for waiter in waiters)
     assert order == [0, 1, 2, 3, 4]
+
+
+@on_mysql
+def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, short_statements):
+    held = grab(backend, "a")
+
+    refused = backend.acquire(claim("a"), 30)
+
+    assert not refused.place.called(within=0.5)
+    assert backend.release(held) is True
+    assert refused.place.called(within=DEADLINE)
 
 
 def test_who_comes_at_the_hand_over_does_not_overtake(long_handover, backend, places, only_told):

@@ -95,6 +95,16 @@ def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
     assert backend._taken == {}
 
 
+def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, short_statements):
+    held = backend.acquire(a_claim("a"), 0)
+    other = NamedLockBackend(alias="named", location="default")
+
+    assert not other.acquire(a_claim("a"), 0.5)
+
+    assert backend.release(held)
+    other.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("own_server", [INSTRUMENTED], indirect=True)
 def test_with_performance_schema_all_locks_are_listed(own_server):

@@ -16,6 +16,7 @@ from ..claims import Claim
 from ..names import KEY, is_key
 from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble, Values
 from .session_locks import LockSession, SessionLocksBackend, note
+from .sql.mysql import LONG_WAITS
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})
@@ -75,7 +76,7 @@ class NamedLockSession(LockSession):
         return int(self.wrapper.connection.fileno())
 
     def begin(self) -> int:
-        self.ask("SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_ALL_TABLES'")
+        self.ask(f"SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_ALL_TABLES' {LONG_WAITS}")
         ((number, version, sysdate_is_now),) = self.ask(
             "SELECT CONNECTION_ID(), VERSION(), SYSDATE(6) = NOW(6)"
         )

@@ -30,6 +30,14 @@ CROWDED = frozenset({1213, 1205, 3572, 1020})
 # Seconds after which the server closes a session that says nothing: its host may be cut off.
 SILENCE = 600
 
+# After SET: the server's limit for any statement would end a wait. The comments with M! are for
+# MariaDB alone, those with a version from 5.7 on for MySQL alone.
+LONG_WAITS = "/*M! , max_statement_time = 0 */ /*!50708 , max_execution_time = 0 */"
+
+# A binary log of statements takes no change that was made at READ COMMITTED (error 1665).
+LOGGED = """/*M! , tx_isolation = IF(@@log_bin AND @@binlog_format = 'STATEMENT',
+    'REPEATABLE-READ', 'READ-COMMITTED') */"""
+
 MOST_KNOWN = 10_000
 
 
@@ -68,8 +76,6 @@ class MySQL(Dialect):
                 TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))),
                 %(name)s, %(holder)s, UTC_TIMESTAMP(6),
                 UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND)"""
-    INSERT_AND_JOIN = """;
-        DO CASE WHEN ROW_COUNT() = 1 THEN GET_LOCK(%(queue)s, 0) END"""
     LOOK = """
         SELECT TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expiry)
           FROM {table}
@@ -150,7 +156,7 @@ class MySQL(Dialect):
         # Strict: a value that does not fit is an error, never cut short or turned into zero.
         cursor.execute(
             f"SET SESSION innodb_lock_wait_timeout = {ROW_WAIT}, sql_mode = 'STRICT_ALL_TABLES',"
-            f" wait_timeout = {SILENCE}"
+            f" wait_timeout = {SILENCE} {LONG_WAITS} {LOGGED}"
         )
         return cursor
 
@@ -183,11 +189,12 @@ class MySQL(Dialect):
     def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
         # A statement of its own: FOR UPDATE on a missing row and then INSERT in one transaction
         # deadlock on InnoDB (279 of 320 with 8 sessions, even on different names).
-        joins = step in ("join", "wait")
-        cursor.execute(self.INSERT + self.INSERT_AND_JOIN if joins else self.INSERT, asked)
-        grant = Grant(claim, fence=cursor.lastrowid) if cursor.rowcount == 1 else None
-        if joins:
-            cursor.nextset()
+        cursor.execute(self.INSERT, asked)
+        if cursor.rowcount != 1:
+            return None
+        grant = Grant(claim, fence=cursor.lastrowid)
+        if step in ("join", "wait"):
+            cursor.execute("DO GET_LOCK(%(queue)s, 0)", asked)
         return grant
 
     def unlock(self, cursor: Cursor) -> None:
