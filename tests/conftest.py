@@ -46,7 +46,10 @@ ONCE = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what does not depend on the database of this run, and what starts processes."""
+    warned = os.environ.get("DISTLOCK_TEST_ISOLATION", "").startswith(("repeatable", "serial"))
     for item in items:
+        if warned:  # of locks taken inside of atomic(); other tests are about that warning
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*REPEATABLE READ:RuntimeWarning"))
         case = getattr(item, "callspec", None)
         redis = (case is not None and case.params.get("using") == "redis") or {
             "redis_server",
@@ -94,6 +97,20 @@ def atomic_requests() -> Iterator[None]:
     settings["ATOMIC_REQUESTS"] = True
     yield
     settings["ATOMIC_REQUESTS"] = False
+
+
+@pytest.fixture
+def read_committed() -> Iterator[None]:
+    """Let transactions on `default` be READ COMMITTED, Django's own level, in every run."""
+    from django.db import connection
+
+    options = connection.settings_dict["OPTIONS"]
+    before = dict(options)
+    connection.close()
+    options.pop("isolation_level", None)
+    yield
+    connection.close()
+    options.update(before)
 
 
 @pytest.fixture

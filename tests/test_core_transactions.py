@@ -643,9 +643,7 @@ def test_atomic_under_repeatable_read_does_not_warn(engine, repeatable_read):
             Counter.objects.create(name="a")
 
 
-def test_read_committed_does_not_warn(engine):
-    if connection.vendor == "mysql" and connection.isolation_level != "read committed":
-        pytest.skip("another isolation level is under test")
+def test_read_committed_does_not_warn(engine, read_committed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with transaction.atomic():

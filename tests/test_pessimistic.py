@@ -141,6 +141,7 @@ def test_the_wait_for_a_locked_row_is_bounded_and_the_transaction_goes_on(
     assert Job.objects.filter(state="mine").exists() is (connection.vendor != "sqlite")
 
 
+@pytest.mark.usefixtures("read_committed")
 @pytest.mark.parametrize("wait", [DEADLINE, None])
 def test_who_waits_gets_the_row_as_the_other_left_it(jobs: list[Job], wait: float | None) -> None:
     changed = threading.Event()
@@ -170,6 +171,7 @@ def test_who_waits_gets_the_row_as_the_other_left_it(jobs: list[Job], wait: floa
             future.result(DEADLINE)
 
 
+@pytest.mark.usefixtures("read_committed")
 def test_a_row_that_does_not_fit_any_more_is_left_out(jobs: list[Job]) -> None:
     taken = threading.Event()
 
@@ -262,6 +264,7 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
 # The order
 
 
+@pytest.mark.usefixtures("read_committed")
 def test_rows_are_locked_by_key_whatever_the_condition(jobs: list[Job]) -> None:
     """Both ways find the same rows by other indexes, in opposite order; nobody may deadlock."""
     states = [f"s{9 - number}" for number in range(6)]
@@ -301,6 +304,7 @@ def chain(jobs: list[Job]) -> Any:
     return Job.objects.filter(after__state="new").order_by("after__rank", "rank")
 
 
+@pytest.mark.usefixtures("read_committed")
 def test_a_queue_with_a_condition_on_another_row_serves_many_workers(
     jobs: list[Job], chain: Any
 ) -> None:
@@ -311,6 +315,7 @@ def test_a_queue_with_a_condition_on_another_row_serves_many_workers(
         assert next_unlocked(chain, 2) == [jobs[4], jobs[3]]
 
 
+@pytest.mark.usefixtures("read_committed")
 def test_a_row_is_locked_without_those_of_its_conditions(jobs: list[Job], chain: Any) -> None:
     if not connection.features.has_select_for_update:
         pytest.skip("one transaction at a time")

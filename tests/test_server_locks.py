@@ -178,7 +178,8 @@ def test_a_fixed_lease_ends_with_its_ttl():
 
 
 def test_the_longest_ttl_is_a_lock_like_any_other():
-    hold = lock("a", ttl=MAX_TTL).acquire()
+    with pytest.warns(UserWarning, match="744.0 hours"):
+        hold = lock("a", ttl=MAX_TTL).acquire()
     hold.release()
     with lock("a") as hold:
         hold.extend(MAX_TTL)
