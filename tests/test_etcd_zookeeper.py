@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic, sleep
 from unittest.mock import patch
 from urllib.request import Request, urlopen
@@ -753,14 +754,43 @@ def test_a_user_logs_in(running_server, private_server):
         server.close()
 
 
+def test_locks_go_on_when_the_users_of_etcd_change(private_server, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("opensesame")
+    tokens = {"auth-token": f"jwt,sign-method=HS256,priv-key={secret},ttl=10m"}
+    server = private_server(EtcdServer, config=tokens)
+    protect_etcd(server.url)
+    login = {"USER": "locks", "PASSWORD": "opensesame", "PREFIX": "secured"}
+    setting = {"BACKEND": BACKENDS["etcd"], "LOCATION": server.url, "OPTIONS": login}
+    with override_settings(DISTLOCK={"own": setting, "other": setting}):
+        with ThreadPoolExecutor(8) as pool, Lock("a", using="own", ttl=30) as hold:
+            waiter = pool.submit(Lock("a", using="other", ttl=30).acquire, wait=20)
+            queue_of(key_of("a"), 1)
+            root = ask_etcd(server.url, "authenticate", name="root", password="secret")["token"]
+            ask_etcd(server.url, "user/changepw", root, name="locks", password="opensesame")
+
+            others = [Lock(f"b{number}", using="own", ttl=30) for number in range(8)]
+            for taken in list(pool.map(Lock.acquire, others)):
+                taken.release()
+            hold.extend()
+            hold.release()
+            waiter.result(30).release()
+        for entry in registry.made():
+            entry.backend.close()
+    server.close()
+
+
+def ask_etcd(url, path, token="", **body):
+    request = Request(f"{url}/v3/auth/{path}", json.dumps(body).encode())
+    if token:
+        request.add_header("Authorization", token)
+    with urlopen(request, timeout=10) as response:
+        return json.load(response)
+
+
 def protect_etcd(url):
     """Let only the user `locks` at the keys that begin with "secured", and only there."""
-
-    def ask(path, **body):
-        request = Request(f"{url}/v3/auth/{path}", json.dumps(body).encode())
-        with urlopen(request, timeout=10) as response:
-            response.read()
-
+    ask = partial(ask_etcd, url)
     ask("user/add", name="root", password="secret")
     ask("role/add", name="root")
     ask("user/grant", user="root", role="root")

@@ -8,6 +8,7 @@ import re
 import select
 import socket
 import ssl
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ TRUST_SECONDS = 0.5
 # Codes of gRPC (google.golang.org/grpc/codes).
 NOT_FOUND = 5
 UNAVAILABLE = (4, 14)  # a deadline, or no leader: whether a write was carried out is not known
-UNAUTHENTICATED = 16
+# No valid token. The first also says that it is older than the last change of users and roles: JWT.
+UNAUTHENTICATED = (3, 16)
 
 
 class Lost(BackendError):
@@ -176,6 +178,8 @@ class Gateway:
         self._tls = tls
         self._login = {"name": user, "password": password} if user else None
         self._token = ""
+        # Reentrant: a signal handler may lock or release meanwhile.
+        self._logging_in = threading.RLock()
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
         weakref.finalize(self, _close_all, self._idle)  # what came back after close()
 
@@ -186,17 +190,24 @@ class Gateway:
         repeated. With `repeat=False` only where nobody can have got it; else `Lost`.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
-        for attempt in (0, 1):
-            if self._login and not self._token:
-                self._token = self._send("/v3/auth/authenticate", _bytes(self._login))["token"]
-            try:
-                return self._send(path, data, repeat=repeat)
-            except Refused as error:
-                # Tokens end, with the time and with the member that gave them.
-                if error.code != UNAUTHENTICATED or not self._login or attempt:
-                    raise
-                self._token = ""
-        raise AssertionError("unreachable")
+        token = self._token
+        if self._login and not token:
+            token = self._log_in(token)
+        try:
+            return self._send(path, data, token, repeat=repeat)
+        except Refused as error:
+            # Tokens end, with the time and with the member that gave them.
+            if error.code not in UNAUTHENTICATED or not self._login:
+                raise
+        return self._send(path, data, self._log_in(token), repeat=repeat)
+
+    def _log_in(self, refused: str) -> str:
+        """Return another token than the one that was refused, the same to all threads."""
+        with self._logging_in:
+            if self._token == refused:
+                answer = self._send("/v3/auth/authenticate", _bytes(self._login or {}), "")
+                self._token = answer["token"]
+            return self._token
 
     def watch(self, key: str) -> tuple[Watch, int]:
         """Watch the end of `key`; return the revision after which it is seen.
@@ -223,7 +234,7 @@ class Gateway:
         """Close what is idle; in a child of fork(), only its copies of the parent's."""
         _close_all(self._idle)
 
-    def _send(self, path: str, data: bytes, *, repeat: bool = True) -> dict[str, Any]:
+    def _send(self, path: str, data: bytes, token: str, *, repeat: bool = True) -> dict[str, Any]:
         failure: Exception | None = None
         for _ in range(len(self._endpoints) + 1):
             try:
@@ -233,7 +244,7 @@ class Gateway:
                 self._turn(self._endpoints[0])
                 continue
             try:
-                answer = self._exchange(link, path, data)
+                answer = self._exchange(link, path, data, token)
             except OSError as error:
                 if not repeat:
                     raise Lost(self._unreachable(error).args[0]) from error
@@ -262,9 +273,9 @@ class Gateway:
     def _connect(self) -> Link:
         return Link(self._endpoints[0], self._timeout, self._tls)
 
-    def _exchange(self, link: Link, path: str, data: bytes) -> dict[str, Any]:
+    def _exchange(self, link: Link, path: str, data: bytes, token: str) -> dict[str, Any]:
         try:
-            link.send(path, data, self._token)
+            link.send(path, data, token)
             status, text, stays = link.receive()
             # A stream of one (keepalive) has its answer inside "result".
             answer: dict[str, Any] = json.loads(text)
