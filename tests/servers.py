@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -37,6 +38,7 @@ from tests.launching import (
     scratch_directory,
 )
 from tests.newer_debian import started_by_own_loader, unpacked
+from tests.proxy import Proxy
 
 
 class RedisServer(Server):
@@ -451,6 +453,56 @@ class ZooKeeperServer(Server):
     @property
     def url(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+
+class ZooKeeperEnsemble:
+    """Three ZooKeepers. The first follows, and hears of its leader only by `proxies`."""
+
+    name = "zookeeper"
+    # A server that is cut off goes on for ten seconds: longer than sessions of four live.
+    settings = {"initLimit": "50", "syncLimit": "50"}
+
+    def __init__(self) -> None:
+        self.proxies: list[Proxy] = []
+        self.nodes: list[ZooKeeperServer] = []
+
+    def start(self) -> ZooKeeperEnsemble:
+        ports = [(free_port(), free_port()) for _ in range(3)]
+        self.proxies = [Proxy(port) for port, _ in ports[1:]]
+        for me in (1, 2, 3):
+            directory = scratch_directory()
+            (directory / "data").mkdir()
+            (directory / "data" / "myid").write_text(str(me))
+            seen = [port for port, _ in ports]
+            if me == 1:
+                seen[1:] = [proxy.port for proxy in self.proxies]
+            config = {
+                f"server.{at}": f"127.0.0.1:{port}:{election}"
+                for at, (port, (_, election)) in enumerate(zip(seen, ports, strict=True), 1)
+            }
+            self.nodes.append(ZooKeeperServer(directory=directory, config=config | self.settings))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(ZooKeeperServer.start, self.nodes[1:]))  # one of them leads
+        self.nodes[0].start()
+        return self
+
+    def cut_off(self) -> None:
+        """Let the first server hear nothing of the others any more, nor be heard."""
+        for proxy in self.proxies:
+            proxy.silent = True
+
+    def heal(self) -> None:
+        """Let the first server join the others again."""
+        for proxy in self.proxies:
+            proxy.silent = False
+            proxy.cut()
+
+    def close(self) -> None:
+        """End the servers and the proxies."""
+        for node in self.nodes:
+            node.close()
+        for proxy in self.proxies:
+            proxy.close()
 
 
 KINDS: dict[str, type[Server] | type[RedisCluster] | type[RedlockNodes]] = {

@@ -145,7 +145,7 @@ if ZOOKEEPER_URL:
     DISTLOCK["zookeeper"] = {
         "BACKEND": "distlock_app.backends.zookeeper.ZooKeeperBackend",
         "LOCATION": ZOOKEEPER_URL,
-        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}", "SESSION": 45},
+        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}", "SESSION": 60},
     }
 
 REDLOCK_URL = os.environ.get("DISTLOCK_TEST_REDLOCK_URL", "")

@@ -27,6 +27,9 @@ SHARDS = 1024
 BATCH = 500  # requests on their way at the same time
 # A waiter looks at the queue again after so many seconds, even if its watch says nothing.
 LOOK_AGAIN = 10.0
+# A waiter who looks at the queue proves that its session lives, unless that was proved so little
+# of the ttl before.
+PROVED_BEFORE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +139,22 @@ class ZooKeeperBackend(BaseLockBackend):
             place = None  # it ended with that session, or the answer to its creation was lost
         if place is not None and monotonic() < place.woken_by and wait != 0:
             return Busy()
+        # It may be trusted no longer than its session, whatever the claim asks for.
+        ttl = min(claim.ttl, self._session.trusted)
+        proved_since = monotonic() - ttl * PROVED_BEFORE
         while True:
-            asked_at = monotonic()
             if place is None:
                 place, names = self._enter(claim, session)
             else:
+                if self._session.proved_at < proved_since:
+                    self._session.prove(self._root)
                 names = self._session.ask("get_children", self._shard(claim.key))
             ahead = self._ahead(claim, place, names)
             if ahead is None:  # taken away
                 self._places.pop(claim.owner, None)
                 return Busy()
             if not ahead:
-                # It may be trusted no longer than its session, whatever the claim asks for.
-                claim = replace(claim, ttl=min(claim.ttl, self._session.trusted))
-                fence = self._session.epoch(self._root) + place.czxid
-                return Grant(claim, fence, asked_at, place)
+                return self._granted(replace(claim, ttl=ttl), place)
             if wait == 0:
                 self.release(Grant(claim))
                 return Busy()
@@ -158,10 +162,12 @@ class ZooKeeperBackend(BaseLockBackend):
                 return Busy()
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        return bool(self._outcome(self._extend(grant, ttl)))
+        self._session.prove(self._root)
+        return self._outcome(self._extend(grant, ttl))
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
         results: list[Any] = []
+        self._session.prove(self._root)  # once for all
         for start in range(0, len(work), BATCH):
             sent: list[Any] = []
             for item in work[start : start + BATCH]:
@@ -252,6 +258,7 @@ class ZooKeeperBackend(BaseLockBackend):
         path = f"{shard}/{claim.key}-{session:016x}-{kind}{claim.owner}-"
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder}).encode()
         options = {"ephemeral": True, "sequence": True, "include_data": True}
+        sent_at = monotonic()
         # Before it is sent: so release() knows that there may be a node.
         place = self._places[claim.owner] = Place("", 0, session)
         for first in (True, False):
@@ -269,6 +276,7 @@ class ZooKeeperBackend(BaseLockBackend):
                 self._delete(name)
                 raise BackendError(f"ZooKeeper {self.alias!r}: another session began meanwhile.")
             place.path, place.czxid = name, stat.czxid
+            self._session.proved_at = max(self._session.proved_at, sent_at)
             return place, names
         raise AssertionError("unreachable")
 
@@ -284,6 +292,13 @@ class ZooKeeperBackend(BaseLockBackend):
                 self._delete(f"{self._shard(claim.key)}/{node.name}")
         before = [node for node in queue[:at] if node.owner != claim.owner]
         return [node for node in before if node.kind == "w"] if claim.shared else before
+
+    def _granted(self, claim: Claim, place: Place) -> Grant | Busy:
+        proved_at = self._session.proved_at
+        fence = self._session.epoch(self._root) + place.czxid
+        if self._session.id() != place.session:  # what was proved may be of the next one
+            return Busy()
+        return Grant(claim, fence, proved_at, place)
 
     def _watch(self, claim: Claim, place: Place, node: Node) -> bool:
         """Have the claim woken when `node` goes; False: it has gone."""
@@ -334,7 +349,7 @@ class ZooKeeperBackend(BaseLockBackend):
         place, result = sent
         if place is None:
             return False
-        stat = self._session.answer(result)
+        stat = self._session.answer(result)  # by one server, which may be cut off: see prove()
         # Not the session of before: its node may be there yet, and goes any moment.
         return stat is not None and stat.ephemeralOwner & (1 << 64) - 1 == self._session.id()
 
