@@ -18,8 +18,8 @@ from distlock_app import renewal as renewal_module
 from distlock_app.claims import Grant
 from distlock_app.registry import registry
 from distlock_app.renewal import Renewer, renewer
+from distlock_app.sharing_contract import a_claim
 from distlock_app.signals import lock_lost, lock_released
-from distlock_app.testing import a_claim
 from distlock_app.timing import monotonic
 from tests import engines
 from tests.engines import DEADLINE, outlast, renewed, until
