@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from pytest_django import DjangoDbBlocker
 
-from tests.launching import NotInstalled, Server
+from tests.launching import NotInstalled, Server, children_of
 from tests.processes import Processes
 from tests.servers import MariaDBServer, MySQLServer, PostgreSQLServer, RedisServer
 
@@ -64,6 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("crowd")
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what stays until the end: the app, and the tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_held_in_memory() -> None:
     """Forget what an earlier test holds in this process: a lock lives as long as its ttl."""
@@ -73,6 +81,24 @@ def nothing_held_in_memory() -> None:
         backend = registry["locmem"].backend
         for holding in list(backend.holders()):
             backend.clear(holding.key)
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on() -> Iterator[None]:
+    """Fail the test whose own threads or processes outlive it: the next one would suffer."""
+    threads, processes = set(threading.enumerate()), set(children_of(os.getpid()))
+    yield
+    left = [
+        thread
+        for thread in set(threading.enumerate()) - threads
+        if getattr(getattr(thread, "_target", None), "__module__", "").startswith("tests.")
+    ]
+    for thread in left:
+        thread.join(5)
+    running = [thread for thread in left if thread.is_alive()]
+    assert not running, f"it left threads behind: {running}"
+    outliving = set(children_of(os.getpid())) - processes
+    assert not outliving, f"it left processes behind: {outliving}"
 
 
 @pytest.fixture(scope="session")

@@ -236,8 +236,10 @@ def running(work, *args):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    yield thread
-    thread.join(DEADLINE)
+    try:
+        yield thread
+    finally:
+        thread.join(DEADLINE)
     assert not thread.is_alive()
     if errors:
         raise errors[0]

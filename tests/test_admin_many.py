@@ -27,8 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
 LIST = "/admin/distlock_app/livelock/"
 MANY = 100_000
-# Generous, for machines that do other work: alone, each page takes well under a second.
-WITHIN = 10.0
+# Generous, for machines that do other work: alone, each page takes well under a second, and most of
+# that is not its own work.
+WITHIN = 60.0
+WORK = 5.0
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def pages(client, settings, monkeypatch):
         worked = time.process_time() - begun
         print(f"{took * 1000:5.0f} ms, {worked * 1000:5.0f} ms of it at work here: {url}?{query}")
         assert response.status_code == 200
-        assert took < WITHIN
+        assert took < WITHIN and worked < WORK
         return response
 
     return get

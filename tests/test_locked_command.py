@@ -20,6 +20,7 @@ from distlock_app.commands import Terminated
 from distlock_app.registry import registry
 from distlock_app.testing import held_elsewhere, lose
 from tests.app.models import Counter
+from tests.engines import until
 from tests.launching import ROOT
 
 # Django 6.1 checks every database before a command.
@@ -75,9 +76,13 @@ def shells():
 # From shells
 
 
-def test_of_two_started_at_once_one_runs_and_the_other_says_so_and_exits_with_75(shells):
-    both = [shells("lock_nap", "--seconds=8", "--skip-checks") for _ in range(2)]
+def test_of_two_started_at_once_one_runs_and_the_other_says_so_and_exits_with_75(shells, tmp_path):
+    end = tmp_path / "end"
+    nap = ["lock_nap", "--seconds=90", f"--until={end}", "--skip-checks"]
+    both = [shells(*nap) for _ in range(2)]
 
+    until(lambda: any(process.poll() is not None for process in both), within=60)
+    end.touch()
     outputs = [process.communicate(timeout=90) for process in both]
 
     assert sorted(process.returncode for process in both) == [0, 75]

@@ -208,27 +208,26 @@ def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, o
     other = backend_at(own_redis.url)
     other.poll_max = 30.0  # it has to be woken: it does not just ask again by itself
     grant = backend.acquire(claim("a"), 0)
+    # Longer than the second that a lock gives it: who is queued need not have subscribed.
+    assert other._listener(grant.claim.key).works(DEADLINE)
+    [subscriber] = server.client_list(_type="pubsub")
     result = {}
 
     def wait():
         result["grant"] = wait_for(other, 20, "a")
         result["at"] = time.monotonic()
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while not list(backend.holders(grant.claim.key))[0].waiters:
-        time.sleep(0.01)
-    [subscriber] = server.client_list(_type="pubsub")
-    later = Waiter(backend, "a")
-    later.ask()
+    with running(wait):
+        until(lambda: backend.queue(grant.claim.key))
+        later = Waiter(backend, "a")
+        later.ask()
 
-    server.client_kill_filter(_id=subscriber["id"])
-    backend.release(grant)
-    if later.event.wait(0.5):
-        # The lock was handed over while nobody listened: the next turn is the older waiter's.
-        backend.release(later.granted())
-    freed = time.monotonic()
-    thread.join(10)
+        server.client_kill_filter(_id=subscriber["id"])
+        backend.release(grant)
+        if later.event.wait(0.5):
+            # The lock was handed over while nobody listened: the next turn is the older waiter's.
+            backend.release(later.granted())
+        freed = time.monotonic()
 
     assert result["at"] - freed < 5
     assert other.release(result["grant"])
