@@ -185,10 +185,7 @@ class DatabaseBackend(BaseLockBackend):
             first = rows[-1][0] + "0"  # what follows that key
 
     def clear(self, key: str, seen: str | None = None) -> int:
-        try:
-            fences = (0, MAX_FENCE) if seen is None else (int(seen), int(seen))
-        except ValueError:
-            return 0
+        fences = (0, MAX_FENCE) if seen is None else (fence := _fence_of(seen), fence)
         cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
         for who in self._sessions.holding(key) if cleared else ():
             if place := self._sessions.unpark(who):
@@ -196,9 +193,7 @@ class DatabaseBackend(BaseLockBackend):
         return cleared
 
     def prolong(self, key: str, seen: str, ttl: float) -> bool:
-        if not seen.isdecimal():
-            return False
-        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, int(seen)))
+        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, _fence_of(seen)))
         if owner is None:
             return False
         return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
@@ -440,6 +435,12 @@ def _clear_part(part: str, session: Session) -> int:
 
 def _purge_part(part: str, older_than: float, session: Session) -> int:
     return session.dialect.purge(session.cursor, older_than, part)
+
+
+def _fence_of(seen: str) -> int:
+    """Return the fence that people know a holder by; one that nobody has if it is none."""
+    is_number = seen.isascii() and seen.isdecimal() and len(seen) <= len(str(MAX_FENCE))
+    return min(int(seen), MAX_FENCE) if is_number else -1
 
 
 def _who(claim: Claim) -> tuple[str, str]:

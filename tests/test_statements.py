@@ -1,0 +1,84 @@
+"""No value stands in a statement: what is put together is constant, or a comment that is quoted."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "distlock_app"
+SQL = re.compile(
+    r"\b(SELECT|INSERT INTO|UPDATE|DELETE FROM|KILL|SET SESSION|SET LOCAL|WHERE|GET_LOCK|LOCK|"
+    r"set_config|pg_\w+|redis\.call|EVAL)\b.*[\s(=]"
+)
+# What may be put into a statement, and why it is no value from outside.
+MAY = {
+    "note(claim)": "a comment of ASCII JSON without * and %",
+    "note(claim, self.fence)": "the same",
+    "self.note()": "the same",
+    "session.note()": "the same",
+    "mode": "constant: '' or '_shared'",
+    "attempt": "constant: '' or 'try_'",
+    "limit": "constant: '' or a hint of MySQL",
+    "len(values)": "the number of a placeholder",
+    "', '.join(steps)": "constants, put together there",
+    "', '.join(['IS_USED_LOCK(%s)'] * len(some))": "constants",
+    "key": "in the pattern of LIKE, itself a value; is_key() said yes",
+    "self.queue_of(key)": "a number, or hex digits: a hash, made there",
+    "wrapper.connection.thread_id()": "an int of the driver",
+    "table": "quote_name() of a model's table",
+    "column": "quote_name() of a model's column",
+}
+
+
+def is_constant(value):
+    """Tell whether this is made of literals and of CONSTANTS of a module alone."""
+    names = [node.id for node in ast.walk(value) if isinstance(node, ast.Name)]
+    kinds = (ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Load)
+    return all(isinstance(n, kinds) for n in ast.walk(value)) and all(n.isupper() for n in names)
+
+
+def written(tree):
+    """Yield what is put into texts that look like a statement: (line, expression)."""
+    for node in ast.walk(tree):
+        parts, values = [], []
+        if isinstance(node, ast.JoinedStr):
+            parts = [v.value for v in node.values if isinstance(v, ast.Constant)]
+            values = [v.value for v in node.values if isinstance(v, ast.FormattedValue)]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.Add)):
+            parts = [v.value for v in (node.left, node.right) if isinstance(v, ast.Constant)]
+            values = [v for v in (node.left, node.right) if not isinstance(v, ast.Constant)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "format" and isinstance(node.func.value, ast.Constant):
+                parts, values = (
+                    [node.func.value.value],
+                    node.args + [k.value for k in node.keywords],
+                )
+        text = " ".join(map(str, parts)) + " "
+        if SQL.search(text):
+            asked = (value for value in values if not is_constant(value))
+            yield from ((node.lineno, ast.unparse(value)) for value in asked)
+
+
+def found_in(source):
+    return sorted({what for _, what in written(ast.parse(source))} - MAY.keys())
+
+
+def test_no_value_is_written_into_a_statement():
+    found = {
+        f"{path.relative_to(PACKAGE)}:{line}": what
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, what in written(ast.parse(path.read_text()))
+        if what not in MAY
+    }
+
+    assert found == {}
+
+
+def test_the_search_finds_what_it_is_for():
+    assert found_in("""ask(f"SELECT IS_USED_LOCK('{prefix}{key}')")""") == ["prefix"]
+    assert found_in("""ask(f"SELECT IS_USED_LOCK('{lock}')")""") == ["lock"]
+    assert found_in("""ask("KILL %s" % number)""") == ["number"]
+    assert found_in("""ask("SELECT pg_terminate_backend({pid})".format(pid=pid))""") == ["pid"]
+    assert found_in("""ask("SELECT GET_LOCK('" + name)""") == ["name"]
+    assert found_in("""ask(f"SELECT {note(claim)} GET_LOCK(%s, %s)", key, 1)""") == []
