@@ -377,6 +377,23 @@ def test_an_extension_heals_emptied_nodes_and_fails_without_a_majority(backend, 
     assert nodes.holding(grant.claim.key) == [0, 4]  # and nothing was taken again
 
 
+def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_handed_to(
+    backend, nodes
+):
+    grant = held_everywhere(backend, nodes)
+    for client in nodes.clients:
+        client.flushall()
+        assert backend.extend(grant, 30)
+        until(lambda: len(nodes.holding(grant.claim.key)) == 5)
+    other = quorum_at(nodes.urls)
+
+    released = other.release(Grant(grant.claim, grant.fence, session=grant.session))
+
+    assert released is True
+    until(lambda: not nodes.holding(grant.claim.key))
+    other.close()
+
+
 @pytest.fixture
 def full(nodes):
     """A call that fills the memory of so many nodes."""

@@ -195,7 +195,9 @@ class RedlockBackend(BaseLockBackend):
     def _take_again(self, grant: Grant, ttl: float) -> Ballot:
         claim = grant.claim
         about = f"{claim.holder} {shown(claim.name)}".encode()
-        words = claim.owner.encode(), _milliseconds(ttl), about, b"%d" % self._clock.stamp()
+        # That of the grant: a process that resumes the hold has no greater one to release it.
+        stamp = grant.session or self._clock.stamp()
+        words = claim.owner.encode(), _milliseconds(ttl), about, b"%d" % stamp
         return self._ballot(ACQUIRE, claim.key, *words)
 
     def release(self, grant: Grant) -> bool:
