@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import traceback
 
 import pytest
 from django.core import checks
@@ -17,7 +18,7 @@ from distlock_app import BackendError, Lock, doctor, locked, locked_command, loc
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_servers, check_settings
 from distlock_app.history import kept
-from distlock_app.registry import EXTRAS
+from distlock_app.registry import EXTRAS, registry
 
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
 TABLE = "distlock_app.backends.database.DatabaseBackend"
@@ -279,3 +280,30 @@ def test_a_missing_django_redis_is_named_with_its_extra(settings, monkeypatch):
 def test_the_checks_are_known_to_django():
     with override_settings(DISTLOCK=[]), pytest.raises(CommandError, match="distlock_app.E001"):
         call_command("check", "--tag", "distlock")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("database.DatabaseBackend", "mysql.NamedLockBackend", "postgresql.AdvisoryLockBackend"),
+        *("redis.RedisBackend", "redlock.RedlockBackend", "etcd.EtcdBackend"),
+    ],
+)
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://u:s3cret@h/0", "http://:s3cret@h:2379", "http://u:s3cret/x@h", "http://[s3cret"),
+        *("mysql://u:s3cret@h/db", "http://h:s3cret"),
+    ],
+)
+def test_no_message_quotes_a_location_with_a_password(settings, engine, url):
+    for location in (url, [url], [url] * 3):
+        settings.DISTLOCK = alias(BACKEND=f"distlock_app.backends.{engine}", LOCATION=location)
+
+        messages = check_settings()
+
+        assert "distlock_app.E001" in [message.id for message in messages]
+        with pytest.raises(ImproperlyConfigured) as refused:
+            registry["default"]
+        text = "".join(traceback.format_exception(refused.value, limit=0))
+        assert "s3cret" not in f"{messages} {text}"

@@ -34,7 +34,7 @@ def test_nothing_connects_before_the_first_lock():
 @pytest.mark.parametrize(
     ("alias", "says"),
     [
-        (None, "'locks' is not in CACHES"),
+        (None, r"is not in CACHES: name an alias there, one of \['default'\]"),
         ({"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}, "is no Redis cache"),
         (
             {
@@ -176,6 +176,29 @@ def test_a_cache_in_the_database_of_the_locks_is_warned_of():
     assert found(default={"BACKEND": REDIS, "LOCATION": other}) == []
     assert found(default={"BACKEND": REDIS, "LOCATION": url}) == ["distlock_app.W013"]
     assert found("default", default={"BACKEND": REDIS, "LOCATION": other}) == ["distlock_app.W013"]
+
+
+@pytest.mark.parametrize(
+    ("url", "other"),
+    [
+        ("redis://127.0.0.1:1/1", "redis://localhost:1/1"),
+        ("redis://LOCALHOST:1/1", "redis://[::1]:1/1"),
+        ("redis://127.0.0.1/1", "redis:///1"),
+        ("redis://Redis.example/1", "rediss://redis.example:6379?db=1"),
+    ],
+)
+def test_one_server_under_two_names_is_one(url, other):
+    caches = {"locks": {"BACKEND": REDIS, "LOCATION": url}}
+
+    def found(location):
+        with override_settings(
+            CACHES={**caches, "default": {"BACKEND": REDIS, "LOCATION": location}}
+        ):
+            backend = RedisBackend(alias="redis", location="locks")
+            return [message.id for message in backend.check()]
+
+    assert found(other) == ["distlock_app.W013"]
+    assert found(other.replace("1", "2")) == []
 
 
 def test_the_server_is_asked_whether_it_evicts_locks(own_redis):

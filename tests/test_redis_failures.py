@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+from distlock_app.backends import redis_pool
+from distlock_app.backends.redis_scripts import pack
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
+from tests.engines import until
 from tests.redis_workers import Waiter, backend_at, claim
 from tests.servers import RedisServer
 
@@ -214,6 +217,22 @@ def test_a_full_server_keeps_the_place_of_those_who_wait(own, kind):
     assert server.hget(key, first.claim.owner) != before  # it is known to be alive
     assert backend.release(grant)
     assert backend.extend(first.granted(), 60)
+
+
+def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch):
+    backend, server = own
+    clients = len(server.client_list())
+    links = [backend._pool._connect() for _ in range(9)]  # as nine threads at once
+    for link in links:
+        backend._pool._exchange(link, None, [pack(b"PING")])
+
+    backend.ping()
+    before = len(server.client_list())
+    monkeypatch.setattr(redis_pool, "IDLE_SECONDS", 0.0)
+    backend.ping()
+
+    assert before == clients + 9
+    until(lambda: len(server.client_list()) == clients + 1)
 
 
 def test_no_error_shows_the_password(private_server):

@@ -10,7 +10,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from distlock_app import Lock
-from distlock_app.backends import redlock, redlock_listener
+from distlock_app.backends import redlock, redlock_listener, redlock_nodes
 from distlock_app.backends.redlock import RedlockBackend, ServerClock
 from distlock_app.backends.redlock_scripts import RELEASE
 from distlock_app.claims import Busy, Grant
@@ -70,18 +70,21 @@ def timed(call):
         ([], "odd number"),
         (["own0"], "use RedisBackend"),
         (["own0", "own1", "own2", "own3"], "names 4 servers"),
-        (["own0", "own1", "nowhere"], "'nowhere' is not in CACHES"),
+        (["own0", "own1", "nowhere"], "is not in CACHES"),
         (["own0", "own1", "own0"], "same server twice"),
         (["own0", "own1", "again"], "same server twice, as 'own0' and 'again'"),
+        (["own0", "own1", "local"], "same server twice, as 'own0' and 'local'"),
     ],
 )
 def test_a_wrong_list_of_nodes_is_refused_and_told(settings, location, says):
     urls = [f"redis://127.0.0.1:{port}/0" for port in (7001, 7002, 7003, 7004)]
     with caches_of(urls):
         settings.CACHES["again"] = {**settings.CACHES["own0"], "LOCATION": urls[0][:-1] + "5"}
+        local = urls[0].replace("127.0.0.1", "LocalHost")
+        settings.CACHES["local"] = {**settings.CACHES["own0"], "LOCATION": local}
         with pytest.raises(ImproperlyConfigured, match=says):
             RedlockBackend(alias="quorum", location=location)
-        del settings.CACHES["again"]
+        del settings.CACHES["again"], settings.CACHES["local"]
 
 
 @pytest.mark.parametrize("wanted", [{"limit": 2}, {"shared": True}, {"fair": True}])
@@ -394,6 +397,17 @@ def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_han
     other.close()
 
 
+def test_connections_of_a_burst_are_closed_with_a_later_request(backend, monkeypatch):
+    quorum = backend._quorum
+    for panel in [quorum._take() for _ in range(4)]:
+        quorum._idle.append(panel)
+    monkeypatch.setattr(redlock_nodes, "IDLE_SECONDS", 0.0)
+
+    backend.ping()
+
+    assert len(quorum._idle) == 1
+
+
 @pytest.fixture
 def full(nodes):
     """A call that fills the memory of so many nodes."""
@@ -623,7 +637,7 @@ def test_a_forked_child_has_connections_of_its_own(nodes, backend):
 
 
 def test_checks_tell_of_forgetful_nodes_and_of_one_named_twice(nodes):
-    urls = [*nodes.urls[:2], nodes.urls[0].replace("127.0.0.1", "localhost")]
+    urls = [*nodes.urls[:2], nodes.urls[0].replace("127.0.0.1", "127.1")]
     with caches_of(urls) as aliases:
         backend = RedlockBackend(alias="quorum", location=aliases)
         assert backend.check() == []

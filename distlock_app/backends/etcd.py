@@ -388,15 +388,22 @@ class EtcdBackend(BaseLockBackend):
 def _endpoints(alias: str, location: Any) -> list[str]:
     urls = location.split(",") if isinstance(location, str) else list(location or ())
     urls = [str(url).strip().rstrip("/") for url in urls]
-    parts = [urlsplit(url) for url in urls]
-    if not urls or any(x.scheme not in ("http", "https") or not x.hostname for x in parts):
+    if not urls or not all(_is_url(url) for url in urls):
         raise ImproperlyConfigured(
             f"DISTLOCK[{alias!r}]: LOCATION must be a URL such as http://etcd.example:2379, "
             "or several."
         )
-    if any(x.username for x in parts):
+    if any("@" in url for url in urls):
         raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: USER and PASSWORD belong in OPTIONS.")
     return urls
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # whose message quotes what may be a password
+        return False
 
 
 def _range(prefix: str) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from redis.retry import Retry
 # The default of redis-py since 8.0; older ones wait for ever.
 SOCKET_TIMEOUT = 5.0
 
+# Names of this host; what else leads to one server (DNS, a socket) only the servers could tell.
+LOCALHOST = {"localhost", "127.0.0.1", "::1"}
+
 # What a lock needs whatever the alias says: scripts are never repeated behind our back, one
 # answer for one request (RESP3 may push others in between), and bytes.
 _OURS = {
@@ -43,9 +46,9 @@ def recipe(alias: str) -> Any:
     """
     params = settings.CACHES.get(alias)
     if params is None:
+        # Not the value: it may be a URL with a password.
         raise ImproperlyConfigured(
-            f"LOCATION {alias!r} is not in CACHES: name a Redis cache there, "
-            f"one of {sorted(settings.CACHES)}."
+            f"LOCATION is not in CACHES: name an alias there, one of {sorted(settings.CACHES)}."
         )
     with _explained(f"CACHES[{alias!r}]", "LOCATION and OPTIONS"):
         return _ours(_maker(alias, params)(params))
@@ -91,7 +94,9 @@ def place(alias: str) -> tuple[Any, ...] | None:
     except (ImproperlyConfigured, ImportError):
         return None
     kwargs = pool.connection_kwargs
-    server = kwargs.get("path") or (kwargs.get("host", "localhost"), int(kwargs.get("port", 6379)))
+    host = str(kwargs.get("host", "localhost")).lower()
+    host = "localhost" if host in LOCALHOST else host
+    server = kwargs.get("path") or (host, int(kwargs.get("port", 6379)))
     return (getattr(pool, "service_name", None) or server, int(kwargs.get("db") or 0))
 
 

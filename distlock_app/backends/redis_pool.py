@@ -6,6 +6,7 @@ import re
 import select
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import (
@@ -23,6 +24,8 @@ from .redis_scripts import Script, pack
 
 # Connections kept after a burst of threads; each is out only for one round trip.
 KEEP_IDLE = 64
+# One that nobody needed for so many seconds is closed after the next request.
+IDLE_SECONDS = 60.0
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
 # The Sentinels are asked so often who the master is, and after no answer so much later.
@@ -242,6 +245,9 @@ class Pool(Servers):
             self._idle.append(link)
         else:
             connection.disconnect()
+        with suppress(IndexError):  # another thread has taken it
+            while (self._idle[0].used or 0.0) < link.used - IDLE_SECONDS:
+                self._idle.popleft().connection.disconnect()
         return answers
 
     def _confirm(self, connection: Any, answers: list[Any]) -> None:

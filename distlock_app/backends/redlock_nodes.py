@@ -33,6 +33,8 @@ ANSWER_GRACE = 0.05
 REST = 1.0
 # Panels kept after a burst of threads; each is out only for one vote.
 KEEP_IDLE = 64
+# One that nobody needed for so many seconds is closed after the next vote.
+IDLE_SECONDS = 60.0
 # A panel that was idle for less is used without looking whether nodes closed its connections.
 TRUST_SECONDS = 0.5
 # Releases kept for a node that is down; the oldest make room.
@@ -359,6 +361,9 @@ class Quorum:
             self._idle.append(panel)
         else:
             panel.close()
+        with suppress(IndexError):  # another thread has taken it
+            while self._idle[0].used < panel.used - IDLE_SECONDS:
+                self._idle.popleft().close()
 
     def mend(self, panel: Panel) -> None:
         """Connect the panel to what can be reached without waiting for what cannot."""
