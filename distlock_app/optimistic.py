@@ -16,7 +16,7 @@ from .errors import RetriesExhausted, StaleObjectError
 from .retrying import Retrying, retry_on_conflict
 from .signals import version_conflict
 from .version_fields import AnyVersionField, TimestampVersionField, VersionField
-from .versions import VersionedManager, VersionedQuerySet, watch
+from .versions import Undo, VersionedManager, VersionedQuerySet, watch, watch_read
 
 __all__ = [
     "RetriesExhausted",
@@ -78,6 +78,13 @@ class VersionedModel(models.Model):
 
         return Retrying(read, change, using=using, model=type(self), pk=self.pk, **options)
 
+    @classmethod
+    def from_db(cls, db: Any, field_names: Any, values: Any, **options: Any) -> Any:
+        obj = super().from_db(db, field_names, values, **options)
+        if Undo.living and cls._version_field.attname in obj.__dict__:
+            watch_read(obj, db)
+        return obj
+
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None
     ) -> None:
@@ -91,6 +98,8 @@ class VersionedModel(models.Model):
         taken = fields is None or name in fields
         try:
             super().refresh_from_db(using=using, fields=fields, from_queryset=from_queryset)
+            if taken:
+                watch_read(self, str(self._state.db))
         except BaseException:
             taken = False
             raise
@@ -257,7 +266,7 @@ class VersionedModel(models.Model):
         """Return the version in memory, None on a new object."""
         name = self._version_field.attname
         if name not in self.__dict__:
-            what = "was read without its version: nobody can say whether it changed"
+            what = "was read without its version, or in a transaction that was rolled back"
             raise self._conflict(None, None, what)
         return self.__dict__[name]
 

@@ -46,6 +46,22 @@ def is_open(connection: Any) -> bool:
     return not any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
 
 
+class OpenSavepoints:
+    """The savepoints that are open now: Django asks it `sid in ...` when it rolls back to one.
+
+    Those of `transaction.savepoint()` too, which are not in `connection.savepoint_ids`: Django
+    numbers both, and what was made later than a savepoint is undone with it.
+    """
+
+    __slots__ = ("last",)
+
+    def __init__(self, connection: Any) -> None:
+        self.last: int = connection.savepoint_state
+
+    def __contains__(self, sid: str) -> bool:
+        return int(sid.rpartition("x")[2]) <= self.last
+
+
 def check_before_lock(name: str, *, release_now: bool) -> None:
     """Refuse, or warn of, an open transaction in which the lock would protect nothing."""
     for connection in _used():
@@ -84,7 +100,7 @@ def call_at_end(
         # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
         # wait; and first, because a callback that raises drops all that come after it, into a
         # traceback that may be kept for long.
-        undone_with = set(connection.savepoint_ids) if savepoints else set()
+        undone_with = OpenSavepoints(connection) if savepoints else set()
         connection.run_on_commit.insert(0, (undone_with, _End(ends), True))
 
 

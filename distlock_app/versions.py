@@ -9,6 +9,7 @@ from typing import Any
 from django.db import NotSupportedError, connections, models, transaction
 
 from .retrying import Retrying
+from .transactions import OpenSavepoints
 
 
 class VersionedQuerySet(models.QuerySet[Any]):
@@ -22,9 +23,13 @@ class VersionedQuerySet(models.QuerySet[Any]):
 
     def update(self, **kwargs: Any) -> int:
         field = self.model._version_field
-        if kwargs and field.name not in kwargs:
+        moves = kwargs and field.name not in kwargs
+        if moves:
             kwargs[field.name] = field.next()
-        return super().update(**kwargs)
+        updated = super().update(**kwargs)
+        if moves:
+            watch_rows(self.model, self.db)
+        return updated
 
     update.alters_data = True  # type: ignore[attr-defined]
 
@@ -155,30 +160,56 @@ class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type
 
 
 class Undo:
-    """Puts versions back in memory when the transaction that wrote them is rolled back.
+    """Puts versions back in memory when the transaction that moved them is rolled back.
 
     Django keeps callbacks of `on_commit` in a list, calls them on commit and drops them on
     rollback, of a savepoint too. An object that lives only in that list sees both.
     """
 
-    __slots__ = ("using", "written")
+    __slots__ = ("__weakref__", "changes", "limit", "moved", "undone_with", "using")
 
-    def __init__(self, using: str) -> None:
-        self.using = using
-        self.written: list[tuple[weakref.ref[Any], Any]] = []
+    # Those of all threads, so that a read outside of such transactions costs nothing.
+    living: set[int] = set()
+
+    def __init__(self, connection: Any, moved: dict[Any, list[weakref.ref[Undo]]]) -> None:
+        self.using = connection.alias
+        self.undone_with = OpenSavepoints(connection)
+        # Which rows were moved under which of them, latest last; None: any row of the model.
+        self.moved = moved
+        # Objects, and what their version was before.
+        self.changes: list[tuple[weakref.ref[Any], Any]] = []
+        self.limit = 1000
+        self.living.add(id(self))
+
+    def note(self, obj: Any, before: Any) -> None:
+        if len(self.changes) >= self.limit:
+            self.changes = [change for change in self.changes if change[0]() is not None]
+            self.limit = 2 * len(self.changes) + 1000
+        self.changes.append((weakref.ref(obj), before))
+
+    def note_move(self, model: Any, key: str | None) -> None:
+        movers = self.moved.setdefault((model, key), [])
+        if not movers or movers[-1]() is not self:
+            movers.append(weakref.ref(self))
 
     def __call__(self) -> None:
-        self.written.clear()
+        self.changes.clear()
 
     def __del__(self) -> None:
-        for reference, before in reversed(self.written):
+        self.living.discard(id(self))
+        for reference, before in reversed(self.changes):
             obj = reference()
             if obj is not None and obj._state.db == self.using:
                 name = obj._version_field.attname
                 now = obj.__dict__.get(name)
+                if before is UNKNOWN:
+                    obj.__dict__.pop(name, None)
                 # Whatever is higher comes from this transaction: it had locked the row.
-                if now is not None and (before is None or now > before):
+                elif now is not None and (before is None or now > before):
                     obj.__dict__[name] = before
+
+
+UNKNOWN = object()
 
 
 def watch(obj: Any, before: Any, using: str) -> None:
@@ -187,20 +218,60 @@ def watch(obj: Any, before: Any, using: str) -> None:
     Otherwise an object could be ahead of its row, and overwrite the change by which somebody
     else brings the row to the same number. The blocks of a TestCase do not count.
     """
+    undo = _undo(using)
+    if undo is not None:
+        undo.note(obj, before)
+        undo.note_move(*_row_of(obj))
+
+
+def watch_rows(model: Any, using: str) -> None:
+    """Note that the open transaction moved versions of the model, nobody knows of which rows."""
+    undo = _undo(using)
+    if undo is not None:
+        undo.note_move(model._version_field.model, None)
+
+
+def watch_read(obj: Any, using: str) -> None:
+    """Forget the version that was read if it is one that the open transaction takes back."""
+    latest = _latest(connections[using]) if Undo.living else None
+    if latest is None:
+        return
+    model, key = _row_of(obj)
+    for row in (model, key), (model, None):
+        movers = latest.moved.get(row, [])
+        while movers:
+            if (undo := movers[-1]()) is not None:
+                undo.note(obj, UNKNOWN)
+                break
+            movers.pop()  # rolled back since
+
+
+def _row_of(obj: Any) -> tuple[Any, str]:
+    owner = obj._version_field.model
+    return owner, str(obj._get_pk_val(owner._meta))
+
+
+def _latest(connection: Any) -> Undo | None:
+    hooks = connection.run_on_commit
+    if any(block._from_testcase for block in connection.atomic_blocks):
+        hooks = reversed(hooks)
+    return next((hook for _, hook, _ in hooks if isinstance(hook, Undo)), None)
+
+
+def _undo(using: str) -> Undo | None:
+    """Return what hears of a rollback of the open transaction, None if there is none open."""
     connection: Any = connections[using]
     if not connection.in_atomic_block or connection.atomic_blocks[-1]._from_testcase:
-        return
-    # First: a hook that raises drops those after it, and that is no rollback. In a TestCase last:
-    # captureOnCommitCallbacks() takes what comes after the hooks that it found.
-    hooks = connection.run_on_commit
-    in_test = any(block._from_testcase for block in connection.atomic_blocks)
-    place = len(hooks) if in_test else 0
+        return None
     # One for all saves between two savepoints: Django pops them from the front of a list, which
     # takes the square of their number.
-    undone_with = set(connection.savepoint_ids)
-    found = hooks[:1] if place == 0 else hooks[-1:]
-    undo = found[0][1] if found and found[0][0] == undone_with else None
-    if not isinstance(undo, Undo):
-        undo = Undo(using)
-        hooks.insert(place, (undone_with, undo, True))
-    undo.written.append((weakref.ref(obj), before))
+    latest = _latest(connection)
+    if latest is not None and latest.undone_with.last == connection.savepoint_state:
+        return latest
+    undo = Undo(connection, {} if latest is None else latest.moved)
+    # First: a hook that raises drops those after it, and that is no rollback. In a TestCase last:
+    # captureOnCommitCallbacks() takes what comes after the hooks that it found.
+    in_test = any(block._from_testcase for block in connection.atomic_blocks)
+    hooks = connection.run_on_commit
+    hooks.insert(len(hooks) if in_test else 0, (undo.undone_with, undo, True))
+    return undo

@@ -436,6 +436,19 @@ def test_a_rollback_of_its_savepoint_ends_the_pin(shelf: Shelf) -> None:
         hold.extend()
 
 
+def test_a_savepoint_that_is_rolled_back_by_hand_ends_the_pin() -> None:
+    with Lock("shelf", ttl=30) as hold, transaction.atomic():
+        sid: Any = connection.savepoint()
+        hold.pin()
+        later: Any = connection.savepoint()
+        connection.savepoint_rollback(later)
+        assert hold._lease.pins == 1
+
+        connection.savepoint_rollback(sid)
+
+        assert hold._lease.pins == 0
+
+
 def test_a_lock_that_is_gone_cannot_be_pinned() -> None:
     hold = Lock("shelf").acquire()
     Lock("shelf").clear()

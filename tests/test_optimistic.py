@@ -950,6 +950,79 @@ def test_a_rolled_back_bulk_update_puts_the_versions_back(account: Account, undo
     assert account.version == 1
 
 
+def test_a_savepoint_that_is_rolled_back_by_hand_puts_the_version_back(account: Account) -> None:
+    with transaction.atomic():
+        account.save()
+        sid: Any = connection.savepoint()
+        with transaction.atomic():
+            account.save()
+        later: Any = connection.savepoint()
+        connection.savepoint_rollback(later)
+        assert account.version == 3
+        connection.savepoint_rollback(sid)
+        assert account.version == version_of(account) == 2
+        account.save()
+        connection.savepoint_rollback(sid)
+
+    assert account.version == version_of(account) == 2
+    other_saves(account)  # version 3, which `account` had for a moment
+    with pytest.raises(StaleObjectError):
+        account.save()
+
+
+MOVES: dict[str, Callable[[Account], Any]] = {
+    "save": lambda account: Account.objects.get(pk=account.pk).save(),
+    "update": lambda account: Account.objects.filter(pk=account.pk).update(balance=0),
+    "bulk_update": lambda account: Account.objects.bulk_update([account], ["balance"]),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_version_that_was_read_in_a_rolled_back_transaction_saves_nothing(
+    account: Account, undone: Any, move: Callable[[Account], Any]
+) -> None:
+    refreshed = Account.objects.get()
+    with undone():
+        move(account)
+        mine = Account.objects.get()
+        refreshed.refresh_from_db()
+        assert mine.version == refreshed.version == 2
+    account.refresh_from_db()
+    other_saves(account, balance=70)  # version 2, which was read
+
+    for obj in (mine, refreshed):
+        with pytest.raises(StaleObjectError, match="rolled back"):
+            obj.save()
+        with pytest.raises(StaleObjectError):
+            obj.delete()
+        obj.refresh_from_db()
+        obj.save()
+    assert Account.objects.get().balance == 70
+
+
+def test_what_was_read_before_or_of_other_rows_survives_a_rollback(
+    account: Account, undone: Any
+) -> None:
+    second, third = Account.objects.create(), Account.objects.create()
+    with transaction.atomic():
+        third.save()
+        with undone():
+            early = Account.objects.get(pk=account.pk)
+            account.save()
+            other = Account.objects.get(pk=second.pk)
+            outer = Account.objects.get(pk=third.pk)
+        again = Account.objects.get(pk=account.pk)
+        with undone():
+            other.save()
+
+    for obj in (early, other, outer):
+        obj.save()
+    with pytest.raises(StaleObjectError):
+        again.save()
+    again.refresh_from_db()
+    again.save()
+
+
 def test_a_callback_that_fails_after_the_commit_puts_no_version_back(account: Account) -> None:
     def fail() -> None:
         raise Undone
