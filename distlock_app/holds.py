@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -200,7 +201,7 @@ class Hold:
             raise self._lost_error()
         lease.pin()
         transactions.call_at_end(
-            [connection],
+            connection,
             committed=lambda: unpin(lease, ttl, asked_at),
             dropped=lease.unpin,
             savepoints=True,
@@ -371,15 +372,18 @@ class Hold:
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
-            last = lease.part(self, blocks=len(blocks))
+            blocks = [block for block in blocks if id(block) not in lease.unended_blocks]
+            last = lease.part(self, blocks=[id(block) for block in blocks])
         if last:
             renewer.unwatch(lease)
         elif last is None:
-            transactions.call_at_end(
-                blocks,
-                committed=lambda: release_at_end(lease),
-                dropped=lambda: drop_at_end(lease),
-            )
+            for block in blocks:
+                transactions.call_at_end(
+                    block,
+                    before_commit=partial(check_at_end, lease),
+                    committed=partial(release_at_end, lease, id(block)),
+                    dropped=partial(drop_at_end, lease, id(block)),
+                )
         elif lease.lost:
             raise self._lost_error()
         return bool(last)
@@ -430,9 +434,15 @@ class Hold:
         logger.warning("while another error was raised: %s", error, extra=about)
 
 
-def release_at_end(lease: Lease) -> None:
+def check_at_end(lease: Lease) -> None:
+    """Raise LockLost before the commit of what was written under `lease`, if it is lost by now."""
+    if lease.lost and not lease.foreign:
+        raise Hold(lease, release_now=True, released=True)._lost_error()
+
+
+def release_at_end(lease: Lease, block: int) -> None:
     """Release `lease` after the last commit, unless it was taken again meanwhile."""
-    lease.unended_blocks = 0
+    lease.unended_blocks.discard(block)
     if not lease.end_unheld():
         return
     renewer.unwatch(lease)
@@ -469,7 +479,8 @@ def unpin(lease: Lease, ttl: float, asked_at: float) -> None:
             renewer.watch(lease)
 
 
-def drop_at_end(lease: Lease) -> None:
+def drop_at_end(lease: Lease, block: int) -> None:
     """Have `lease` released after the last rollback; runs in a finalizer."""
-    lease.unended_blocks = 0
-    renewer.release_later(lease)
+    lease.unended_blocks.discard(block)
+    if not lease.unended_blocks:
+        renewer.release_later(lease)

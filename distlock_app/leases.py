@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .backends.base import BaseLockBackend
@@ -82,7 +82,7 @@ class Lease:
         self.due: float | None = None  # when the renewer looks at it next
         self.handles = 1  # holds that need it
         self.pins = 0  # transactions that keep everybody else from the claim
-        self.unended_blocks = 0  # transactions whose end the release waits for
+        self.unended_blocks: set[int] = set()  # whose end the release waits for: id(connection)
         self.ended = False  # released or given up: nothing more to renew
         self.owed: int | None = None  # the number of its release on a worker thread
         self.release_asked = False  # in time, but the answer did not come
@@ -152,19 +152,19 @@ class Lease:
             hold.released = False
             return True
 
-    def part(self, hold: Any, *, blocks: int = 0) -> bool | None:
+    def part(self, hold: Any, *, blocks: Iterable[int] = ()) -> bool | None:
         """Take a hold away; return whether it was the last, and the lease has ended with it.
 
-        None: it was, but now the release waits for `blocks` transactions.
+        None: it was, but now the release waits for `blocks` too, which were not waited for.
         """
         with self.lock:
             self.handles -= 1
             hold.released = True
             answer = None
-            if self.handles > 0 or self.unended_blocks:
+            if self.handles > 0 or (self.unended_blocks and (self.ended or not blocks)):
                 answer = False
             elif blocks and not self.ended:
-                self.unended_blocks = blocks
+                self.unended_blocks.update(blocks)
             else:
                 self.ended = True
                 return True

@@ -81,7 +81,7 @@ class VersionedModel(models.Model):
     @classmethod
     def from_db(cls, db: Any, field_names: Any, values: Any, **options: Any) -> Any:
         obj = super().from_db(db, field_names, values, **options)
-        if Undo.living and cls._version_field.attname in obj.__dict__:
+        if Undo.living and obj._version_field.attname in obj.__dict__:
             watch_read(obj, db)
         return obj
 

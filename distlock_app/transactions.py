@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -64,7 +66,9 @@ class OpenSavepoints:
 
 def check_before_lock(name: str, *, release_now: bool) -> None:
     """Refuse, or warn of, an open transaction in which the lock would protect nothing."""
-    for connection in _used():
+    # Those that are in use, and those that will be in manual management once they are.
+    manual = (alias for alias, s in connections.settings.items() if not s.get("AUTOCOMMIT", True))
+    for connection in {*_used(), *(connections[alias] for alias in manual)}:
         if not release_now and _manual(connection):
             raise LockError(
                 f"The connection {connection.alias!r} is in manual transaction management "
@@ -83,64 +87,77 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
 
 
 def call_at_end(
-    blocks: list[Any],
+    connection: Any,
     *,
     committed: Callable[[], None],
     dropped: Callable[[], None],
+    before_commit: Callable[[], None] | None = None,
     savepoints: bool = False,
 ) -> None:
-    """Call one of the two when the outermost block of every connection has ended.
+    """Call one of the first two when the outermost block of the connection has ended.
 
-    `committed` if the last of them to end committed; `dropped`, possibly in a finalizer, if
-    it was rolled back (with `savepoints`: also to one that is open now) or its connection was
-    closed.
+    `dropped`, possibly in a finalizer, if it was rolled back (with `savepoints`: also to one
+    that is open now) or its connection was closed. If `before_commit` raises, it is rolled back.
     """
-    ends = _Ends(len(blocks), committed, dropped)
-    for connection in blocks:
-        # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
-        # wait; and first, because a callback that raises drops all that come after it, into a
-        # traceback that may be kept for long.
-        undone_with = OpenSavepoints(connection) if savepoints else set()
-        connection.run_on_commit.insert(0, (undone_with, _End(ends), True))
+    # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
+    # wait; and first, because a callback that raises drops all that come after it, into a
+    # traceback that may be kept for long.
+    undone_with: Any = OpenSavepoints(connection) if savepoints else set()
+    end = _End(committed, dropped, before_commit)
+    connection.run_on_commit.insert(0, (undone_with, end, True))
+    if before_commit is not None and not hasattr(connection, "_distlock_commit"):
+        connection._distlock_commit = connection.__dict__.get("commit")
+        connection.commit = partial(_commit, weakref.ref(connection))
 
 
-class _Ends:
-    """How many transactions are still open, and what to do when none is."""
+def _commit(reference: Any) -> None:
+    """Commit, unless a lock was lost that was to be kept until then.
 
-    __slots__ = ("committed", "dropped", "left")
-
-    def __init__(
-        self, left: int, committed: Callable[[], None], dropped: Callable[[], None]
-    ) -> None:
-        self.left = left
-        self.committed = committed
-        self.dropped = dropped
+    Of a connection in place of its own method: Django has no hook before a commit.
+    """
+    connection = reference()
+    try:
+        for _, hook, _ in list(connection.run_on_commit):
+            if isinstance(hook, _End) and hook.before_commit is not None:
+                hook.before_commit()
+    except BaseException:
+        connection.rollback()  # Atomic does that only after an error of the database
+        raise
+    if connection._distlock_commit is not None:
+        connection._distlock_commit()
+    else:
+        type(connection).commit(connection)
 
 
 class _End:
     """The callback that only the connection's list refers to."""
 
-    __slots__ = ("_ends",)
+    __slots__ = ("_committed", "_dropped", "before_commit")
 
-    def __init__(self, ends: _Ends) -> None:
-        self._ends: _Ends | None = ends
+    def __init__(
+        self,
+        committed: Callable[[], None],
+        dropped: Callable[[], None],
+        before_commit: Callable[[], None] | None,
+    ) -> None:
+        self._committed = committed
+        self._dropped: Callable[[], None] | None = dropped
+        self.before_commit = before_commit
 
     def __call__(self) -> None:
-        self._ended(committed=True)
+        self._dropped = None
+        self._committed()
 
     def __del__(self) -> None:
-        self._ended(committed=False)
-
-    def _ended(self, *, committed: bool) -> None:
-        ends, self._ends = self._ends, None
-        if ends is not None:
-            ends.left -= 1
-            if ends.left == 0:
-                (ends.committed if committed else ends.dropped)()
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            dropped()
 
 
 def _manual(connection: Any) -> bool:
-    if connection.connection is None or connection.autocommit:
+    if connection.connection is None:  # it begins as its settings say
+        return not connection.settings_dict["AUTOCOMMIT"]
+    if connection.autocommit:
         return False
     # Not an atomic() block that began with autocommit on, and commits at its end.
     return not (connection.in_atomic_block and connection.commit_on_exit)

@@ -191,6 +191,39 @@ def test_blocks_that_end_in_any_order_must_both_end(engine, first, second):
     until(lambda: not held(engine))
 
 
+@pytest.mark.parametrize("error", [None, Stop()])
+def test_a_block_that_began_after_the_release_is_waited_for_when_the_lock_is_taken_again(
+    engine, error
+):
+    first, second = (transaction.atomic(using=using) for using in ("default", "locks"))
+    first.__enter__()
+    with Lock("a"):
+        pass
+    second.__enter__()
+    with Lock("a", wait=0):
+        pass
+
+    first.__exit__(error and Stop, error, None)
+    renewer.settle()
+    assert held(engine)
+    second.__exit__(None, None, None)
+
+    until(lambda: not held(engine))
+
+
+def test_what_was_written_under_a_lock_that_was_lost_since_is_not_committed(engine):
+    with pytest.raises(LockLost), transaction.atomic():
+        with Lock("a") as hold:
+            Counter.objects.create(name="a")
+        lose(hold)
+
+    assert stored() == 0
+    with transaction.atomic(), Lock("a"):
+        Counter.objects.create(name="a")
+    assert stored() == 1
+    assert connection.get_autocommit()
+
+
 def test_several_locks_are_kept_until_the_end(engine):
     with transaction.atomic():
         with all_of(Lock("a"), Lock("b")):
@@ -326,7 +359,7 @@ def test_a_loss_before_the_commit_is_told(engine):
 
     lock_lost.connect(listen)
     try:
-        with transaction.atomic():
+        with pytest.raises(LockLost), transaction.atomic():
             with Lock("lost before the commit", ttl=0.2, renew=False):
                 pass
             until(lambda: told)
@@ -345,7 +378,7 @@ def test_a_loss_after_a_release_that_waits_is_not_told_to_its_callback(engine):
 
     lock_lost.connect(listen)
     try:
-        with transaction.atomic():
+        with pytest.raises(LockLost), transaction.atomic():
             released = lock.acquire()
             released.on_lost(lambda hold: told.append("released"))
             released.release()
@@ -421,6 +454,29 @@ def test_manual_transaction_management_is_refused_with_the_ways_out(engine):
     finally:
         transaction.rollback()
         transaction.set_autocommit(True)
+
+
+def test_autocommit_off_is_refused_on_a_connection_that_is_not_open_yet(engine, monkeypatch):
+    monkeypatch.setitem(connections.settings["locks"], "AUTOCOMMIT", False)
+    refusals = []
+
+    def work():
+        try:
+            for _ in range(2):
+                with pytest.raises(LockError, match="autocommit is off") as refusal:
+                    Lock("a").acquire()
+                refusals.append(refusal.value)
+                connections["locks"].close()
+            with Lock("a", release="now"):
+                pass
+        finally:
+            connections.close_all()
+
+    with running(work):
+        pass
+
+    assert len(refusals) == 2
+    assert engine.asked == ["acquire", "release"]
 
 
 def test_a_hold_that_is_kept_does_not_hide_manual_transaction_management(engine):
