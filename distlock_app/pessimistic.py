@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ POLL, MAX_POLL = 0.002, 0.05
 SPARE = 100
 # The longest that PostgreSQL and SQLite can be told, in milliseconds: 24 days.
 LONGEST_MS = 2**31 - 1
+# The least, in seconds: to a server, 0 is for ever.
+SHORTEST = 0.001
 # What a server says when a row was not to be had. PostgreSQL: NOWAIT, and the time of a statement.
 # MySQL and MariaDB: the time of a lock, or NOWAIT; NOWAIT; the time of a statement.
 REFUSED = frozenset({"55P03", "57014", 1205, 3572, 1969})
@@ -218,6 +221,7 @@ def _in_atomic(using: str) -> Any:
 
 def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
     """Evaluate a locking queryset, with a bounded wait."""
+    wait = _bounded(wait)
     deadline = Deadline(wait)
     connection = connections[rows.db]
     if wait == 0 and connection.features.has_select_for_update_nowait:
@@ -242,6 +246,13 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         if wait == 0:
             raise LockBusy(f"rows of {label} are locked by somebody else") from error
         raise LockTimeout(f"rows of {label} were locked by others for {wait} s") from error
+
+
+def _bounded(wait: float | None) -> float | None:
+    """Return the seconds that every database can be told."""
+    if wait is not None and not wait >= 0:
+        raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
+    return min(max(wait, SHORTEST), LONGEST_MS / 1000) if wait else wait
 
 
 def _was_refused(error: OperationalError) -> bool:
@@ -327,4 +338,4 @@ def _lock_file(connection: Any, model: Any, wait: float | None) -> None:
 
 
 def _milliseconds(wait: float | None) -> int:
-    return LONGEST_MS if wait is None else min(LONGEST_MS, max(wait > 0, round(wait * 1000)))
+    return LONGEST_MS if wait is None else math.ceil(wait * 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
@@ -190,6 +191,28 @@ def test_a_row_that_does_not_fit_any_more_is_left_out(jobs: list[Job]) -> None:
         with transaction.atomic():
             assert for_update(Job.objects.filter(state="new"), wait=DEADLINE) == jobs[1:]
         future.result(DEADLINE)
+
+
+@pytest.mark.parametrize("wait", [1e-7, 0.0005, 0.0014])
+def test_the_shortest_wait_ends_at_once(jobs: list[Job], wait: float) -> None:
+    with locked_elsewhere(jobs[1].pk), transaction.atomic():
+        started = time.monotonic()
+        for lock in (
+            lambda: Job.objects.for_update(jobs[1].pk, wait=wait),
+            lambda: for_update(Job.objects.all(), wait=wait),
+        ):
+            with pytest.raises(LockTimeout):
+                lock()
+        assert time.monotonic() - started < 1.9  # a server of whole seconds would need 2
+
+
+@pytest.mark.parametrize("wait", [math.inf, 1e300])
+def test_the_longest_wait_gets_what_is_free(jobs: list[Job], wait: float) -> None:
+    with transaction.atomic():
+        assert for_update(Job.objects.all(), wait=wait) == jobs
+        for wrong in (-1, math.nan):
+            with pytest.raises(ValueError, match="wait must be"):
+                for_update(Job.objects.all(), wait=wrong)
 
 
 def test_a_server_of_whole_seconds_is_asked_again(jobs: list[Job], monkeypatch: Any) -> None:
