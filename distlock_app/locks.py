@@ -25,6 +25,7 @@ from .records import fields, logger
 from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
 from .signals import atell, lock_acquired, lock_busy, lock_cleared, tell
+from .transactions import check_caller
 from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
 
 
@@ -129,6 +130,8 @@ class Lock:
         """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
         self._no_atomic()
         attempt = Attempt(self, wait)
+        if self.release != "now":
+            await check_caller(self.name)
         if (hold := attempt.reenter()) is not None:
             return hold
         bell = AsyncBell()

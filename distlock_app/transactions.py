@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from asgiref.sync import AsyncToSync, sync_to_async
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -46,6 +47,24 @@ def is_open(connection: Any) -> bool:
     if not connection.in_atomic_block or connection.closed_in_transaction:
         return False
     return not any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
+
+
+async def check_caller(name: str) -> None:
+    """Refuse a lock of a task if the thread that waits for it in `async_to_sync` is in a block.
+
+    What the task writes by `sync_to_async` is in that block, whose end a lock cannot wait for: the
+    next call would be another task, for which the lock is held.
+    """
+    # Asked only where there is such a thread: that costs a change of threads.
+    begun = getattr(AsyncToSync.executors, "current", None)
+    if begun is None and asyncio.get_running_loop() not in AsyncToSync.loop_thread_executors:
+        return
+    for connection in await sync_to_async(open_blocks)():
+        raise LockError(
+            f"The lock {name[:200]!r} is taken by a task that async_to_sync() began inside "
+            f"atomic() on {connection.alias!r}: it would be released before the commit. Take it "
+            'around that atomic(), or Lock(..., release="now") for what is not in the database.'
+        )
 
 
 class OpenSavepoints:

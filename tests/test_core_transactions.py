@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -454,6 +455,25 @@ def test_manual_transaction_management_is_refused_with_the_ways_out(engine):
     finally:
         transaction.rollback()
         transaction.set_autocommit(True)
+
+
+def test_a_task_that_is_begun_inside_of_a_block_gets_no_lock_that_ends_before_it(engine):
+    async def locked(**options):
+        async with Lock("a", **options):
+            await sync_to_async(Counter.objects.create)(name=str(options))
+
+    async def locked_by_a_task():
+        await asyncio.create_task(locked())
+
+    with transaction.atomic():
+        for work in (locked, locked_by_a_task):
+            with pytest.raises(LockError, match="async_to_sync"):
+                async_to_sync(work)()
+        async_to_sync(locked)(release="now")
+    async_to_sync(locked)()
+
+    assert engine.asked == ["acquire", "release"] * 2
+    assert stored() == 2
 
 
 def test_autocommit_off_is_refused_on_a_connection_that_is_not_open_yet(engine, monkeypatch):
