@@ -20,12 +20,14 @@ class Terminated(BaseCommand):
     """Take other locks for ever, inside of its own."""
 
     requires_system_checks = []
+    told = -1  # a pipe to the test
 
     def add_arguments(self, parser: Any) -> None:
         parser.add_argument("number", type=int)
         parser.add_argument("--seconds", type=float, default=60.0)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        os.write(self.told, b"x")
         end = time.monotonic() + options["seconds"]
         while time.monotonic() < end:
             time.sleep(0.001)
@@ -42,11 +44,12 @@ def terminate_children(*, number: int, seed: int) -> dict[str, int]:
             # Every third has nearly nothing to do, and may get the signal in its release.
             _run_until_terminated(child, told, seconds=60.0 if child % 3 else 0.02)
         os.close(told)
-        os.read(ready, 1)
-        os.close(ready)
+        for _ in range(1 + child % 2):  # every second has its lock, however busy the machine is
+            os.read(ready, 1)
         time.sleep(chance.uniform(0.0, 0.06))
         os.kill(pid, signal.SIGTERM)
         ends[str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))] += 1
+        os.close(ready)
     return dict(ends)
 
 
@@ -54,6 +57,7 @@ def _run_until_terminated(child: int, told: int, *, seconds: float) -> None:
     code = 99
     try:
         os.write(told, b"x")
+        Terminated.told = told
         call_command(Terminated(), str(child), seconds=seconds)
         code = 0
     except SystemExit as end:
