@@ -5,9 +5,9 @@
 #
 # Installs what is missing (Debian's apt, with sudo when not root), makes its own virtual
 # environments in .venv-tests/, starts MariaDB, PostgreSQL, Redis, etcd and ZooKeeper privately on
-# free ports and stops them at the end. The oldest and the newest Django are tested at the same
-# time, each on servers of its own. MySQL comes from a newer Debian than this machine's, unpacked
-# into .venv-tests/; where it cannot be had, it is skipped.
+# free ports and stops them at the end. A run is a list of jobs (the slow tests on SQLite, say), of
+# which some run at the same time, each on servers of its own. MySQL comes from a newer Debian than
+# this machine's, unpacked into .venv-tests/; where it cannot be had, it is skipped.
 #
 #   --quick   one Python, SQLite and Redis, without the tests marked slow
 #   --only=X  only on this database; redis: only what is about Redis
@@ -56,6 +56,7 @@ case $quick$only in
     1 | redis) stores=redlock ;;
     *) stores= ;;
 esac
+kept="new-${databases%% *}"  # whose servers --keep leaves running
 wants() { case " $databases redis redis_cluster $stores " in *" $1 "*) true ;; *) false ;; esac; }
 
 # --- The end, whatever it is: what was started is stopped, by its process id. ---------------
@@ -68,7 +69,7 @@ python='' child='' lanes='' policy='' skipped="$work/skipped"
 : > "$work/table"
 
 stop_servers() {
-    for directory in "$work"/*/servers; do
+    for directory in "$work"/${1:-*}/servers; do
         [ ! -d "$directory" ] || "$python" -m tests.servers stop --dir "$directory"
     done
 }
@@ -80,9 +81,9 @@ clean_up() {
         wait "$process" 2>/dev/null
     done
     [ -z "$policy" ] || as_root rm -f /usr/sbin/policy-rc.d
-    if [ -n "$keep" ] && [ -s "$work/new/env" ]; then
-        say "The servers run on. Use them:  set -a; . $work/new/env; python -m pytest"
-        echo "Stop them:  $python -m tests.servers stop --dir $work/new/servers && rm -rf $work"
+    if [ -n "$keep" ] && [ -s "$work/$kept/env" ]; then
+        say "The servers run on. Use them:  set -a; . $work/$kept/env; python -m pytest"
+        echo "Stop them:  $python -m tests.servers stop --dir $work/$kept/servers && rm -rf $work"
     else
         stop_servers
         rm -rf "$work"
@@ -223,8 +224,17 @@ chosen=$*
 [ "$only" != redis ] || set -- "$@" -k 'redis or redlock'
 for pair in $main_pairs; do python=$(cat "$work/python${pair%-*}"); done
 
-# Make the virtual environment of a pair, or keep it if what it was made from is the same.
+# Make the virtual environment of a pair, or keep it if what it was made from is the same. One job
+# makes it, the others that want it wait.
 make_venv() {
+    exec 9> "$work/$1.lock"
+    flock 9
+    make_venv_alone "$1"
+    set -- $?
+    exec 9>&-
+    return "$1"
+}
+make_venv_alone() {
     pair=$1 venv="$here/.venv-tests/$1"
     source=$(cat "$work/python${pair%-*}")
     lowest=
@@ -251,7 +261,7 @@ make_venv() {
 
 # --- The runs. ------------------------------------------------------------------------------
 
-record() { printf '%-10s %-12s %-8s %6s s  %s\n' "$@" >> "$work/table"; }
+record() { printf '%-10s %-20s %-8s %6s s  %s\n' "$@" >> "$work/table"; }
 
 # run_suite PAIR DATABASE [PYTEST ARGUMENTS]
 run_suite() {
@@ -271,7 +281,7 @@ run_suite() {
         *) result=FAILED ;;
     esac
     [ "$result" != FAILED ] || : > "$work/failed"
-    record "$pair" "$database" "$result" $(($(date +%s) - began)) \
+    record "$pair" "$job" "$result" $(($(date +%s) - began)) \
         "$(cat "$DISTLOCK_TEST_TOTALS" 2>/dev/null)"
 }
 
@@ -283,10 +293,14 @@ check() {
     record "$pair" "$name" "$result" $(($(date +%s) - began)) ''
 }
 
+# Start the servers that a job on this database needs, in "$lane".
 start_servers() {
+    needed="redis redis_cluster $stores $1"
+    # What runs beside SQLite only may need any of them.
+    case $marks in *'not once'*) ;; *) needed="$needed $databases" ;; esac
     export DISTLOCK_TEST_REQUIRE=
     for server in redis redis_cluster redlock mysql mysql9 postgresql etcd zookeeper; do
-        wants "$server" || continue
+        case " $needed " in *" $server "*) ;; *) continue ;; esac
         DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE $server"
         variable=DISTLOCK_TEST_$(echo "$server" | tr '[:lower:]' '[:upper:]')_URL
         if eval "[ -n \"\${$variable:-}\" ]"; then
@@ -296,7 +310,7 @@ start_servers() {
             export "${line?}"
         elif [ $? = 69 ] && [ "$server" = mysql9 ]; then
             skip "MySQL: it cannot be had here"
-            databases=
+            return 1
         else
             fail "the server $server"
         fi
@@ -304,49 +318,73 @@ start_servers() {
     [ -z "$browser" ] || DISTLOCK_TEST_REQUIRE="$DISTLOCK_TEST_REQUIRE chromium"
 }
 
-# run_lane NAME PAIR MARKS [PYTEST ARGUMENTS]: the tests of a pair with these marks, on one
-# database after the other, on servers of its own. The lane of the oldest pair then runs the lowest
-# versions, that of the slow tests the wheel. (run_suite and make_venv set $pair.)
-run_lane() {
-    lane="$work/$1" own=$2 marks=$3 lanes='' child=''
-    [ "$1" != mysql9 ] || databases=mysql9 stores=
-    shift 3
+# run_job KIND-DATABASE [PYTEST ARGUMENTS]: the tests of this kind on this database, on servers of
+# its own. In the background: what it exports is for this job.
+run_job() {
+    job=$1 kind=${1%-*} database=${1#*-} lane="$work/$1" child=''
+    shift
     trap - EXIT
     trap '[ -z "$child" ] || kill -TERM "$child"; exit 143' TERM
-    mkdir -m 711 "$lane" "$lane/servers" "$lane/tmp"
+    mkdir -m 711 "$lane/servers" "$lane/tmp"
     export TMPDIR="$lane/tmp" DISTLOCK_TEST_VAR="$lane/var" DISTLOCK_TEST_TOTALS="$lane/totals"
-    [ "${lane##*/}" != old ] || make_venv "$own" || return
-    start_servers
-    for database in $databases; do
-        [ "$database" = sqlite ] || more=' and not once'
-        case ${lane##*/}-$database in
-            old-sqlite | old-postgresql) crowd=' and not crowd' ;;
-            *) crowd='' ;;
-        esac
-        run_suite "$own" "$database" "$@" -m "$marks${more:-}$crowd"
-    done
-    case ${lane##*/} in
-        old) [ -n "$lowest_pair" ] && make_venv "$lowest_pair" || return
-            run_suite "$lowest_pair" sqlite "$@" -m 'not slow and not crowd and once'
-            for database in $databases; do
-                run_suite "$lowest_pair" "$database" "$@" -m 'not slow and not crowd and not once' \
-                    -k contract
-            done ;;
-        slow) [ -z "$wheel_pair" ] || test_wheel "$@" ;;
+    case $kind in
+        checks) run_checks; return ;;
+        slow) own=$new_pair marks=slow ;;
+        new) own=$new_pair marks='not slow' ;;
+        old) own=$old_pair marks=$old_marks ;;
+        lowest) own=$lowest_pair marks='not slow and not crowd and once' ;;
+        contract) own=$lowest_pair marks='not slow and not crowd and not once' ;;
+        wheel) own=$wheel_pair marks='not slow and not crowd and not once' ;;
     esac
+    case $kind-$database in
+        old-sqlite | old-postgresql | new-mysql9) marks="$marks and not crowd" ;;
+    esac
+    case $database-$marks in
+        sqlite-* | *'not once'*) ;;
+        *) marks="$marks and not once" ;;
+    esac
+    make_venv "$own" || return
+    start_servers "$database" || return
+    case $kind in
+        wheel) test_wheel "$@" ;;
+        contract) run_suite "$own" "$database" "$@" -m "$marks" -k contract ;;
+        *) run_suite "$own" "$database" "$@" -m "$marks" ;;
+    esac
+    [ "$keep$job" = "1$kept" ] || stop_servers "$job"
+}
+
+# Do one job after the other: each is done by the worker that makes its directory.
+work_off() {
+    child=''
+    trap - EXIT
+    trap '[ -z "$child" ] || { kill -TERM "$child"; wait "$child"; }; exit 143' TERM
+    for job in $jobs; do
+        mkdir -m 711 "$work/$job" 2>/dev/null || continue
+        echo "Begun: $job"
+        if [ "$at_once" = 1 ]; then
+            run_job "$job" "$@" &
+        else
+            run_job "$job" "$@" > "$work/$job.log" 2>&1 &
+        fi
+        child=$!
+        wait "$child"
+        [ $? -lt 128 ] || fail "the job $job was killed"
+        child=''
+        [ "$at_once" = 1 ] || flock "$work/printed" cat "$work/$job.log"
+    done
+    return 0
 }
 
 # Test what users install, in a copy of the project that has lost its sources.
 test_wheel() {
-    make_venv "$wheel_pair" || return
-    bin="$here/.venv-tests/$wheel_pair/bin"
+    bin="$here/.venv-tests/$own/bin"
     mkdir "$lane/project"
     cp -R ./* "$lane/project"
     cd "$lane/project" || exit 1
     if run "$bin/python" -m build --wheel --outdir "$lane/dist" > "$lane/build.log" 2>&1 &&
         run "$bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-deps \
             --force-reinstall "$lane"/dist/*.whl && rm -r build distlock_app; then
-        run_suite "$wheel_pair" sqlite "$@" -m 'not slow and not once and not crowd'
+        run_suite "$own" sqlite "$@" -m "$marks"
     else
         tail -n 20 "$lane/build.log"
         fail "the wheel"
@@ -355,18 +393,30 @@ test_wheel() {
     cd "$here" || exit 1
 }
 
-new_pair=${main_pairs##* }
-make_venv "$new_pair" || exit 1  # two lanes use it; each of the others makes its own
-old_pair=${main_pairs%"$new_pair"}
-start_lane() {
-    run_lane "$@" > "$work/$1.log" 2>&1 &
-    lanes="$lanes $!"
-    # On a server that somebody gave us, the lanes would meet.
-    [ -z "$given" ] || wait "$!"
+run_checks() {
+    pair=$new_pair bin="$here/.venv-tests/$new_pair/bin"
+    say "Linter, types, imports, migrations ($pair)"
+    check ruff "$bin/ruff" check --no-cache .
+    check format "$bin/ruff" format --no-cache --check .
+    if [ "$pair" = 3.10-5.2 ]; then
+        skip "types and import floors: their checkers need Python 3.11"
+    else
+        check types "$bin/mypy" --cache-dir="$work/mypy"
+        check imports "$bin/lint-imports" --no-cache
+    fi
+    check migrations env DJANGO_SETTINGS_MODULE=tests.settings \
+        "$bin/python" -m django makemigrations --check --dry-run
 }
+
+new_pair=${main_pairs##* }
+old_pair=${main_pairs%"$new_pair"}
+old_pair=${old_pair% }
+make_venv "$new_pair" || exit 1
+
+# The jobs, the longest first.
+jobs=
 if [ -n "$quick" ]; then
-    run_lane new "$new_pair" 'not slow' "$@" &
-    lanes=$!
+    jobs='new-sqlite checks'
 else
     for pair in $old_pair $lowest_pair $wheel_pair; do
         skip "slow tests on $pair: the pair $new_pair runs them"
@@ -378,42 +428,41 @@ else
         skip "tests on $pair that start processes"
     done
     for pair in $lowest_pair; do
-        skip "what depends on the database on $pair, but the contract: the pair ${old_pair% } runs it"
+        skip "what depends on the database on $pair, but the contract: the pair $old_pair runs it"
     done
     for pair in $wheel_pair; do
         skip "MariaDB and PostgreSQL on $pair, and what is the same on every database"
     done
     old_marks='not slow'
     if [ -n "$lowest_pair" ]; then
-        skip "what is the same on every database on ${old_pair% }: the pair $lowest_pair runs it"
+        skip "what is the same on every database on $old_pair: the pair $lowest_pair runs it"
         old_marks='not slow and not once'
     fi
-    [ -z "$old_pair" ] || start_lane old "${old_pair% }" "$old_marks" "$@"
-    start_lane slow "$new_pair" slow "$@"
-    case $only in
-        '' | mysql) start_lane mysql9 "$new_pair" 'not slow and not crowd' "$@"
-            skip 'tests on MySQL that are slow, start processes, or need no database' ;;
-    esac
-    run_lane new "$new_pair" 'not slow' "$@" &
+    first= middle= last=
+    for database in $databases; do
+        case $database in
+            sqlite) first="slow-sqlite new-sqlite" ;;
+            *) middle="$middle new-$database" last="$last slow-$database" ;;
+        esac
+        [ -z "$old_pair" ] || last="old-$database $last"
+        [ -z "$lowest_pair" ] || last="$last contract-$database"
+    done
+    if wants mysql; then
+        middle="$middle new-mysql9"
+        skip 'tests on MySQL that are slow, start processes, or need no database'
+    fi
+    jobs="$first ${lowest_pair:+lowest-sqlite} $middle ${wheel_pair:+wheel-sqlite} $last checks"
+fi
+# More at once than there are processors: tests wait for a ttl now and then. One at a time on a
+# server that somebody gave us, where they would meet.
+at_once=$(($(nproc) + 2))
+[ -z "$given$quick" ] || at_once=1
+for _ in $(seq "$at_once"); do
+    work_off "$@" &
     lanes="$lanes $!"
-fi
-for process in $lanes; do wait "$process"; done
+done
+for process in $lanes; do wait "$process" || fail "a worker ended"; done
 lanes=
-cat "$work/old.log" "$work/slow.log" "$work/mysql9.log" 2>/dev/null
-
-pair=${main_pairs##* }
-bin="$here/.venv-tests/$pair/bin"
-say "Linter, types, imports, migrations ($pair)"
-check ruff "$bin/ruff" check --no-cache .
-check format "$bin/ruff" format --no-cache --check .
-if [ "$pair" = 3.10-5.2 ]; then
-    skip "types and import floors: their checkers need Python 3.11"
-else
-    check types "$bin/mypy" --cache-dir="$work/mypy"
-    check imports "$bin/lint-imports" --no-cache
-fi
-check migrations env DJANGO_SETTINGS_MODULE=tests.settings \
-    "$bin/python" -m django makemigrations --check --dry-run
 
 say "Summary"
 cat "$work/table"
