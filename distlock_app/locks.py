@@ -60,7 +60,7 @@ class Lock:
 
     def __post_init__(self) -> None:
         names.checked(self.name)
-        if self.ttl is not UNSET and checked_ttl(self.ttl) > LONG_TTL:
+        if self.ttl is not UNSET and checked_ttl(self.ttl) > LONG_TTL and self.renew:
             text = f"ttl counts seconds: after a crash, {self.ttl:g} of them keep the lock"
             warnings.warn(f"{text} for {self.ttl / 3600:.1f} hours", stacklevel=3)
         if self.wait is not UNSET:

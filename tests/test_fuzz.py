@@ -72,6 +72,7 @@ def test_what_is_no_name_is_refused(name):
         Lock(name)
 
 
+@pytest.mark.filterwarnings("ignore:ttl counts seconds")
 @examples(100)
 @given(NUMBERS)
 @example(math.nan)
