@@ -41,7 +41,7 @@ ONCE = (
     *("test_core_settings", "test_core_waiting", "test_etags", "test_history"),
     *("test_demo", "test_docs", "test_faults_history", "test_fuzz", "test_integrations"),
     *("test_log_records", "test_metrics", "test_override_locks", "test_packaging"),
-    *("test_race", "test_redis_"),
+    *("test_race", "test_permission_matrix", "test_redis_"),
     *("test_servers", "test_benchmarks", "test_etcd_", "test_redlock", "test_translations"),
 )
 
