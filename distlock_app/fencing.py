@@ -10,6 +10,7 @@ from django.db import NotSupportedError, connections, models, router, transactio
 
 from .errors import LockError, StaleFenceError
 from .optimistic import VersionedModel, VersionedQuerySet
+from .version_fields import LAST
 
 __all__ = [
     "FencedManager",
@@ -150,6 +151,7 @@ class FencedModel(models.Model):
 
     # Also a default of the database: the column can be added while an old release is running.
     fence = models.BigIntegerField(default=0, db_default=0, editable=False)
+    fence.creation_counter += LAST
 
     objects = FencedManager()
 

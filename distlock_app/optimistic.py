@@ -47,7 +47,11 @@ class VersionedModel(models.Model):
         found = super().check(**kwargs)
         managers = (cls._default_manager, cls._base_manager)
         if not all(isinstance(m.get_queryset(), VersionedQuerySet) for m in managers):
-            text = f"update() and bulk_update() of {cls.__name__}'s manager leave the version."
+            text = (
+                f"With {cls.__name__}'s manager, update(), bulk_update() and "
+                "bulk_create(update_conflicts=True) overwrite rows and leave their version, and "
+                "what only() read cannot be saved."
+            )
             hint = "Derive it from VersionedManager, or its queryset from VersionedQuerySet."
             found.append(checks.Warning(text, hint=hint, obj=cls, id="distlock_app.W023"))
         return found

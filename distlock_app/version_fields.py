@@ -13,6 +13,10 @@ from django.db.models.query_utils import DeferredAttribute
 from django.db.models.sql.where import ExtraWhere
 from django.utils import timezone
 
+# Puts a column of the guards behind the model's own: Django takes positional values in the order
+# in which fields were made, and Author(None, "Ann") means the name.
+LAST = 10**9
+
 
 class VersionAttribute(DeferredAttribute):
     """Shows a deferred version without keeping it.
@@ -50,6 +54,7 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | self.fixed)
+        self.creation_counter += LAST
 
     def deconstruct(self) -> Any:
         name, _, args, kwargs = super().deconstruct()

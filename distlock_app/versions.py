@@ -16,7 +16,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
     """Moves the version on with every write that does not go through `save()`."""
 
     def only(self, *fields: Any) -> Any:
-        return super().only(*fields, self.model._version_field.name)
+        version = () if None in fields else (self.model._version_field.name,)
+        return super().only(*fields, *version)
 
     def defer(self, *fields: Any) -> Any:
         return super().defer(*(f for f in fields if f != self.model._version_field.name))

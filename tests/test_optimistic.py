@@ -29,6 +29,7 @@ from distlock_app.errors import StaleObjectError
 from distlock_app.etags import etag_of
 from distlock_app.forms import VERSION, VersionedModelForm
 from distlock_app.signals import version_conflict
+from tests.app.guarded_models import Shelf, Vault
 from tests.app.versioned_models import (
     Account,
     Article,
@@ -93,6 +94,26 @@ class AccountForm(VersionedModelForm):
     class Meta:
         model = Account
         fields = ["balance"]
+
+
+def test_positional_values_are_those_of_the_models_own_fields() -> None:
+    account, article = Account(None, "Ann", 7), Article(None, "text", True)
+    shelf, vault = Shelf(None, "new", 5), Vault(None, 6)
+
+    assert (account.owner, account.balance, account.version) == ("Ann", 7, None)
+    assert (article.text, article.hidden, article.revision) == ("text", True, None)
+    assert (shelf.name, shelf.stock, shelf.fence) == ("new", 5, 0)
+    assert (vault.stock, vault.fence, vault.version) == (6, 0, None)
+    for obj in (account, article, shelf, vault):
+        obj.save()
+        assert type(obj)._base_manager.get() == obj
+
+
+def test_only_none_is_refused_as_django_refuses_it(account: Account) -> None:
+    with pytest.raises(TypeError, match="None"):
+        Account.objects.only(None)
+
+    assert Account.objects.defer("owner").defer(None).get().get_deferred_fields() == set()
 
 
 # save()
@@ -804,7 +825,7 @@ def test_a_fixture_keeps_its_version_and_gets_one_if_it_has_none(account: Accoun
             loaded.save()
         assert version_of(account) == 2
 
-    fixture = fixture.replace('"version": 2, ', "")
+    fixture = fixture.replace(', "version": 2', "")
     for loaded in serializers.deserialize("json", fixture):
         loaded.save()
     assert version_of(account) == 3
