@@ -58,6 +58,7 @@ class Busy:
     news: int | None = None
     # Kept by the core as long as the caller waits; to drop it is to give up a place in a queue.
     place: Any = None
+    told: bool = False  # claim.wake will be called when another try is worth it
 
     def __bool__(self) -> Literal[False]:
         return False

@@ -89,7 +89,8 @@ def acquiring(
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
             news = getattr(refusal, "news", None)
-            pause = _pause(backend, attempt, free_in, news=news, failed=failure is not None)
+            told = news is not None or getattr(refusal, "told", False)
+            pause = _pause(backend, attempt, free_in, told=told, failed=failure is not None)
             answer = yield ("pause", deadline.cap(pause), news)
         if answer:
             if (began := _trusted(answer, asked_at)) is not None:
@@ -123,12 +124,12 @@ def _pause(
     attempt: int,
     free_in: float | None,
     *,
-    news: int | None,
+    told: bool,
     failed: bool,
 ) -> float:
     if backend.blocks and not failed:
         return 0.0
-    if news is not None:
+    if told:
         pause = LOOK_EVERY
     elif backend.pushes:
         pause = backend.poll_max

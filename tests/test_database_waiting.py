@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections import deque
 from time import monotonic, sleep
 
 import pytest
@@ -59,8 +60,8 @@ def places():
     """The connections that stay with the claims of those who wait by `Lock(using="locks")`."""
     places = registry["locks"].backend._sessions
     yield places
-    for place in waiting_in(places):  # of a test that failed
-        place.give_up()
+    places.lines.tidy()
+    eventually(lambda: not waiting_in(places))
 
 
 class Waiter(threading.Thread):
@@ -110,8 +111,15 @@ def in_queue(number=1, within=DEADLINE):
     eventually(there, within)
 
 
-def in_queue_once(number=1):
-    in_queue(number)
+def in_line(places, number):
+    """Wait until so many wait in this process, one of them on the server."""
+    lines = places.lines._lines
+    eventually(lambda: sum(len(line.seats) for line in list(lines.values())) == number)
+    in_queue(min(number, 1))
+
+
+def in_line_once(places, number=1):
+    in_line(places, number)
     connections.close_all()  # those of this thread
 
 
@@ -122,7 +130,7 @@ async def wait_until_cancelled(lock):
 
 
 def waiting_in(places):
-    return list(places._places.values())
+    return places.lines.places()
 
 
 def test_a_release_wakes_the_waiter(backend, places, only_told):
@@ -142,7 +150,7 @@ def test_a_release_wakes_a_waiting_task_without_a_thread_of_its_own(backend, pla
 
     async def wait():
         task = asyncio.create_task(Lock("a", using="locks", wait=2 * DEADLINE).aacquire())
-        await asyncio.to_thread(in_queue_once)
+        await asyncio.to_thread(in_line_once, places)
         assert not [thread for thread in threading.enumerate() if "wait" in thread.name]
         await asyncio.to_thread(backend.release, held)
         hold = await asyncio.wait_for(task, DEADLINE)
@@ -157,7 +165,7 @@ def test_waiters_are_served_in_order_of_arrival(backend, places, only_told):
     waiters = [Waiter(number, order) for number in range(5)]
     for number, waiter in enumerate(waiters):
         waiter.start()
-        in_queue(number + 1)
+        in_line(places, number + 1)
     backend.release(held)
 
     assert all(waiter.served() for waiter in waiters)
@@ -183,7 +191,7 @@ def test_who_comes_at_the_hand_over_does_not_overtake(long_handover, backend, pl
     backend.release(held)
 
     assert isinstance(backend.acquire(claim("a"), 0), Busy)
-    assert refused.place.called(within=DEADLINE)
+    assert refused.place.line.place.called(within=DEADLINE)
     assert isinstance(registry["locks"].backend.acquire(waiting_for, 30), Grant)
 
 
@@ -214,7 +222,7 @@ def test_who_gives_up_leaves_no_place(backend, places, end):
         assert waits.release(Grant(wanted)) is False
     del refused
 
-    assert places.parked == 0
+    eventually(lambda: places.parked == 0)
     backend.release(held)
     if end == "dropped":  # which the server finds out
         grab(backend, "a")
@@ -230,7 +238,7 @@ def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, places):
 
     async def cancel():
         task = asyncio.create_task(Lock("a", using="locks", wait=DEADLINE).aacquire())
-        await asyncio.to_thread(in_queue_once)
+        await asyncio.to_thread(in_line_once, places)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -250,7 +258,7 @@ def test_cancelled_tasks_leave_the_servers_queue_at_once(backend, places, stable
 
     async def cancel():
         tasks = [asyncio.create_task(wait_until_cancelled(lock)) for lock in locks]
-        await asyncio.to_thread(in_queue_once, len(tasks))
+        await asyncio.to_thread(in_line_once, places, len(tasks))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks)
@@ -263,9 +271,10 @@ def test_cancelled_tasks_leave_the_servers_queue_at_once(backend, places, stable
 def test_a_task_cancelled_while_it_lines_up_leaves_the_servers_queue(backend, places, monkeypatch):
     held = grab(backend, "a")
     registry["locks"].backend.ping()
-    line_up, cancelled = places.dialect.line_up, threading.Event()
+    line_up, began, cancelled = places.dialect.line_up, threading.Event(), threading.Event()
 
     def line_up_late(*args):
+        began.set()
         assert cancelled.wait(DEADLINE)
         return line_up(*args)
 
@@ -274,7 +283,7 @@ def test_a_task_cancelled_while_it_lines_up_leaves_the_servers_queue(backend, pl
     async def cancel():
         lock = Lock("a", using="locks", wait=DEADLINE)
         task = asyncio.create_task(wait_until_cancelled(lock))
-        await asyncio.to_thread(eventually, lambda: not places._idle)
+        assert await asyncio.to_thread(began.wait, DEADLINE)
         task.cancel()
         await task
         cancelled.set()
@@ -393,7 +402,8 @@ def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, place
 
 
 def test_beyond_its_connections_a_process_polls(backend, places, monkeypatch):
-    monkeypatch.setattr(registry["locks"].backend, "_queue", 1)
+    monkeypatch.setattr(places, "_slots", deque([None]))
+    monkeypatch.setattr(places, "_queue", 1)
     held = grab(backend, "a")
     waiters = [Waiter() for _ in range(3)]
     for waiter in waiters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,12 +18,12 @@ from django.db import Error as DjangoDatabaseError
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..timing import monotonic
-from ..workers import started
 from .base import BaseLockBackend
 from .database_checks import check_sharing, check_table
+from .lines import Line, Seat
 from .sessions import Place, Session, Sessions
 from .sql import dialect_for
-from .sql.base import MAX_FENCE, PAGE
+from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, Pair
 
 T = TypeVar("T")
 
@@ -71,29 +72,36 @@ class DatabaseBackend(BaseLockBackend):
             )
         self._queue = queue
         self._polls_until = 0.0
-        self._sessions = Sessions(self.using)
+        give_up = weakref.WeakMethod(self._give_up)
+        self._sessions = Sessions(
+            self.using, queue, lambda place: (give_up() or Place.give_up)(place)
+        )
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
-        place = self._sessions.unpark(_who(claim))
+        lines = self._sessions.lines
+        seat = lines.seat_of(_who(claim))
+        if wait != 0:
+            if seat is None and lines.wanted(claim.key):
+                seat = lines.sit(_who(claim), claim.wake)
+            if seat is not None and not lines.leads(seat):
+                return Busy(place=seat, told=True)
         try:
-            if place is not None and place.called():
-                return self._take_turn(place, claim, wait)
-            answer = self._join(claim, waits=wait != 0 and place is None)
+            answer = self._lead(seat, claim, wait) if seat else self._join(claim, wait)
         except Crowded as error:
             self._refuse_to_wait_for_itself(error)
-            answer = Busy()
-        if place is None or place.session is None:
-            return answer
-        if not answer and wait != 0:
-            return self._stay(place, claim, answer)
-        self._give_up(place)
+            answer = Busy(place=seat)
+        if seat is not None and (answer or wait == 0):
+            lines.rise(seat)
         return answer
 
     def look(self, claim: Claim) -> Busy | None:
-        place = self._sessions.unpark(_who(claim))
-        if place is not None:
-            self._sessions.park(_who(claim), place)
-            if place.news is not None and place.called():
+        lines = self._sessions.lines
+        seat = lines.seat_of(_who(claim))
+        if seat is not None and seat.line is not None:
+            if not lines.leads(seat):
+                return Busy()
+            place = seat.line.place
+            if not seat.asked or (place is not None and place.news and place.called()):
                 return None
         try:
             return self._ask(lambda s: s.dialect.look(s.cursor, claim))
@@ -101,7 +109,7 @@ class DatabaseBackend(BaseLockBackend):
             return Busy()
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        ours = self._ask(lambda s: s.dialect.extend(s.cursor, grant.claim, ttl))
+        ours = self._ask(lambda s: s.dialect.extend(s.cursor, grant.claim, ttl), urgent=True)
         if not ours:
             self._leave(grant.claim)
         return ours
@@ -123,19 +131,22 @@ class DatabaseBackend(BaseLockBackend):
         return results
 
     def release(self, grant: Grant) -> bool:
+        seat = self._sessions.lines.seat_of(_who(grant.claim))
+        if seat is not None:
+            self._sessions.lines.rise(seat)
         place = self._sessions.unpark(_who(grant.claim))
         again = partial(self._release_again, grant)
         if place is not None and place.fresh:
-            return self._ask(
-                partial(self._release_to_next, place, grant.claim), again=again, on=place.session
-            )
+            release = partial(self._release_to_next, place, grant.claim)
+            return self._ask(release, again=again, on=place.session, urgent=True)
         if place is not None:
-            self._give_up(place)
+            place.give_up()
+        release = partial(_release, grant.claim)
         try:
-            return self._ask(lambda s: s.dialect.release(s.cursor, grant.claim), again=again)
+            return self._ask(release, again=again, urgent=True)
         finally:
             if grant.fence is None:  # given up: the process may end after this
-                self._leave_queues()
+                self._sessions.lines.tidy()
 
     def pin(self, grant: Grant, ttl: float) -> bool:
         """Lock the row in the caller's own transaction, where it is the caller's to end.
@@ -231,75 +242,112 @@ class DatabaseBackend(BaseLockBackend):
     def after_fork(self) -> None:
         self._sessions.forget()
 
-    def _join(self, claim: Claim, *, waits: bool) -> Grant | Busy:
-        if self._sessions.parked >= self._queue or monotonic() < self._polls_until:
-            return self._ask(lambda s: s.dialect.acquire(s.cursor, claim))
-        return self._ask(partial(self._join_on, claim, waits))
+    def _lead(self, seat: Seat, claim: Claim, wait: float | None) -> Grant | Busy:
+        """Ask for a line of this process, or at the deadline for one who stands in it."""
+        line, news = seat.line, seat.asked
+        seat.asked = True
+        place = line.place if line is not None and line.first() is seat else None
+        if line is None or place is None:
+            return self._join(claim, wait, seat)
+        if place.called():
+            return self._take_turn(line, place, seat, claim, wait)
+        if wait != 0 and not news:  # another one has lined up on the server before it left
+            return Busy(news=place.news, place=seat)
+        answer = self._join(claim, 0)
+        if isinstance(answer, Grant):
+            return answer
+        return Busy(answer.free_in, news=place.news, place=seat)
 
-    def _join_on(self, claim: Claim, waits: bool, session: Session) -> Grant | Busy:
-        """Take the row with the queue lock; or line up, if the caller `waits`."""
+    def _join(self, claim: Claim, wait: float | None, seat: Seat | None = None) -> Grant | Busy:
+        """Take the row with the queue lock, or line up; by polling if no connection may stay."""
+        place = None if monotonic() < self._polls_until else self._sessions.place()
+        if place is not None:
+            try:
+                return self._ask(partial(self._join_on, place, seat, claim, wait), within=wait)
+            finally:
+                if place.session is None:
+                    place.give_up()
+        answer = self._ask(lambda s: s.dialect.acquire(s.cursor, claim), within=wait)
+        if isinstance(answer, Grant) or wait == 0 or not self._queue:
+            return answer
+        return self._line_up(seat, claim, answer)
+
+    def _join_on(
+        self, place: Place, seat: Seat | None, claim: Claim, wait: float | None, session: Session
+    ) -> Grant | Busy:
         dialect = session.dialect
         if session.queues is None:
             session.queues = dialect.can_queue(session.wrapper, session.cursor)
         if not session.queues:
             return dialect.acquire(session.cursor, claim)
-        answer = dialect.acquire(session.cursor, claim, "wait" if waits else "join")
-        # Asked again: other threads may have lined up meanwhile.
-        if not answer and (not waits or self._sessions.parked >= self._queue):
-            return answer
-        place = Place(session, self._leave_later)
-        if not answer:
-            place.news = dialect.line_up(session.wrapper, claim.key)
-        return self._stay(place, claim, answer)
+        answer = dialect.acquire(session.cursor, claim, "join" if wait == 0 else "wait")
+        if isinstance(answer, Grant):
+            place.keep(session)
+            return self._granted(place, answer)
+        return answer if wait == 0 else self._line_up(seat, claim, answer, place, session)
 
-    def _take_turn(self, place: Place, claim: Claim, wait: float | None) -> Grant | Busy:
-        return self._ask(
-            partial(self._take_turn_on, place, claim, wait),
-            again=partial(self._join_on, claim, wait != 0),
-            on=place.session,
-        )
+    def _line_up(
+        self,
+        seat: Seat | None,
+        claim: Claim,
+        answer: Busy,
+        place: Place | None = None,
+        session: Session | None = None,
+    ) -> Busy:
+        """Stand in line in this process; who leads it stands in the server's queue, too."""
+        lines = self._sessions.lines
+        seat = seat or lines.sit(_who(claim), claim.wake)
+        if not lines.leads(seat):
+            return Busy(place=seat, told=True)
+        seat.asked = True
+        line = seat.line
+        if place is not None and session is not None and line is not None and line.place is None:
+            place.news = session.dialect.line_up(session.wrapper, claim.key)
+            place.keep(session)
+            line.place = place
+            return Busy(answer.free_in, news=place.news, place=seat)
+        return Busy(answer.free_in, place=seat)
 
-    def _take_turn_on(
-        self, place: Place, claim: Claim, wait: float | None, session: Session
+    def _take_turn(
+        self, line: Line, place: Place, seat: Seat, claim: Claim, wait: float | None
     ) -> Grant | Busy:
+        session: Any = place.session
+        try:
+            answer = self._attempt(session, partial(self._take_turn_on, place, claim))
+        except BaseException as error:
+            line.place = None
+            place.give_up()
+            if not isinstance(error, Died):
+                raise
+            answer = None
+        if answer is None:
+            line.place = None
+            return self._join(claim, wait, seat)
+        if isinstance(answer, Grant):
+            line.place = None
+            return self._granted(place, answer)
+        return Busy(answer.free_in, place=seat)
+
+    def _take_turn_on(self, place: Place, claim: Claim, session: Session) -> Grant | Busy | None:
         if place.news is not None:
             place.news = None
-            if not session.dialect.called(session.wrapper):
+            if not session.dialect.called(session.wrapper):  # the server waited long enough
                 place.detach()
-                return self._join_on(claim, wait != 0, session)
-        answer = session.dialect.acquire(session.cursor, claim, "turn")
-        if not answer and wait == 0:
-            place.give_up()
-            return answer
-        return self._stay(place, claim, answer)
+                return None
+        return session.dialect.acquire(session.cursor, claim, "turn")
 
-    def _stay(self, place: Place, claim: Claim, answer: Grant | Busy) -> Grant | Busy:
-        """Let the connection stay with the claim until that is released or given up."""
-        place.since = monotonic()
-        self._sessions.park(_who(claim), place)
-        if isinstance(answer, Grant):
-            return Grant(claim, fence=answer.fence, session=place)
-        return Busy(answer.free_in, news=place.news, place=place)
+    def _granted(self, place: Place, answer: Grant) -> Grant:
+        """Let the connection, which has the queue lock, stay until the release."""
+        self._sessions.park(_who(answer.claim), place)
+        return Grant(answer.claim, fence=answer.fence, session=place)
 
     def _leave(self, claim: Claim) -> None:
         place = self._sessions.unpark(_who(claim))
         if place is not None:
-            self._give_up(place)
-
-    def _leave_later(self, session: Session, news: int) -> None:
-        """Have the server told that nobody waits on a connection any more; in a finalizer."""
-        self._sessions.left.append((session, news))
-        started(self._leave_queues, "distlock-leaving")  # if it cannot, the next release does it
-
-    def _leave_queues(self) -> None:
-        with self._sessions.leaving:
-            while left := self._sessions.left:
-                session, news = left.popleft()
-                place = Place(session, self._leave_later)
-                place.news = news
-                self._give_up(place)
+            place.give_up()
 
     def _give_up(self, place: Place) -> None:
+        """Leave the server's queue."""
         waiting = place.session
         try:
             # Else the server would call somebody who has gone. Again, if our first words to it
@@ -332,20 +380,36 @@ class DatabaseBackend(BaseLockBackend):
         *,
         again: Callable[[Session], T] | None = None,
         on: Session | None = None,
+        within: float | None = None,
+        urgent: bool = False,
     ) -> T:
         """Do `work` on a connection of our own, and once more if an idle one had died.
 
         The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
-        first attempt, it is harmless: every verb is checked by owner.
+        first attempt, it is harmless: every verb is checked by owner. Wait for a connection
+        `within` so many seconds: those who are `urgent` before the others.
         """
-        session = on or self._lend()
+        if on is not None:
+            try:
+                return self._attempt(on, work)
+            except (Crowded, Died) as error:
+                if isinstance(error, Crowded):
+                    raise
+            self._sessions.close_idle()
+            work = again or work
+        if not self._sessions.turns.take(min(within or ANSWER_WAIT, ANSWER_WAIT), urgent=urgent):
+            raise Crowded(f"lock table on {self.using!r}: all connections of this process are busy")
         try:
-            return self._attempt(session, work)
-        except (Crowded, Died) as error:
-            if isinstance(error, Crowded) or not session.kept:
-                raise
-        self._sessions.close_idle()
-        return self._attempt(self._lend(), again or work)
+            session = self._lend()
+            try:
+                return self._attempt(session, work)
+            except (Crowded, Died) as error:
+                if isinstance(error, Crowded) or not session.kept:
+                    raise
+            self._sessions.close_idle()
+            return self._attempt(self._lend(), again or work)
+        finally:
+            self._sessions.turns.give()
 
     def _attempt(self, session: Session, work: Callable[[Session], T]) -> T:
         database = session.wrapper.Database
@@ -370,7 +434,7 @@ class DatabaseBackend(BaseLockBackend):
         try:
             return self._sessions.lend()
         except DjangoDatabaseError as error:
-            if not self._sessions.parked:
+            if not self._sessions.any_stay():
                 raise BackendError(self._says(error)) from error
         # The server may have no more connections to give: renewals come before the queue.
         self._polls_until = monotonic() + POLLS_FOR
@@ -401,7 +465,8 @@ class DatabaseBackend(BaseLockBackend):
     def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
         try:
-            ours = self._ask(lambda s: s.dialect.extend_pairs(s.cursor, pairs, work[0][1]))
+            extend = partial(_extend_pairs, pairs, work[0][1])
+            ours = self._ask(extend, urgent=True)
         except Exception as error:
             dialect = self._sessions.dialect
             if isinstance(error, Crowded) and dialect and dialect.locks_rows:
@@ -421,6 +486,14 @@ class DatabaseBackend(BaseLockBackend):
                     " and would wait for itself. Take the lock before atomic(), or give the"
                     " locks a database file of their own (LOCATION)."
                 ) from error
+
+
+def _release(claim: Claim, session: Session) -> bool:
+    return session.dialect.release(session.cursor, claim)
+
+
+def _extend_pairs(pairs: Sequence[Pair], ttl: float, session: Session) -> set[Pair]:
+    return session.dialect.extend_pairs(session.cursor, pairs, ttl)
 
 
 def _read_holders(first: str, last: str, session: Session) -> Any:

@@ -172,6 +172,9 @@ class AdvisoryLockSession(LockSession):
                     "holder": {"host": address, "who": f"session {pid}"},
                 }
 
+    def stop(self, number: int) -> None:
+        self.ask(f"SELECT pg_terminate_backend({number}, {ANSWER_WAIT * 100})")
+
     def kill(self, key: str, number: int) -> bool:
         return bool(self.ask(KILL, *_ours(key), ANSWER_WAIT * 500, number))
 

@@ -8,9 +8,12 @@ import re
 import select
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from math import inf
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
 from django.core import checks
@@ -22,8 +25,9 @@ from ..claims import Claim, Grant, Holding
 from ..errors import BackendError
 from ..identity import holder_fields
 from ..names import KEY, shown
-from ..timing import monotonic
+from ..timing import Deadline, full_jitter, monotonic
 from .base import BaseLockBackend
+from .lines import ASKING, Lines, Seat, Turns
 from .server_sessions import (
     ANSWER_WAIT,
     ServerSession,
@@ -39,6 +43,12 @@ S = TypeVar("S", bound="LockSession")
 # The longest wait on the server in one statement, in seconds: whoever waits for longer loses
 # its place. A statement that never ends keeps PostgreSQL from cleaning up behind it.
 SLICE = 30.0
+
+# So many sessions of a process wait on the server at a time, each for all who wait for its lock
+# in that process; for further locks the first of them tries again and again, after pauses of at
+# most POLL seconds.
+WAITING = 8
+POLL = 0.5
 
 # A session is asked whether it still has its lock this often, in seconds, and at least three
 # times in a ttl; whether the server has closed it is seen without a question.
@@ -92,8 +102,9 @@ class LockSession(ServerSession):
         others.
         """
 
+    @abstractmethod
     def stop(self, number: int) -> None:
-        """End a session that waits, unless the server itself notices that its client is gone."""
+        """End a session that waits: the server notices late that its client is gone, or never."""
 
     @abstractmethod
     def kill(self, key: str, number: int) -> bool:
@@ -135,6 +146,10 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         self._taken: dict[tuple[str, str], S] = {}  # by owner and key: held, or waited for
         # When claims were given up that were neither: their thread may still be connecting.
         self._given_up: dict[tuple[str, str], float] = {}
+        # Who leads a line waits in a thread of its own, and says nothing until it has waited.
+        self._lines = Lines(lambda place: None, hangs=inf)
+        self._turns = Turns(ASKING)
+        self._waiting: deque[None] = deque([None] * WAITING)
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
         session = self._taken.get((claim.owner, claim.key))
@@ -142,14 +157,58 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             if self._ask(session, claim.ttl):
                 return Grant(claim, session.fence, session=session)
             self._drop(session)
-        timeout = SLICE if wait is None else min(wait, SLICE)
-        while True:
-            session = self._lend()
-            try:
-                return self._take(session, claim, timeout)
-            except Died:
-                if not session.kept:
-                    raise
+        if wait == 0:
+            return self._try(claim)
+        deadline, attempt, bell = Deadline(wait), 0, SimpleQueue[Any]()
+        seat = self._sit(claim, bell.put)
+        try:
+            while True:
+                pause = SLICE
+                if self._lines.leads(seat):
+                    seat.asked = True
+                    if (grant := self._lead(claim, deadline.cap(SLICE))) is not None:
+                        return grant
+                    pause = full_jitter(attempt, base=self.poll_min, cap=POLL)
+                    attempt += not self._waiting
+                with suppress(Empty):
+                    bell.get(timeout=deadline.cap(pause))
+                if seat.line is None:
+                    raise BackendError(self._says("the wait was given up"))
+                if deadline.remaining() == 0:
+                    return None
+        finally:
+            self._lines.rise(seat)
+
+    def _sit(self, claim: Claim, wake: Callable[[Any], None]) -> Seat:
+        """Stand in line in this process: who leads it waits on the server for all."""
+        with self._mutex:
+            self._refuse_what_was_given_up(claim)
+            return self._lines.sit((claim.key, claim.owner), wake)
+
+    def _lead(self, claim: Claim, wait: float) -> Grant | None:
+        """Wait on the server; only try if as many sessions wait there as may."""
+        try:
+            self._waiting.pop()
+        except IndexError:
+            return self._try(claim)
+        try:
+            return self._take(claim, wait)
+        finally:
+            self._waiting.append(None)
+
+    def _try(self, claim: Claim) -> Grant | None:
+        with self._asking():
+            return self._take(claim, 0.0)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Wait for the turn of the calling thread among those that ask."""
+        if not self._turns.take(ANSWER_WAIT):
+            raise BackendError(self._says("all sessions of this process are busy"))
+        try:
+            yield
+        finally:
+            self._turns.give()
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         session = self._session_of(grant)
@@ -193,8 +252,12 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         with self._mutex:
             session = self._session_of(grant)
             if session is None:
+                seat = self._lines.seat_of((grant.claim.key, grant.claim.owner))
                 if grant.session is None:
                     self._note_given_up(grant.claim)
+                if seat is not None and seat.wake is not None:
+                    self._lines.rise(seat)
+                    seat.wake(None)
                 return False
             del self._taken[grant.claim.owner, grant.claim.key]
             waits = session.waits
@@ -266,16 +329,29 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         self._pool.forget()
         self._begin()
 
-    def _take(self, session: S, claim: Claim, timeout: float) -> Grant | None:
+    def _take(self, claim: Claim, timeout: float) -> Grant | None:
+        while True:
+            session = self._lend()
+            try:
+                return self._take_on(session, claim, timeout)
+            except Died:
+                if not session.kept:
+                    raise
+
+    def _refuse_what_was_given_up(self, claim: Claim) -> None:
+        if self._given_up.pop((claim.owner, claim.key), None) is not None:
+            raise BackendError(self._says("the wait was given up"))
+
+    def _take_on(self, session: S, claim: Claim, timeout: float) -> Grant | None:
         place = (claim.owner, claim.key)
-        with self._mutex:
-            given_up = self._given_up.pop(place, None) is not None
-            if not given_up:
+        try:
+            with self._mutex:
+                self._refuse_what_was_given_up(claim)
                 session.claim, session.waits = claim, True
                 self._taken[place] = session  # before it is asked: release() finds it at any time
-        if given_up:
+        except BackendError:
             self._pool.give_back(session)
-            raise BackendError(self._says("the wait was given up"))
+            raise
         try:
             granted = session.take(claim, timeout)
             with self._mutex:
@@ -286,11 +362,11 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         except BaseException as error:
             given_up = self._taken.get(place) is not session
             self._drop(session)
-            if isinstance(error, Trouble):
-                if given_up:  # release() hung up: after Died acquire() would line up again
-                    raise BackendError(self._says("the wait was given up")) from error
+            if isinstance(error, Trouble) and not given_up:
                 raise Died(self._says(error)) from error
-            self._stop(session)
+            self._stop(session)  # before another one is opened
+            if isinstance(error, Trouble):  # release() hung up: it is not to line up again
+                raise BackendError(self._says("the wait was given up")) from error
             if isinstance(error, Silence):
                 raise BackendError(self._says(error)) from error
             raise
@@ -397,19 +473,20 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
 
     def _question(self, work: Callable[[S], T]) -> T:
         """Do `work` on a session that holds nothing."""
-        while True:
-            session = self._lend()
-            try:
-                answer = work(session)
-            except BaseException as error:
-                self._pool.drop(session)
-                if not isinstance(error, (Trouble, Silence)):
-                    raise
-                if not session.kept:
-                    raise BackendError(self._says(error)) from error
-            else:
-                self._pool.give_back(session)
-                return answer
+        with self._asking():
+            while True:
+                session = self._lend()
+                try:
+                    answer = work(session)
+                except BaseException as error:
+                    self._pool.drop(session)
+                    if not isinstance(error, (Trouble, Silence)):
+                        raise
+                    if not session.kept:
+                        raise BackendError(self._says(error)) from error
+                else:
+                    self._pool.give_back(session)
+                    return answer
 
     def _says(self, error: Any) -> str:
         return f"{type(self).__name__} on {self.using!r}: {error}"

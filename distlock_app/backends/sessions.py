@@ -1,8 +1,9 @@
 """Connections of our own to one of Django's databases, each lent to one call at a time.
 
 Some stay with a claim: the holder's keeps the *queue lock* of its name, a lock of the server's
-own (GET_LOCK, pg_advisory_lock), and a waiter's waits for it. So the server wakes exactly one
-waiter, first come first served, and one that dies leaves the queue with its connection.
+own (GET_LOCK, pg_advisory_lock), and another one waits for it, for all who wait for that lock in
+this process (lines.py). So the server wakes exactly one process, first come first served, and one
+that dies leaves the queue with its connection.
 
 1. Who finds the row free takes the queue lock by the same statement: nobody pays for a queue
    that is empty. Who finds it held, or just released while others wait, lines up.
@@ -12,14 +13,13 @@ waiter, first come first served, and one that dies leaves the queue with its con
 The row alone decides. The queue lock may be lost, or held by somebody who hangs: who waits looks
 at the row once a second too, and a row that was free for `HANDOVER_US` is anybody's. That costs
 waiting time, never exclusion. Beyond a number of connections, claims neither take the queue lock
-nor heed it: they poll, as all do where the server cannot queue.
+nor heed it: the first of each line polls, as all do where the server cannot queue.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ..timing import monotonic
+from .lines import ASKING, Lines, Turns
 from .server_sessions import sever
 from .sql import Dialect, dialect_for
 
@@ -80,25 +81,30 @@ class Session:
 
 
 class Place:
-    """The connection that stays with one claim; dropping it closes that.
+    """A connection that stays with a claim, or with those who wait; dropping it closes that."""
 
-    While the server waits on it, it is given to `leave`: the server has to be told first.
-    """
+    __slots__ = ("__weakref__", "_slots", "news", "pid", "session", "since")
 
-    __slots__ = ("__weakref__", "_leave", "news", "pid", "session", "since")
-
-    def __init__(self, session: Session, leave: Callable[[Session, int], None]) -> None:
-        session.kept = session.parked = True
-        self._leave = leave
-        self.session: Session | None = session
+    def __init__(self, slots: deque[None]) -> None:
+        """Take one of the `slots`; raises IndexError if there is none."""
+        self._slots: deque[None] | None = None
+        self.session: Session | None = None
         self.news: int | None = None  # what a waiter waits on, as long as the server waits
         self.since = 0.0
         self.pid = os.getpid()
+        slots.pop()
+        self._slots = slots
+
+    def keep(self, session: Session) -> None:
+        """Let this connection stay."""
+        session.kept = session.parked = True
+        self.session = session
+        self.since = monotonic()
 
     @property
     def fresh(self) -> bool:
         """Whether a request may go there: what idles for long may have been cut off unseen."""
-        return self.news is None and monotonic() - self.since < IDLE
+        return self.session is not None and monotonic() - self.since < IDLE
 
     def called(self, within: float = 0.0) -> bool:
         """Tell whether the server has answered."""
@@ -110,26 +116,28 @@ class Place:
 
     def detach(self) -> None:
         """Leave the connection to others: it neither has nor wants the queue lock any more."""
-        if self.session is not None:
-            self.session.parked = False
-            self.session = None
+        session, self.session = self.session, None
+        if session is not None:
+            session.parked = False
+        self._free()
 
     def give_up(self) -> None:
         """Close it: that calls the next one, whatever the state of the connection."""
         session, self.session = self.session, None
         if session is not None:
             session.close()
+        self._free()
+
+    def _free(self) -> None:
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.append(None)
 
     def __del__(self) -> None:
-        if self.pid != os.getpid():
-            if _graveyard is not None:  # as it is when the interpreter ends
-                _graveyard.append(self.session)
-        elif self.session is None:
-            pass
-        elif self.news is None:
-            self.session.close()
-        else:
-            self._leave(self.session, self.news)
+        if self.pid == os.getpid():
+            self.give_up()
+        elif _graveyard is not None:  # as it is when the interpreter ends
+            _graveyard.append(self.session)
 
 
 class Sessions:
@@ -141,8 +149,11 @@ class Sessions:
     in the middle of our own call gets another connection.
     """
 
-    def __init__(self, using: str) -> None:
+    def __init__(self, using: str, queue: int, emptied: Callable[[Place], None]) -> None:
+        """Let `queue` of them stay with claims, and ASKING others ask at a time."""
         self.using = using
+        self._queue = queue
+        self._emptied = emptied
         self._epoch = 0
         self.dialect: Dialect | None = None
         self._begin()
@@ -175,22 +186,32 @@ class Sessions:
             pass  # Another thread has taken it.
 
     def park(self, who: Any, place: Place) -> None:
-        """Remember the place of a claim, as long as somebody else keeps it."""
+        """Remember the place of a grant, as long as somebody else keeps it."""
         self._places[who] = place
 
     def unpark(self, who: Any) -> Place | None:
-        """Return the place of a claim, which nobody else finds any more."""
+        """Return the place of a grant, which nobody else finds any more."""
         return self._places.pop(who, None)
+
+    def place(self) -> Place | None:
+        """Return a place for a connection that will stay; None if as many do as may."""
+        try:
+            return Place(self._slots)
+        except IndexError:
+            return None
 
     @property
     def parked(self) -> int:
-        """How many connections stay with claims."""
-        return len(self._places)
+        """How many connections stay with claims, or are about to."""
+        return self._queue - len(self._slots)
+
+    def any_stay(self) -> bool:
+        """Tell whether a connection stays with a claim, or with those who wait."""
+        return bool(self._places or self.lines.places())
 
     def holding(self, key: str) -> list[Any]:
         """Return whose claims on `key` hold the queue lock here."""
-        places = list(self._places.items())
-        return [who for who, place in places if who[0] == key and place.news is None]
+        return [who for who in list(self._places) if who[0] == key]
 
     def close_idle(self) -> None:
         """Close what is idle now, and what is lent as soon as it comes back."""
@@ -203,27 +224,26 @@ class Sessions:
     def close(self) -> None:
         """Close all but the connections of waiters, which go when the wait ends."""
         self.close_idle()
-        for who, place in list(self._places.items()):
-            if place.news is None and self.unpark(who):
+        for who in list(self._places):
+            if place := self.unpark(who):
                 place.give_up()
 
     def forget(self) -> None:
         """Leave the connections of a parent process alone: neither use nor close them."""
-        places = list(self._places.values())
+        places = [*self._places.values(), *self.lines.places()]
         if self._pid != os.getpid():
-            sessions = [*self._idle, *(place.session for place in places)]
-            for session in (*sessions, *(session for session, _ in self.left)):
+            for session in (*self._idle, *(place.session for place in places)):
                 if session is not None:
                     session.sever()
-        _graveyard.append((self._idle, places, self.left))
+        _graveyard.append((self._idle, places, self.lines))
         self._epoch += 1
         self._begin()
 
     def _begin(self) -> None:
         self._places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
-        # Waiters who have gone without a word to the server, and the right to tell it.
-        self.left: deque[tuple[Session, int]] = deque()
-        self.leaving = threading.RLock()
+        self._slots: deque[None] = deque([None] * self._queue)
+        self.lines = Lines(self._emptied)
+        self.turns = Turns(ASKING)
         self._idle: deque[Session] = deque()
         self._pid = os.getpid()
         weakref.finalize(self, _close_all, self._idle, self._pid)
