@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
+from datetime import timezone as zones
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
 from django.contrib import admin
+from django.db import connections
 from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.utils import timezone
@@ -82,8 +86,12 @@ class DistLockAdmin(_TableAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DistLock]:
         """Read the table where the locks are, which need not be the default database."""
-        taken = ~Q(owner="") & Q(expiry__gt=timezone.now())
-        rows = super().get_queryset(request).using(_database(request)).defer("owner")
+        database = _database(request)
+        now = timezone.now()
+        if database and not settings.USE_TZ and connections[database].vendor != "postgresql":
+            now = datetime.now(zones.utc).replace(tzinfo=None)  # as the rows are written
+        taken = ~Q(owner="") & Q(expiry__gt=now)
+        rows = super().get_queryset(request).using(database).defer("owner")
         return rows.annotate(is_held=ExpressionWrapper(taken, output_field=BooleanField()))
 
     def changelist_view(

@@ -826,6 +826,15 @@ class TestLockTable:
         assert "was released" in said(response)
         assert taken("a", "table").fence > cleared.fence
 
+    def test_what_is_held_is_held_in_any_time_zone(self, browse, settings):
+        taken("a", "table")
+        client = browse("view_distlock")
+        settings.USE_TZ, settings.TIME_ZONE = False, "Asia/Seoul"
+
+        page = client.get("/admin/distlock_app/distlock/")
+
+        assert [row.is_held for row in page.context["cl"].result_list] == [True]
+
     def test_its_locks_are_extended(self, extender):
         grant = taken("a", "table", ttl=20)
 
