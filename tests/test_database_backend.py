@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.utils import timezone
 
+from distlock_app.backends import database
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.sql.base import PAGE
 from distlock_app.claims import Busy, Grant
@@ -125,6 +127,30 @@ def test_fences_grow_on_after_a_purge(backend):
     assert backend.purge(0.0) == 1
     assert rows().count() == 0
     assert grab(backend, "a").fence > before.fence
+
+
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="a server locks rows, not everything")
+def test_a_purge_deletes_few_rows_by_one_statement(backend, monkeypatch):
+    monkeypatch.setattr(database, "PARTS", [""])
+    DistLock.objects.using("locks").bulk_create(
+        DistLock(key=f"{number:040x}", name="old", expiry=timezone.now() - timedelta(days=1))
+        for number in range(1201)
+    )
+    backend.ping()
+    dialect, deleted = backend._sessions.dialect, []
+    real = dialect.purge
+    monkeypatch.setattr(dialect, "purge", lambda *args: deleted.append(real(*args)) or deleted[-1])
+
+    assert backend.purge(60.0) == 1201
+    assert deleted == [500, 500, 201]
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="only there Django makes another")
+def test_keys_have_one_index():
+    with connections["locks"].cursor() as cursor:
+        found = connections["locks"].introspection.get_constraints(cursor, DistLock._meta.db_table)
+
+    assert [one for one in found.values() if one["columns"] == ["key"] and one["index"]] == []
 
 
 def test_a_purge_spares_what_is_held_or_was_held_lately(backend):

@@ -109,8 +109,12 @@ class SQLite(Dialect):
           FROM {table}"""
     PURGE = """
         DELETE FROM {table}
-         WHERE expiry < strftime('%Y-%m-%d %H:%M:%f', 'now', (:age_us / -1000000.0) || ' seconds')
-           AND key BETWEEN :first AND :last"""
+         WHERE key IN (SELECT key
+                         FROM {table}
+                        WHERE expiry < strftime('%Y-%m-%d %H:%M:%f', 'now',
+                                                (:age_us / -1000000.0) || ' seconds')
+                          AND key BETWEEN :first AND :last
+                        LIMIT {purged})"""
 
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]
