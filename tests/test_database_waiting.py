@@ -16,13 +16,14 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, connection, connections
 from django.db.transaction import atomic
 
-from distlock_app import Lock, LockTimeout, waiting
+from distlock_app import BackendError, Lock, LockTimeout, waiting
 from distlock_app.backends import sql
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.claims import Busy, Grant
 from distlock_app.registry import registry
 from tests.database_workers import claim, grab
 from tests.engines import running
+from tests.proxy import proxy_to
 from tests.test_database_connections import kill
 
 pytestmark = [
@@ -511,3 +512,90 @@ def test_cancelled_waiters_leave_unrelated_locks_their_time(using):
                 pass
 
     assert min(left) > 1
+
+
+def tries(backend, times):
+    """Try to take a lock and release it, so many times; return which of them were refused."""
+    refused = []
+    for number in range(times):
+        grant = backend.acquire(claim("a"), 0)
+        if isinstance(grant, Grant):
+            backend.release(grant)
+        else:
+            refused.append(number)
+    return refused
+
+
+def test_a_former_holder_who_hangs_keeps_no_free_lock_from_others(backend):
+    hangs = DatabaseBackend(alias="default", location="locks")
+    held = grab(hangs, "a", ttl=0.1)
+    eventually(lambda: backend.look(claim("a")) is None)
+
+    refused = tries(backend, 20)
+
+    assert len(refused) <= 5  # until the server has ended its session
+    assert hangs.extend(held, 30) is False
+    assert hangs.release(grab(hangs, "a")) is True
+    hangs.close()
+
+
+def test_a_first_waiter_who_hangs_is_passed_over_once(backend, places):
+    held = grab(backend, "a")
+    hangs = registry["locks"].backend.acquire(claim("a"), 30)
+    in_queue()
+    backend.release(held)
+    backend.release(grab(backend, "a"))
+
+    refused = tries(backend, 20)
+
+    assert hangs.place is not None
+    assert len(refused) <= 5
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_row_in_somebodys_transaction_is_busy_within_seconds(pooled, monkeypatch):
+    monkeypatch.setitem(connections["locks"].settings_dict, "DISABLE_SERVER_SIDE_CURSORS", pooled)
+    backend = DatabaseBackend(alias="default", location="locks")
+    held = grab(backend, "a")
+    with atomic(using="locks"):
+        assert backend.pin(held, 30)
+        began = monotonic()
+
+        answer = backend.acquire(claim("a"), 0)
+
+        took = monotonic() - began
+    assert isinstance(answer, Busy)
+    assert took < 4
+    assert backend.release(held) is True
+    backend.close()
+
+
+def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, places):
+    held = grab(backend, "a")
+    wanted = claim("a")
+    waits = registry["locks"].backend
+    refusal = waits.acquire(wanted, 30)
+    in_queue()
+    with atomic(using="locks"):
+        assert backend.pin(held, 30)
+        began = monotonic()
+
+        answer = waits.acquire(wanted, 0)
+
+        took = monotonic() - began
+    assert isinstance(answer, Busy)
+    assert refusal.place is not None
+    assert took < 0.8
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="mysqlclient has a read_timeout")
+def test_a_server_that_is_frozen_is_an_error_in_time(backend, monkeypatch):
+    with proxy_to(int(connections["locks"].settings_dict["PORT"])) as proxy:
+        frozen = {**connections["locks"].settings_dict, "HOST": "127.0.0.1", "PORT": proxy.port}
+        monkeypatch.setattr(connections["locks"], "settings_dict", frozen)
+        backend.ping()
+        monkeypatch.setattr(sql.postgresql, "ANSWER_WAIT", 0.5)
+        proxy.silent = True
+
+        with pytest.raises(BackendError, match="did not answer"):
+            backend.acquire(claim("a"), 0)

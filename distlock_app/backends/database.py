@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from time import sleep
 from typing import Any, TypeVar
 
 from django.core import checks
@@ -23,7 +24,7 @@ from .database_checks import check_sharing, check_table
 from .lines import Line, Seat
 from .sessions import Place, Session, Sessions
 from .sql import dialect_for
-from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, Pair
+from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, Pair
 
 T = TypeVar("T")
 
@@ -80,13 +81,17 @@ class DatabaseBackend(BaseLockBackend):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         lines = self._sessions.lines
         seat = lines.seat_of(_who(claim))
+        self._leave(claim)  # if it was granted before, and asks again
         if wait != 0:
             if seat is None and lines.wanted(claim.key):
                 seat = lines.sit(_who(claim), claim.wake)
             if seat is not None and not lines.leads(seat):
                 return Busy(place=seat, told=True)
         try:
-            answer = self._lead(seat, claim, wait) if seat else self._join(claim, wait)
+            if seat is not None and wait == 0 and (refusal := self._look(claim)) is not None:
+                answer: Grant | Busy = refusal  # for a row that is pinned, a try would take longer
+            else:
+                answer = self._lead(seat, claim, wait) if seat else self._join(claim, wait)
         except Crowded as error:
             self._refuse_to_wait_for_itself(error)
             answer = Busy(place=seat)
@@ -103,6 +108,9 @@ class DatabaseBackend(BaseLockBackend):
             place = seat.line.place
             if not seat.asked or (place is not None and place.news and place.called()):
                 return None
+        return self._look(claim)
+
+    def _look(self, claim: Claim) -> Busy | None:
         try:
             return self._ask(lambda s: s.dialect.look(s.cursor, claim))
         except Crowded:
@@ -226,8 +234,19 @@ class DatabaseBackend(BaseLockBackend):
         Their fences go on from the server's clock, so let it be longer than that clock may
         ever be set back.
         """
-        purge = [partial(_purge_part, part, older_than) for part in PARTS]
-        return sum(self._uncrowded(part) for part in purge)
+        return sum(self._purge_part(part, older_than) for part in PARTS)
+
+    def _purge_part(self, part: str, older_than: float) -> int:
+        total = 0
+        while True:
+            began = monotonic()
+            deleted = self._uncrowded(partial(_purge_part, part, older_than))
+            total += deleted
+            if deleted < PURGED or self._sessions.dialect is None:
+                return total
+            if self._sessions.dialect.locks_rows:
+                return total
+            sleep(monotonic() - began)  # SQLite lets nobody else write as long as we do
 
     def ping(self) -> None:
         self._ask(lambda s: s.cursor.execute("SELECT 1") and s.cursor.fetchall())

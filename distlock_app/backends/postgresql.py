@@ -173,7 +173,7 @@ class AdvisoryLockSession(LockSession):
                 }
 
     def stop(self, number: int) -> None:
-        self.ask(f"SELECT pg_terminate_backend({number}, {ANSWER_WAIT * 100})")
+        self.ask("SELECT pg_terminate_backend($1::int, $2::bigint)", number, ANSWER_WAIT * 100)
 
     def kill(self, key: str, number: int) -> bool:
         return bool(self.ask(KILL, *_ours(key), ANSWER_WAIT * 500, number))

@@ -104,15 +104,13 @@ class Place:
     @property
     def fresh(self) -> bool:
         """Whether a request may go there: what idles for long may have been cut off unseen."""
-        return self.session is not None and monotonic() - self.since < IDLE
+        if self.session is None or monotonic() - self.since >= IDLE:
+            return False
+        return not _readable(self.session.wrapper.connection, 0)  # else its end has come
 
     def called(self, within: float = 0.0) -> bool:
         """Tell whether the server has answered."""
-        if self.news is None:
-            return True
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.news, selectors.EVENT_READ)
-            return bool(selector.select(within))
+        return self.news is None or _readable(self.news, within)
 
     def detach(self) -> None:
         """Leave the connection to others: it neither has nor wants the queue lock any more."""
@@ -266,6 +264,12 @@ class Sessions:
         # drops no database that somebody is connected to.
         if connection.alias == NO_DB_ALIAS:
             self.close()
+
+
+def _readable(file: Any, within: float) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, selectors.EVENT_READ)
+        return bool(selector.select(within))
 
 
 def _close_all(idle: deque[Session], pid: int) -> None:

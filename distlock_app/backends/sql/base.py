@@ -9,6 +9,7 @@ its answer was lost. Parameters: key, owner, name, holder, fence, ttl_us (micros
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from ...claims import Busy, Claim, Grant
@@ -33,6 +34,8 @@ HANDOVER_US = 250_000
 
 # How often the row may come and go (purge) under one try before it is called busy.
 ROUNDS = 3
+
+PURGED = 500  # rows that one statement deletes, where nobody else can write meanwhile
 
 PAGE = 5_000  # rows that one statement reads for people, who rarely want all
 
@@ -68,6 +71,7 @@ class Dialect:
     LOOK: str  # microseconds left, if the row is in the way
     EXTEND: str
     RELEASE: str
+    EVICT: str  # who has the queue lock
     RELEASED: str  # a row, if this is how our own release left it
     HOLDERS: str
     COUNT: str  # of the rows that HOLDERS would read
@@ -84,6 +88,7 @@ class Dialect:
         for word in dir(type(self)):
             if word.isupper() and isinstance(text := getattr(self, word), str):
                 text = text.replace("{table}", table).replace("{handover_us}", str(HANDOVER_US))
+                text = text.replace("{purged}", str(PURGED))
                 setattr(self, word, text)
 
     def adapt(self, settings: dict[str, Any]) -> None:
@@ -181,6 +186,16 @@ class Dialect:
         """Free the row if it is still ours and, if so, the queue lock of this session."""
         raise NotImplementedError
 
+    def evict(self, cursor: Cursor, key: str) -> None:
+        """End the session that has the queue lock although we had the row.
+
+        It was called, or held the row before, and did not come: its process is stopped or cut
+        off, and as long as it has the queue lock everybody waits for the hand-over in vain. One
+        that lives lines up again.
+        """
+        with suppress(Exception):  # gone meanwhile, or another user's: then all go on as before
+            self.execute(cursor, self.EVICT, {"queue": self.queue_of(key)})
+
     def released(self, cursor: Cursor, grant: Grant) -> bool:
         """Tell whether the row is as a release of this grant leaves it."""
         asked = {"key": grant.claim.key, "fence": grant.fence}
@@ -221,7 +236,10 @@ class Dialect:
         return int(row[0]), int(row[1])
 
     def purge(self, cursor: Cursor, age: float, part: str) -> int:
-        """Delete the rows that ended `age` seconds ago or earlier, of keys that begin so."""
+        """Delete the rows that ended `age` seconds ago or earlier, of keys that begin so.
+
+        Where a statement has the database to itself, PURGED of them at most.
+        """
         asked = {"age_us": round(age * 1e6), "first": part, "last": f"{part}g"}
         return self.execute(cursor, self.PURGE, asked).rowcount
 

@@ -98,7 +98,10 @@ class MySQL(Dialect):
         UPDATE {table}
            SET owner = '', expiry = UTC_TIMESTAMP(6)
          WHERE `key` = %(key)s
-           AND CASE WHEN owner = %(owner)s THEN RELEASE_ALL_LOCKS() >= 0 END"""
+           AND CASE WHEN owner = %(owner)s
+                    THEN LAST_INSERT_ID(RELEASE_ALL_LOCKS()) >= 0 END"""
+    EVICT = """
+        KILL IS_USED_LOCK(%(queue)s)"""
     RELEASED = """
         SELECT 1 FROM {table} WHERE `key` = %(key)s AND owner = '' AND fence = %(fence)s"""
     HOLDERS = """
@@ -231,7 +234,10 @@ class MySQL(Dialect):
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
         asked = {"key": claim.key, "owner": claim.owner}
-        return self.execute(cursor, self.RELEASE_TO_NEXT, asked).rowcount == 1
+        ours = self.execute(cursor, self.RELEASE_TO_NEXT, asked).rowcount == 1
+        if ours and not cursor.lastrowid:
+            self.evict(cursor, claim.key)
+        return ours
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         statement, values = marked(self.EXTEND_PAIRS, "(%s, %s)", pairs)

@@ -5,12 +5,27 @@ clock_timestamp(), never now(): the latter is the start of the transaction, whic
 
 from __future__ import annotations
 
+import select
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ...claims import Busy, Claim, Grant
+from ...errors import BackendError
 from ...names import key_of
-from .base import ANSWER_WAIT, QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, refused
+from ...timing import monotonic
+from .base import (
+    ANSWER_WAIT,
+    QUEUE_WAIT,
+    ROW_WAIT,
+    Asked,
+    Cursor,
+    Dialect,
+    Named,
+    Pair,
+    Step,
+    refused,
+)
 
 # Serialization failure, deadlock, lock timeout or NOWAIT.
 CROWDED = frozenset({"40001", "40P01", "55P03"})
@@ -102,7 +117,15 @@ class PostgreSQL(Dialect):
         UPDATE {table} AS lock
            SET owner = '', expiry = clock_timestamp()
           FROM called
-         WHERE lock.key = called.key AND called.next IS NOT NULL"""
+         WHERE lock.key = called.key AND called.next IS NOT NULL
+     RETURNING called.next"""
+    EVICT = """
+        SELECT pg_terminate_backend(pid, 300)
+          FROM pg_locks
+         WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND pid <> pg_backend_pid()
+           AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+           AND classid = ((%(queue)s::bigint >> 32) & 4294967295)::oid
+           AND objid = (%(queue)s::bigint & 4294967295)::oid"""
     RELEASED = """
         SELECT 1 FROM {table} WHERE key = %(key)s AND owner = '' AND fence = %(fence)s"""
     HOLDERS = """
@@ -166,6 +189,7 @@ class PostgreSQL(Dialect):
         # DISABLE_SERVER_SIDE_CURSORS is how Django is told of a pooler that lends sessions by
         # the transaction: neither settings nor prepared statements may be left on those.
         kept = not wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        self.kept = kept
         if kept:
             cursor.execute(f"SET lock_timeout = '{ROW_WAIT}s'")
             cursor.execute(f"SET statement_timeout = '{QUEUE_WAIT}s'")
@@ -178,6 +202,20 @@ class PostgreSQL(Dialect):
             # Prepared, at the first use, a statement costs 25 % less.
             cursor = wrapper.Database.Cursor(wrapper.connection)
             wrapper.connection.prepare_threshold = 0 if kept else None
+            wrapper.connection.wait = partial(_wait, wrapper.connection)
+        return cursor
+
+    def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
+        if self.kept:
+            return super().execute(cursor, statement, asked)
+        bounds: Any = cursor
+        with bounds.connection.cursor() as around:
+            around.execute(
+                f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '{ROW_WAIT}s';"
+                f" SET LOCAL statement_timeout = '{ANSWER_WAIT}s'"
+            )
+            cursor.execute(statement, asked)
+            around.execute("COMMIT")
         return cursor
 
     def crowded(self, error: Exception) -> bool:
@@ -185,6 +223,7 @@ class PostgreSQL(Dialect):
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)
+        self.kept = True
         joining = {"try": "true", "join": self.JOIN, "wait": self.JOIN, "turn": "true"}
         self._takes = {step: self.TAKE.replace("{may}", may) for step, may in joining.items()}
         joining |= dict.fromkeys(("join", "wait"), "pg_try_advisory_lock(%(queue)s::bigint)")
@@ -232,9 +271,36 @@ class PostgreSQL(Dialect):
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
         asked = {"key": claim.key, "owner": claim.owner, "queue": self.queue_of(claim.key)}
-        return self.execute(cursor, self.RELEASE_TO_NEXT, asked).rowcount == 1
+        row = self.execute(cursor, self.RELEASE_TO_NEXT, asked).fetchone()
+        if row is not None and not row[0]:
+            self.evict(cursor, claim.key)
+        return row is not None
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         keys, owners = zip(*pairs, strict=True)
         asked = {"keys": list(keys), "owners": list(owners), "ttl_us": round(ttl * 1e6)}
         return set(self.execute(cursor, self.EXTEND_PAIRS, asked).fetchall())
+
+
+def _wait(connection: Any, steps: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do as psycopg's Connection.wait(), but not for ever: a server that is frozen says nothing.
+
+    `steps` yields what to wait for on the socket, 1 to read and 2 to write, and is told the same.
+    """
+    end = monotonic() + ANSWER_WAIT
+    poll = select.poll()
+    try:
+        wanted = next(steps)
+        while True:
+            mask = (select.POLLIN if wanted & 1 else 0) | (select.POLLOUT if wanted & 2 else 0)
+            poll.register(connection.pgconn.socket, mask)
+            found = poll.poll(max(0.0, end - monotonic()) * 1000)
+            if not found:
+                raise BackendError(f"PostgreSQL did not answer within {ANSWER_WAIT} s")
+            # An end of the connection is found out by reading it.
+            ready = (1 if found[0][1] & ~select.POLLOUT else 0) | (
+                found[0][1] & select.POLLOUT
+            ) // 2
+            wanted = steps.send(ready & wanted or wanted)
+    except StopIteration as stop:
+        return stop.value
