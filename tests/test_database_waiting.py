@@ -179,9 +179,9 @@ def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, s
 
     refused = backend.acquire(claim("a"), 30)
 
-    assert not refused.place.called(within=0.5)
+    assert not refused.place.line.place.called(within=0.5)
     assert backend.release(held) is True
-    assert refused.place.called(within=DEADLINE)
+    assert refused.place.line.place.called(within=DEADLINE)
 
 
 def test_who_comes_at_the_hand_over_does_not_overtake(long_handover, backend, places, only_told):
