@@ -8,6 +8,7 @@ from typing import Any
 import django
 from django.core import checks
 from django.db import connections, models, router, transaction
+from django.db.models.fields.related import lazy_related_operation
 from django.db.models.signals import class_prepared
 from django.db.models.sql.where import AND
 from django.dispatch import receiver
@@ -16,7 +17,7 @@ from .errors import RetriesExhausted, StaleObjectError
 from .retrying import Retrying, retry_on_conflict
 from .signals import version_conflict
 from .version_fields import AnyVersionField, TimestampVersionField, VersionField
-from .versions import Undo, VersionedManager, VersionedQuerySet, watch, watch_read
+from .versions import Undo, VersionedManager, VersionedQuerySet, watch, watch_read, with_versions
 
 __all__ = [
     "RetriesExhausted",
@@ -346,6 +347,18 @@ def _write_with_versions(sender: Any, **kwargs: Any) -> None:
         meta.base_manager = manager
         # A cached property: Django drops it whenever a model is added.
         meta.FORWARD_PROPERTIES = meta.FORWARD_PROPERTIES - {"base_manager"}
+
+    for field in meta.local_fields if issubclass(sender, VersionedModel) else ():
+        if field.many_to_one:
+            lazy_related_operation(
+                _add_with_versions, sender, field.remote_field.model, field=field
+            )
+
+
+def _add_with_versions(model: Any, related: Any, field: Any) -> None:
+    descriptor = related.__dict__.get(field.remote_field.get_accessor_name())
+    if descriptor is not None:  # else it is hidden
+        descriptor.related_manager_cls = with_versions(descriptor.related_manager_cls)
 
 
 MISSING = object()

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from django.db import NotSupportedError, connections, models, transaction
+from django.db import NotSupportedError, connections, models, router, transaction
 
 from .retrying import Retrying
 from .transactions import OpenSavepoints
@@ -158,6 +158,33 @@ class VersionedQuerySet(models.QuerySet[Any]):
 
 class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]
     """The manager of versioned models."""
+
+
+def with_versions(manager: Any) -> Any:
+    """Return the class of a related manager so that `add()` moves versions in memory as well.
+
+    It moves the foreign key of the objects that it is given, in their rows and in memory.
+    """
+
+    class VersionedRelatedManager(manager):  # type: ignore[misc]
+        def add(self, *objs: Any, bulk: bool = True) -> None:
+            rows: Any = VersionedQuerySet(self.model)
+            if not bulk or not all(isinstance(obj, self.model) for obj in objs):
+                return super().add(*objs, bulk=bulk)  # type: ignore[no-any-return]
+            rows = rows.using(router.db_for_write(self.model, instance=self.instance))
+            with transaction.atomic(using=rows.db):
+                before = rows._versions(objs, lock=True)
+                super().add(*objs, bulk=bulk)
+                written = rows._versions(objs)
+                for obj in objs:
+                    expected = obj.__dict__.get(self.model._version_field.attname)
+                    # A stale one remains stale.
+                    if expected is not None and before.get(obj.pk) == expected:
+                        obj._version_written(written[obj.pk], expected, rows.db)
+
+        add.alters_data = True  # type: ignore[attr-defined]
+
+    return VersionedRelatedManager
 
 
 class Undo:

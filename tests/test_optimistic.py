@@ -109,6 +109,37 @@ def test_positional_values_are_those_of_the_models_own_fields() -> None:
         assert type(obj)._base_manager.get() == obj
 
 
+def test_add_and_set_of_a_related_manager_move_the_version_in_memory(account: Account) -> None:
+    first, second = Account.objects.create(), Account.objects.create()
+    stale = Account.objects.get(pk=first.pk)
+
+    account.children.add(first, first)
+    account.children.set([first, second])
+    for obj in (first, second):
+        assert obj.version == version_of(obj) == 2
+        obj.save()
+        assert obj.parent == Account.objects.get(pk=obj.pk).parent == account
+    account.children.add(stale)
+    with pytest.raises(StaleObjectError):
+        stale.save()
+    with pytest.raises(Undone), transaction.atomic():
+        with pytest.raises(ValueError, match="saved"):
+            account.children.add(Account())
+        account.children.add(second)
+        raise Undone
+    assert second.version == version_of(second) == 3
+
+
+def test_a_removed_object_is_stale_since_django_leaves_its_foreign_key(account: Account) -> None:
+    child = Account.objects.create(parent=account)
+
+    account.children.remove(child)
+
+    assert child.parent == account  # saved, it would undo the removal
+    with pytest.raises(StaleObjectError):
+        child.save()
+
+
 def test_only_none_is_refused_as_django_refuses_it(account: Account) -> None:
     with pytest.raises(TypeError, match="None"):
         Account.objects.only(None)
