@@ -16,11 +16,11 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from .backends.base import BaseLockBackend
 from .claims import Claim, Grant
-from .errors import BackendError, LockBusy, LockTimeout
+from .errors import BackendError, LockBusy, LockError, LockTimeout
 from .names import shown
 from .timing import Deadline, drift, full_jitter, monotonic
 
@@ -31,9 +31,10 @@ AFTER_EXPIRY = 0.005
 LOOK_EVERY = 1.0
 IO_THREADS = 8  # of each backend: one that hangs holds up no other
 
-# ("call", function, arguments) answers what the function returns, ("wait", ...) too, but it may
-# take as long as the caller is ready to wait; ("pause", seconds, file descriptor or None) answers
-# the grant that was pushed meanwhile, or None; it ends when the descriptor is readable.
+# ("call", function, arguments) answers what the function returns, and so do ("wait", ...), which
+# may take as long as the caller is ready to wait, and ("first", ...), the first try of a task;
+# ("pause", seconds, file descriptor or None) answers the grant that was pushed meanwhile, or None;
+# it ends when the descriptor is readable.
 Step = tuple[Any, ...]
 
 
@@ -66,50 +67,64 @@ def acquiring(
     """
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
-    failure: BackendError | None = None
+    tried = first is not None  # not merely looked, because too many others try
+    failures: list[LockError] = []
     answer: Any = None
     refusal: Any = None  # kept, for it may hold a place in a queue
     while True:
         left = deadline.remaining()
         last = left == 0
-        asked_at = monotonic()
+        asked_at, failures = monotonic(), []
         try:
             if first is not None:
-                (asked_at, answer), first, last = first, None, wait == 0
-                refusal = answer
-            elif attempt == 0 or last or (answer := (yield ("call", backend.look, claim))) is None:
+                asked_at, answer, refusal, first, last = *first, first[1], None, wait == 0
+            elif (
+                not tried
+                or (last and not _keeps_nothing(backend, refusal))
+                or (answer := (yield ("call", backend.look, claim))) is None
+            ):
                 asked_at = monotonic()
-                kind = "wait" if backend.blocks and not last else "call"
-                answer = refusal = yield (kind, backend.acquire, claim, left)
-            failure = None
+                kind = "wait" if backend.blocks and not last else "call" if tried else "first"
+                answer = yield (kind, backend.acquire, claim, left)
+                tried = not isinstance(answer, _Seen)
+                answer = refusal = answer if tried else answer.busy
+            # Such as a row that is locked: to ask again would take as long again.
+            last = last or (_keeps_nothing(backend, refusal) and deadline.remaining() == 0)
         except BackendError as error:
             if attempt == 0 or last:
                 raise
-            failure, answer, refusal = error, None, None
+            failures, answer, refusal = [error], None, None
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
             news = getattr(refusal, "news", None)
             told = news is not None or getattr(refusal, "told", False)
-            pause = _pause(backend, attempt, free_in, told=told, failed=failure is not None)
+            pause = _pause(backend, attempt, free_in, told=told, failed=bool(failures))
             answer = yield ("pause", deadline.cap(pause), news)
         if answer:
             if (began := _trusted(answer, asked_at)) is not None:
                 return answer, began
             # The process or the network slept for longer than the lease: it may be over.
-            failure = (yield from _giving_back(backend, answer)) or failure
+            failures += yield from _giving_back(backend, answer)
         if last:
-            raise failure or _refusal(claim, wait, free_in)
+            # Taken out: its traceback will refer to this frame.
+            raise (failures or [_refusal(claim, wait, free_in)]).pop()
         attempt += 1
+
+
+def _keeps_nothing(backend: BaseLockBackend, refusal: Any) -> bool:
+    """Tell whether the engine has nothing of the claim that a last try would take away."""
+    polled = not (backend.blocks or backend.pushes or backend.queues)
+    return polled and getattr(refusal, "place", None) is None
 
 
 def _giving_back(
     backend: BaseLockBackend, grant: Grant
-) -> Generator[Step, Any, BackendError | None]:
+) -> Generator[Step, Any, list[LockError]]:
     try:
         yield ("call", backend.release, grant)
     except BackendError as error:
-        return error  # the same owner is granted again
-    return None
+        return [error]  # the same owner is granted again
+    return []
 
 
 def _trusted(grant: Grant, asked_at: float) -> float | None:
@@ -224,19 +239,22 @@ def run(steps: Generator[Step, Any, Any], bell: Bell) -> Any:
     """Run the generator in this thread; return what it returns."""
     answer: Any = None
     error: Exception | None = None
-    while True:
-        try:
-            step = steps.send(answer) if error is None else steps.throw(error)
-        except StopIteration as stop:
-            return stop.value
-        error = None
-        try:
-            if step[0] == "pause":
-                answer = bell.pause(*step[1:])
-            else:
-                answer = step[1](*step[2:])
-        except Exception as raised:
-            error = raised
+    try:
+        while True:
+            try:
+                step = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            error = None
+            try:
+                if step[0] == "pause":
+                    answer = bell.pause(*step[1:])
+                else:
+                    answer = step[1](*step[2:])
+            except Exception as raised:
+                error = raised
+    finally:
+        error = None  # its traceback refers to this frame
 
 
 async def arun(
@@ -254,24 +272,32 @@ async def arun(
     bell.deserted = cancelled
     answer: Any = None
     error: Exception | None = None
-    while True:
-        try:
-            step = steps.send(answer) if error is None else steps.throw(error)
-        except StopIteration as stop:
-            return stop.value
-        error = None
-        if step[0] == "pause":
+    request: Future[Any] | None = None
+    try:
+        while True:
             try:
-                answer = await bell.pause(*step[1:])
-            except BaseException:
-                cancelled()
-                raise
-            continue
-        begin = _begin_alone if step[0] == "wait" else _begin
-        try:
-            answer = await _end(begin(backend, *step[1:]), cancelled, at_once=step[0] == "wait")
-        except Exception as raised:
-            error = raised
+                step = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            error = None
+            try:
+                if step[0] == "pause":
+                    answer = await _paused(bell, step, cancelled)
+                else:
+                    request = _BEGIN[step[0]](backend, *step[1:])
+                    answer = await _end(request, cancelled, at_once=step[0] == "wait")
+            except Exception as raised:
+                error = raised
+    finally:
+        error = request = None  # their tracebacks refer to this frame
+
+
+async def _paused(bell: AsyncBell, step: Step, cancelled: Callable[[], None]) -> Grant | None:
+    try:
+        return await bell.pause(*step[1:])
+    except BaseException:
+        cancelled()
+        raise
 
 
 async def in_thread(
@@ -303,10 +329,14 @@ async def _end(
                 cancelled()
             request.add_done_callback(lambda _: cancelled())
         raise
+    finally:
+        del request  # it refers to the error, and that to this frame
 
 
 _pools: weakref.WeakKeyDictionary[BaseLockBackend, ThreadPoolExecutor]
 _pools = weakref.WeakKeyDictionary()
+_first_tries: weakref.WeakKeyDictionary[BaseLockBackend, threading.Semaphore]
+_first_tries = weakref.WeakKeyDictionary()
 
 
 def _begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -314,7 +344,38 @@ def _begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -
     if pool is None:
         pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="distlock-io")
         pool = _pools.setdefault(backend, pool)
-    return pool.submit(function, *args)
+    try:
+        return pool.submit(function, *args)
+    except RuntimeError:  # the main thread has ended, and another still runs its event loop
+        return _begin_alone(backend, function, *args)
+
+
+class _Seen(NamedTuple):
+    """What a look has said in place of a first try."""
+
+    busy: Any
+
+
+def _begin_first(backend: BaseLockBackend, *call: Any) -> Future[Any]:
+    return _begin(backend, _try_first, backend, *call)
+
+
+def _try_first(
+    backend: BaseLockBackend, acquire: Callable[..., Any], claim: Claim, wait: float | None
+) -> Any:
+    """Call `acquire`; but look first if many do: a try of a locked row may take a second.
+
+    So half of the threads are there for those who ask for another lock.
+    """
+    room = _first_tries.setdefault(backend, threading.Semaphore(IO_THREADS // 2))
+    with_room = room.acquire(blocking=False)
+    try:
+        if not with_room and (answer := backend.look(claim)) is not None:
+            return _Seen(answer)
+        return acquire(claim, wait)
+    finally:
+        if with_room:
+            room.release()
 
 
 def _begin_alone(_: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -332,4 +393,7 @@ def _begin_alone(_: BaseLockBackend, function: Callable[..., Any], *args: Any) -
     return request
 
 
+_BEGIN: dict[str, Callable[..., Future[Any]]]
+_BEGIN = {"call": _begin, "first": _begin_first, "wait": _begin_alone}
 os.register_at_fork(after_in_child=_pools.clear)
+os.register_at_fork(after_in_child=_first_tries.clear)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -13,7 +16,7 @@ from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
 from distlock_app.names import key_of
 from distlock_app.timing import monotonic
-from distlock_app.waiting import AsyncBell, Bell, acquired, acquiring, run
+from distlock_app.waiting import AsyncBell, Bell, acquired, acquiring, arun, run
 from tests import engines
 from tests.engines import running, until
 
@@ -28,7 +31,7 @@ def claim(**options):
 class Scripted:
     """What an engine answers, one after the other, without one."""
 
-    blocks = pushes = False
+    blocks = pushes = queues = False
     poll_min = poll_max = 0.001
 
     def __init__(self, *answers):
@@ -50,6 +53,10 @@ class Scripted:
     def release(self, grant):
         self.asked.append("release")
         return True
+
+
+def _be_down():
+    raise BackendError("down")
 
 
 @pytest.fixture(params=["stepwise", "first try without steps"])
@@ -105,6 +112,121 @@ def test_a_timeout_is_no_busy_and_comes_at_the_deadline(engine):
     assert 0.3 <= time.monotonic() - began < 5
     held.release()
     assert engines.free(engine)
+
+
+def test_a_try_that_took_until_the_deadline_was_the_last(get):
+    def slowly():
+        time.sleep(0.06)
+        return Busy()
+
+    backend = Scripted(slowly)
+
+    with pytest.raises(LockTimeout):
+        get(backend, claim(), 0.05, Bell())
+
+    assert len(backend.asked) == 1
+
+
+def test_the_last_try_is_a_look_where_nothing_is_left_behind(get):
+    backend = Scripted(Busy())
+    backend.look = lambda claim: Busy()
+
+    with pytest.raises(LockTimeout):
+        get(backend, claim(), 0.02, Bell())
+
+    assert len(backend.asked) == 1
+
+
+def test_tasks_whose_first_try_takes_long_hold_up_no_other_lock(engine, monkeypatch):
+    gate, real = threading.Event(), engine.acquire
+
+    def acquire(claim, wait):
+        if claim.name == "pinned":
+            gate.wait(engines.DEADLINE)
+        return real(claim, wait)
+
+    monkeypatch.setattr(engine, "acquire", acquire)
+    monkeypatch.setattr(engine, "look", lambda claim: Busy() if claim.name == "pinned" else None)
+
+    async def main():
+        tasks = [asyncio.ensure_future(Lock("pinned").atry_acquire()) for _ in range(100)]
+        await asyncio.sleep(0)
+        try:
+            hold = await asyncio.wait_for(Lock("free").aacquire(), 5)
+            await asyncio.wait_for(hold.arelease(), 5)
+        finally:
+            gate.set()
+        return [hold for hold in await asyncio.gather(*tasks) if hold]
+
+    (hold,) = asyncio.run(asyncio.wait_for(main(), engines.DEADLINE))
+    hold.release()
+
+
+def test_an_event_loop_goes_on_locking_when_the_main_thread_has_ended():
+    code = """if True:
+        import asyncio, os, threading, time
+        import concurrent.futures.thread  # which begins to refuse before we are told
+        from django.conf import settings
+        locks = {"default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}}
+        settings.configure(DISTLOCK=locks)
+        from distlock_app import Lock
+
+        async def work():
+            async with Lock("a"):
+                pass
+            while not shutting_down.is_set():
+                time.sleep(0.01)
+            async with Lock("b"):
+                os.write(1, b"locked")
+
+        shutting_down = threading.Event()
+        threading._register_atexit(shutting_down.set)
+        threading.Thread(target=lambda: asyncio.run(work())).start()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
+
+    assert done.stdout == b"locked", done.stderr
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        (_be_down,),
+        (Busy(), _be_down),
+        (Busy(),),
+    ],
+)
+def test_an_error_keeps_nothing_of_its_caller(answers):
+    class Mine:
+        pass
+
+    def ask(end):
+        mine = Mine()
+        weakref.finalize(mine, end.append, "sync")
+        backend = Scripted(*answers)
+        with pytest.raises((BackendError, LockBusy)) as caught:
+            acquired(backend, claim(), 0.02, Bell())
+        del caught
+
+    async def aask(end):
+        mine = Mine()
+        weakref.finalize(mine, end.append, "async")
+        backend = Scripted(*answers)
+        steps = acquiring(backend, claim(), 0.02)
+        with pytest.raises((BackendError, LockBusy)) as caught:
+            await arun(backend, steps, AsyncBell(), cancelled=lambda: None)
+        del caught
+
+    gc.collect()
+    gc.disable()
+    ended = []
+    try:
+        ask(ended)
+        asyncio.run(aask(ended))
+    finally:
+        gc.enable()
+
+    assert ended == ["sync", "async"]
 
 
 def test_the_last_try_has_no_wait_whatever_came_before(get):
