@@ -24,6 +24,7 @@ from django.db import connections
 
 from .backends.base import BaseLockBackend
 from .claims import Grant
+from .errors import BackendError
 from .leases import Lease
 from .names import shown
 from .records import fields, logger
@@ -61,6 +62,9 @@ class Renewer:
         # Who extends, and who releases.
         self._workers: weakref.WeakKeyDictionary[BaseLockBackend, tuple[Worker, Worker]]
         self._workers = weakref.WeakKeyDictionary()
+        # Until when no other release is tried, after one that failed: they may be very many.
+        self._quiet: weakref.WeakKeyDictionary[BaseLockBackend, float]
+        self._quiet = weakref.WeakKeyDictionary()
         self._telling = Worker("distlock-telling", _call_all)
         self._owed: set[int] = set()  # numbers of the releases under way
 
@@ -311,10 +315,17 @@ class Renewer:
     def _release(
         self, backend: BaseLockBackend, number: int, grant: Grant, until: float, lease: Lease | None
     ) -> None:
+        now = monotonic()
+        late = now >= until
+        if now < (quiet_until := self._quiet.get(backend, 0.0)):
+            with self._lock:
+                self._push(quiet_until, (backend, number, grant, until, lease))
+            return
         try:
+            if late and backend.expires:
+                raise BackendError("its time is over")
             was_ours = backend.release(grant)
         except BaseException as error:
-            late = monotonic() >= until
             # A claim without an end stays, and the engine says when its session is over.
             if grant.claim.stable or (late and backend.expires):
                 self._owed.discard(number)
@@ -325,8 +336,10 @@ class Renewer:
                 )
                 return
             job = (backend, number, grant, until, lease)
+            again = monotonic() + (RETRY_MAX if late else RETRY_MAX / 4)
+            self._quiet[backend] = again
             with self._lock:
-                self._push(monotonic() + (RETRY_MAX if late else RETRY_MAX / 4), job)
+                self._push(again, job)
         else:
             self._owed.discard(number)
             if lease is not None:

@@ -500,6 +500,33 @@ def test_a_late_release_of_a_stable_owner_never_hits_its_next_hold(engine):
     hold.release()
 
 
+def test_a_release_is_not_tried_when_its_time_is_over(engine):
+    grant = engine.acquire(a_claim("b", ttl=0.1), 0)
+    engine.hang("release")
+    for number in range(renewal_module.RELEASERS):
+        renewer.give_back(engine, Grant(a_claim(f"hangs {number}")))
+    renewer.give_back(engine, grant)
+    over = monotonic() + 0.2
+    until(lambda: monotonic() > over)
+
+    engine.go_on()
+    renewer.settle()
+
+    assert engine.asked.count("release") == renewal_module.RELEASERS
+
+
+def test_many_releases_that_an_engine_owes_do_not_ask_it_all_the_time(engine):
+    engine.fail("release")
+    for number in range(500):
+        renewer.give_back(engine, Grant(a_claim(f"b{number}", ttl=30)))
+    until(lambda: len(renewer._heap) >= 500)
+
+    assert engine.asked.count("release") < 100
+
+    engine.go_on()
+    until(lambda: not renewer._owed)
+
+
 def test_the_end_of_the_process_waits_for_releases_under_way():
     code = """
 import os, sys, django
