@@ -20,7 +20,8 @@ class Entry(NamedTuple):
 
 
 # By id(lock), for two equal locks are two, and id(frame), in which one thread runs at a time: so
-# nothing here needs a guard.
+# nothing here needs a guard. And by id(runner), for an ExitStack enters and leaves in frames of
+# its own.
 _entries: dict[tuple[int, int], list[Entry]] = {}
 
 
@@ -28,6 +29,7 @@ def enter(lock: Any, hold: Any, block: Any, frame: FrameType | None) -> None:
     """Note that the `with` of `lock` in `frame` was entered."""
     entry = Entry(frame, identity.current_runner(), hold, block, lock)
     _entries.setdefault((id(lock), id(frame)), []).append(entry)
+    _entries.setdefault((id(lock), id(entry.runner)), []).append(entry)
 
 
 def entered(lock: Any, frame: FrameType | None) -> Entry:
@@ -42,19 +44,21 @@ def forget(lock: Any, frame: FrameType | None, hold: Any = None) -> None:
     """Note that the `with` of `lock` in `frame` has ended, if there is one (of this `hold`)."""
     entry = _find(lock, frame)
     if entry is not None and hold in (None, entry.hold):
-        place = (id(lock), id(entry.frame))
-        left = [other for other in _entries.pop(place, ()) if other is not entry]
-        if left:
-            _entries[place] = left
+        for place in (id(lock), id(entry.frame)), (id(lock), id(entry.runner)):
+            here = _entries.pop(place, ())
+            if len(here) > 1:
+                _entries[place] = [other for other in here if other is not entry]
 
 
 def _find(lock: Any, frame: FrameType | None) -> Entry | None:
     if here := _entries.get((id(lock), id(frame))):
         return here[-1]
-    # An ExitStack enters and leaves it in frames of its own: what this runner entered last.
-    found = [entry for here in list(_entries.values()) for entry in here if entry.lock is lock]
     runner = identity.current_runner()
+    if here := _entries.get((id(lock), id(runner))):
+        return here[-1]
+    # A generator that another thread or task finishes.
+    found = [entry for here in list(_entries.values()) for entry in here if entry.lock is lock]
     ours = [entry for entry in found if entry.runner is runner]
-    if not ours and len(found) == 1:
+    if not ours and len({id(entry) for entry in found}) == 1:
         ours = found
     return ours[-1] if ours else None
