@@ -20,7 +20,7 @@ from .leases import Lease
 from .names import shown
 from .records import fields, logger
 from .registry import MIN_TTL, checked_ttl
-from .renewal import GONE, RENEW_AT, lease_facts, renewer
+from .renewal import GONE, LATE, RENEW_AT, lease_facts, renewer
 from .signals import atell, lock_released, tell
 from .timing import monotonic
 from .waiting import in_thread
@@ -64,7 +64,7 @@ class Hold:
     def lost(self) -> bool:
         """Whether the lock may be somebody else's by now, by this process's clock."""
         lease = self._lease
-        return lease.lost_because is not None or (not self.released and lease.lost)
+        return lease.lost_because is not None or (not self.released and lease.doubtful)
 
     def check(self) -> None:
         """Raise LockLost if the lock may no longer be ours, NotHeld after the release.
@@ -74,7 +74,7 @@ class Hold:
         """
         if self.released:
             raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
-        if self._lease.lost:
+        if self._lease.doubtful:
             raise self._lost_error()
 
     async def acheck(self) -> None:
@@ -294,7 +294,7 @@ class Hold:
         """Commit the `atomic()` block inside this hold, or roll it back if the lock is lost."""
         if self._lease.foreign:
             return  # A child of fork() has the parent's connection: any word would end its work.
-        if exc is None and self._lease.lost:
+        if exc is None and self._lease.doubtful:
             error = self._lost_error()
             block.__exit__(type(error), error, None)
             raise error
@@ -324,9 +324,12 @@ class Hold:
         return fields(event, self._lease.alias, self._lease.grant, **more)
 
     def _lost_error(self) -> LockLost:
-        why = self._lease.lost_because or "it was not renewed in time"
-        if self._lease.foreign:
+        lease = self._lease
+        why = lease.lost_because or LATE
+        if lease.foreign:
             why = "a parent process holds it"
+        elif lease.release_asked and not lease.lost:
+            why = "its release was asked for, and the answer did not come"
         return LockLost(f"the lock {shown(self.name)!r} may be somebody else's: {why}")
 
     def _check_extend(self) -> None:
@@ -392,19 +395,23 @@ class Hold:
         lease = self._lease
         in_time = not lease.lost
         try:
-            return lease.backend.release(lease.grant)
+            was_ours = lease.backend.release(lease.grant)
         except Exception as error:
             if isinstance(error, BackendError) and lease.lost:
                 # It is over, whatever the engine would say: a worker goes on asking. (For engines
                 # of sessions, `lose` sees to that.)
                 if lease.backend.expires:
                     renewer.give_back(lease.backend, lease.grant)
-                renewer.lose(lease, "it was not renewed in time", at_release=True)
+                renewer.lose(lease, LATE, at_release=True)
                 raise self._lost_error() from error
             lease.release_asked |= in_time
             lease.rejoin()
             self.released = False
             raise
+        if not (in_time or lease.release_asked):
+            # Nobody came meanwhile, but that is known now only: the work was done in doubt.
+            renewer.lose(lease, LATE, at_release=True)
+        return was_ours
 
     def _check_release(self, was_ours: bool) -> None:
         lease = self._lease
@@ -446,6 +453,7 @@ def release_at_end(lease: Lease, block: int) -> None:
     if not lease.end_unheld():
         return
     renewer.unwatch(lease)
+    in_time = not lease.lost
     try:
         was_ours = lease.backend.release(lease.grant)
     except BaseException as error:
@@ -453,7 +461,7 @@ def release_at_end(lease: Lease, block: int) -> None:
         if not isinstance(error, BackendError):
             raise
     else:
-        renewer.released(lease, was_ours)
+        renewer.released(lease, was_ours and in_time)
 
 
 def unpin(lease: Lease, ttl: float, asked_at: float) -> None:

@@ -105,6 +105,11 @@ class Lease:
             return True
         return not self.pins and monotonic() >= self.trusted_until
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether it is lost, or its release was asked for and may have been done."""
+        return self.release_asked or self.lost
+
     def extended(self, ttl: float, *, asked_at: float) -> None:
         """Trust it for `ttl` seconds from `asked_at`: engines never shorten a claim.
 

@@ -39,6 +39,7 @@ RENEW_STEP = 1 / 100
 RETRIES_LEFT = 8
 RETRY_MIN = 0.02
 RETRY_MAX = 1.0
+LATE = "it was not renewed in time"
 GONE = "the engine says that it is somebody else's or gone"
 FAILED = "the lock renewer failed and goes on"
 RELEASERS = 4  # threads of each engine
@@ -244,7 +245,7 @@ class Renewer:
             return
         renews = _renews(lease, now)
         if now >= lease.trusted_until:
-            self.lose(lease, "it was not renewed in time" if renews else "its time was up")
+            self.lose(lease, LATE if renews else "its time was up")
             return
         self._schedule(lease, lease.trusted_until)
         if renews or lease.backend.heartbeat is not None:

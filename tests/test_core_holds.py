@@ -80,6 +80,40 @@ def test_the_answer_of_a_release_is_lost_and_the_release_repeated(engine):
     assert engines.free(engine)
 
 
+def test_a_hold_is_in_doubt_while_the_answer_to_its_release_is_missing(engine):
+    hold = Lock("a").acquire()
+    engine.fail("release", times=1, after=True)
+    with pytest.raises(BackendError):
+        hold.release()
+
+    assert hold.lost and hold.expires_in == 0
+    for verb in (hold.check, hold.extend):
+        with pytest.raises(LockLost, match="its release was asked for"):
+            verb()
+
+    hold.release()
+    assert not hold.lost
+
+
+def test_a_transaction_is_not_committed_while_the_answer_to_a_release_is_missing(engine):
+    ended = []
+
+    class Block:
+        def __exit__(self, kind, error, traceback):
+            ended.append(kind)
+
+    hold = Lock("a").acquire()
+    engine.fail("release", times=1, after=True)
+    with pytest.raises(BackendError):
+        hold.release()
+
+    with pytest.raises(LockLost):
+        hold.end_block(Block(), None, None, None)
+
+    assert ended == [LockLost]
+    hold.release()
+
+
 def test_a_release_that_never_arrived_may_be_repeated(engine):
     hold = Lock("a").acquire()
     engine.fail("release", times=1)
