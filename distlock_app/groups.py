@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import dataclass
 from types import TracebackType
 
-from . import names
+from . import identity, names
 from .attempts import UNSET
 from .entered import enter, entered, forget
 from .errors import LockBusy, LockTimeout
@@ -93,6 +94,12 @@ class AllOf:
 
         By default it waits as long as the most patient of the locks.
         """
+        taken_at = identity.place_of_caller()
+        return self._acquire(wait).bare(taken_at)
+
+    def _acquire(self, wait: float | None = UNSET) -> Holds:
+        if asyncio._get_running_loop() is not None:
+            identity.refuse_to_block("`async with`, or `await locks.aacquire()`")
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
         try:

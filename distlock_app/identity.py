@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from asgiref.sync import SyncToAsync
+from django.core.exceptions import SynchronousOnlyOperation
 
 # What the running code does ("alice /pay/7", "manage.py settle"), shown beside its locks.
 _activity: ContextVar[str] = ContextVar("distlock_activity", default="")
@@ -46,6 +47,31 @@ def current_runner() -> Any:
                 return frame
             frame = frame.f_back  # type: ignore[assignment]
     return threading.current_thread()
+
+
+def refuse_to_block(instead: str) -> None:
+    """Raise what Django raises for a query in an event loop, unless it is told not to."""
+    if not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+        raise SynchronousOnlyOperation(
+            f"An event loop runs in this thread, and a lock would block it: use {instead}, or call"
+            " the function by sync_to_async()."
+        )
+
+
+def frame_of_caller() -> FrameType:
+    """Return the innermost frame that is not of this app, nor of an ExitStack that it uses."""
+    frame = sys._getframe(1)
+    while (name := frame.f_globals.get("__name__", "")).startswith(_APP) or name == "contextlib":
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame
+
+
+def place_of_caller() -> tuple[CodeType, int]:
+    """Return where this app was called: the code, and the line in its file."""
+    frame = frame_of_caller()
+    return frame.f_code, frame.f_lineno
 
 
 def reference(runner: Any) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -60,6 +61,8 @@ class Latch:
 
         By default as long as the alias's WAIT, with None for ever. Raise BackendError.
         """
+        if asyncio._get_running_loop() is not None:
+            identity.refuse_to_block("`await latch.await_()`")
         bell = Bell()
         claim = self._claim(None, bell)
         try:

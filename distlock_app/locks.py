@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import warnings
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
-from . import names
+from . import identity, names
 from .attempts import UNSET, Attempt
 from .backends.base import BaseLockBackend
 from .claims import Grant, Holding
@@ -98,7 +99,9 @@ class Lock:
         self._no_atomic()
         return self._acquire(wait)
 
-    def _acquire(self, wait: float | None = UNSET) -> Hold:
+    def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
+        if asyncio._get_running_loop() is not None:
+            identity.refuse_to_block("`async with`, or `await lock.aacquire()`")
         attempt = Attempt(self, wait)
         if (hold := attempt.reenter()) is not None:
             return hold

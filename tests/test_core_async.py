@@ -318,7 +318,9 @@ def test_receivers_of_any_kind_hear_of_async_locks_and_break_none(engine, asynch
     assert all_free(engine)
 
 
-def test_async_receivers_break_no_sync_lock_in_an_event_loop(engine):
+def test_async_receivers_break_no_sync_lock_in_an_event_loop(engine, monkeypatch):
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
+
     async def listen(**kwargs):
         pass
 
