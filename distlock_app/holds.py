@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 from django.db import connections
@@ -34,12 +34,14 @@ class Hold:
     with the last of them.
     """
 
-    __slots__ = ("__weakref__", "_lease", "_release_now", "released")
+    __slots__ = ("__weakref__", "_lease", "_release_now", "entered", "released", "taken_at")
 
     def __init__(self, lease: Lease, *, release_now: bool, released: bool = False) -> None:
         self._lease = lease
         self._release_now = release_now
         self.released = released  # given up, or not joined to the lease yet
+        self.entered = False  # in a `with`
+        self.taken_at: tuple[CodeType, int] | None = None  # without a `with`: who forgot it
 
     def __repr__(self) -> str:
         state = "released" if self.released else "lost" if self.lost else "held"
@@ -312,8 +314,13 @@ class Hold:
         # Nothing refers to the lease any more, so it is not renewed and ends by itself.
         if lease.part(self):
             renewer.let_expire(lease)
+        text = f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()"
+        if self.taken_at is not None:
+            code, line = self.taken_at
+            text += f", taken at {code.co_filename}:{line}"
+        logger.warning("%s", text, extra=self.log_fields("dropped"))
         warnings.warn(
-            f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()",
+            text,
             ResourceWarning,
             source=self,
             stacklevel=2,

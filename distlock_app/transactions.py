@@ -20,6 +20,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .errors import LockError
+from .identity import frame_of_caller
 
 
 def open_blocks() -> list[Any]:
@@ -95,13 +96,17 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
                 'atomic(), or Lock(..., release="now") and release it after your commit.'
             )
         if is_open(connection) and _keeps_snapshot(connection):
-            warnings.warn(
+            frame = frame_of_caller()
+            warnings.warn_explicit(
                 f"The lock {name[:200]!r} is taken inside a transaction on "
                 f"{connection.alias!r} at isolation level REPEATABLE READ or above: what it "
                 "reads may be older than the lock. Take the lock before the transaction: "
                 "Lock(..., atomic=True), locked_view() or locked(..., atomic=True).",
                 RuntimeWarning,
-                stacklevel=5,
+                frame.f_code.co_filename,
+                frame.f_lineno,
+                module=frame.f_globals.get("__name__"),
+                registry=frame.f_globals.setdefault("__warningregistry__", {}),
             )
 
 

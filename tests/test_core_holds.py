@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
@@ -431,16 +432,33 @@ def test_all_threads_gone_nothing_is_left_in_memory(engine):
 
 
 def test_dropping_one_of_several_holds_keeps_the_lock(engine):
-    outer = Lock("a").acquire()
-    inner = Lock("a").acquire()
-    with pytest.warns(ResourceWarning):
-        del inner
+    with Lock("a") as outer:
+        inner = Lock("a").acquire()
+        with pytest.warns(ResourceWarning):
+            del inner
 
     outer.check()
     assert list(engine.holders())
     outer.release()
 
     assert engines.free(engine)
+
+
+def test_a_forgotten_release_is_logged_with_the_place_of_the_acquire(engine, caplog):
+    line = sys._getframe().f_lineno + 1
+    holds = [Lock("a").acquire(), Lock("b").try_acquire(), *all_of(Lock("c"), Lock("d")).acquire()]
+
+    async def take():
+        return await Lock("e").aacquire(), await Lock("f").atry_acquire()
+
+    holds += asyncio.run(take())
+    with caplog.at_level(logging.WARNING, logger="distlock_app"), pytest.warns(ResourceWarning):
+        holds.clear()
+        gc.collect()
+
+    places = [record.getMessage().partition("taken at ")[2] for record in caplog.records]
+    assert sorted(places) == [f"{__file__}:{line}"] * 4 + [f"{__file__}:{line + 3}"] * 2
+    assert {record.lock_event for record in caplog.records} == {"dropped"}
 
 
 def test_a_hold_whose_release_failed_is_dropped_without_a_warning(engine):

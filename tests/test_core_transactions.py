@@ -14,7 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import TestCase
 
-from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locks, transactions
+from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locked, locks, transactions
 from distlock_app.renewal import renewer
 from distlock_app.signals import lock_lost, lock_released
 from distlock_app.testing import lose
@@ -732,7 +732,12 @@ def test_a_lock_under_repeatable_read_warns_where_it_is_taken(engine, repeatable
             with Lock("b"):
                 pass
 
-    assert [w.filename for w in [*caught, *in_with]] == [__file__] * 2
+    with transaction.atomic(), pytest.warns(RuntimeWarning, match="REPEATABLE READ") as in_helpers:
+        locked("c")(lambda: None)()
+        with all_of(Lock("d"), Lock("e")):
+            pass
+
+    assert [w.filename for w in [*caught, *in_with, *in_helpers]] == [__file__] * 5
 
 
 def test_atomic_under_repeatable_read_does_not_warn(engine, repeatable_read):
