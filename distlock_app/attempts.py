@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import weakref
 from typing import Any
 
 from . import identity, names, transactions
 from .claims import Claim, Grant
 from .errors import LockBusy, LockLost
 from .holds import Hold
-from .leases import Lease
+from .leases import Lease, by_runner
 from .records import SLOW_WAIT, fields, logger
 from .registry import checked_wait, registry
 from .renewal import renewer
@@ -28,9 +27,6 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
-
-# The leases of this process by runner, alias, key and mode, for re-entrancy.
-_leases: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
 
 
 class Attempt:
@@ -54,14 +50,19 @@ class Attempt:
         self.place = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
         self.started = monotonic()
 
-    def reenter(self) -> Hold | None:
-        """Return another hold of what this runner has already, without asking the engine."""
+    def reenter(self, *, entered: bool = False) -> Hold | None:
+        """Return another hold of what this runner has already, without asking the engine.
+
+        `entered`: it is for a `with`.
+        """
         release_now = self.lock.release == "now"
-        if (lease := self.lease()) is not None:
-            # Without a hold it only waits for a commit, or for its release after a rollback.
+        lease = self.lease()
+        # Without a hold it only waits for a commit, or for its release after a rollback.
+        if lease is not None and (lease.entered or not lease.handles):
             if lease.handles > 0 and not self.lock.reentrant:
                 raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
             hold = Hold(lease, release_now=release_now, released=True)
+            hold.entered = entered
             if lease.join(hold):
                 return hold
             renewer.settle(lease)
@@ -70,7 +71,7 @@ class Attempt:
 
     def lease(self) -> Lease | None:
         """Return what this runner has already, unless it was lost."""
-        lease = _leases.get(self.place)
+        lease = by_runner.get(self.place)
         if lease is not None and lease.runner() is self.runner and not lease.lost:
             return lease
         return None
@@ -92,7 +93,7 @@ class Attempt:
             wake=bell.ring,
         )
 
-    def hold(self, grant: Grant, asked_at: float) -> Hold:
+    def hold(self, grant: Grant, asked_at: float, *, entered: bool = False) -> Hold:
         """Return the hold of what was granted, renewed from now on."""
         lease = Lease(
             self.alias,
@@ -104,7 +105,9 @@ class Attempt:
         )
         lease.runner = identity.reference(self.runner)
         hold = Hold(lease, release_now=self.lock.release == "now")
-        _leases[self.place] = lease
+        hold.entered = entered
+        lease.entered = int(entered)
+        by_runner[self.place] = lease
         renewer.watch(lease)
         if lease.since - self.started >= SLOW_WAIT:
             self.note_wait("slow_wait", grant)
@@ -127,6 +130,23 @@ class Attempt:
                 extra=fields(event, self.alias, grant, name=name, key=self.key, waited=waited),
             )
 
+    def explain(self, busy: LockBusy) -> None:
+        """Let the error say so if this runner itself is in the way."""
+        for mode in ((False, 1), (True, 1), (False, self.lock.limit)):
+            lease = by_runner.get((*self.place[:3], *mode))
+            if lease is None or lease.runner() is not self.runner:
+                continue
+            if not lease.handles or lease.lost:
+                continue
+            name = names.shown(self.lock.name)
+            text = f"the lock {name!r} was taken by this thread or task itself"
+            if (self.lock.shared, self.lock.limit) != mode:
+                kind = "shared" if mode[0] else "exclusively" if mode[1] == 1 else "as a permit"
+                text += f", {kind}: release it before it is taken in another mode"
+            else:
+                text += " by acquire(), and is held: only inside a `with` it may be taken again"
+            busy.args = (text,)
+
     def facts(self) -> dict[str, Any]:
         """Return what the signals of its beginning say of the lock."""
         return {
@@ -141,7 +161,7 @@ def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | N
     """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
     runner = identity.current_runner()
     place = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
-    lease = _leases.get(place)
+    lease = by_runner.get(place)
     return lease if lease is not None and lease.runner() is runner and lease.handles else None
 
 

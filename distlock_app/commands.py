@@ -203,6 +203,7 @@ class _Guard:
             try:
                 try:
                     hold = lock.acquire()
+                    hold.enter()
                     with _committed_under(hold, self.atomic):
                         result = handle()
                 finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
-from types import TracebackType
+from types import CodeType, TracebackType
 
 from . import identity, names
 from .attempts import UNSET
@@ -60,8 +60,21 @@ class Holds(tuple[Hold, ...]):
         if error is not None:
             raise error
 
-    def __enter__(self) -> Holds:
+    def enter(self) -> Holds:
+        """Do as `Hold.enter` with each."""
+        for hold in self:
+            hold.enter()
         return self
+
+    def bare(self, taken_at: tuple[CodeType, int]) -> Holds:
+        """Note that each was taken there, and for no `with`."""
+        for hold in self:
+            hold.enter(inside=False)
+            hold.taken_at = taken_at
+        return self
+
+    def __enter__(self) -> Holds:
+        return self.enter()
 
     def __exit__(
         self,
@@ -72,7 +85,7 @@ class Holds(tuple[Hold, ...]):
         self.leave(exc)
 
     async def __aenter__(self) -> Holds:
-        return self
+        return self.enter()
 
     async def __aexit__(
         self,
@@ -106,7 +119,8 @@ class AllOf:
             if (holds := self._at_once()) is not None:
                 return holds
             for place, lock in self._order():
-                taken[place] = lock.acquire(wait=deadline.remaining())
+                # Entered, for the same lock may come twice.
+                taken[place] = lock._acquire(deadline.remaining(), entered=True)
             return _in_order(taken)
         except BaseException as error:
             Holds(taken.values()).leave(error, unused=True)
@@ -114,13 +128,17 @@ class AllOf:
 
     async def aacquire(self, wait: float | None = UNSET) -> Holds:
         """Do as `acquire`, without blocking the event loop."""
+        taken_at = identity.place_of_caller()
+        return (await self._aacquire(wait)).bare(taken_at)
+
+    async def _aacquire(self, wait: float | None = UNSET) -> Holds:
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
         try:
             if (holds := await self._aat_once()) is not None:
                 return holds
             for place, lock in self._order():
-                taken[place] = await lock.aacquire(wait=deadline.remaining())
+                taken[place] = await lock._aacquire(deadline.remaining(), entered=True)
             return _in_order(taken)
         except BaseException as error:
             await Holds(taken.values()).aleave(error, unused=True)
@@ -141,9 +159,9 @@ class AllOf:
             return None
 
     def __enter__(self) -> Holds:
-        holds = self.acquire()
+        holds = self._acquire()
         try:
-            enter(self, holds, None, sys._getframe(1))
+            enter(self, holds.enter(), None, sys._getframe(1))
         except BaseException as error:
             holds.leave(error, unused=True)
             forget(self, sys._getframe(1))
@@ -167,8 +185,8 @@ class AllOf:
             forget(self, sys._getframe(1))
 
     async def __aenter__(self) -> Holds:
-        holds = await self.aacquire()
-        enter(self, holds, None, sys._getframe(1))
+        holds = await self._aacquire()
+        enter(self, holds.enter(), None, sys._getframe(1))
         return holds
 
     async def __aexit__(

@@ -30,8 +30,8 @@ class Hold:
     """What `Lock.acquire()` returns: mine, now; release it, or use it in a `with`.
 
     A hold may be passed to another thread or task, which may release it. In a child of
-    `fork` it is dead. Several holds of a re-entrant lock share one claim: it is given up
-    with the last of them.
+    `fork` it is dead. Inside a `with` its thread or task may take the lock again: then
+    several holds share one claim, which is given up with the last of them.
     """
 
     __slots__ = ("__weakref__", "_lease", "_release_now", "entered", "released", "taken_at")
@@ -241,8 +241,13 @@ class Hold:
             if lock_released.receivers:
                 tell(lock_released, lease_facts(self._lease))
 
-    def __enter__(self) -> Hold:
+    def enter(self, *, inside: bool = True) -> Hold:
+        """Let the running thread or task take the lock again, until the release; or no longer."""
+        self._lease.enter(self, inside=inside)
         return self
+
+    def __enter__(self) -> Hold:
+        return self.enter()
 
     def __exit__(
         self,
@@ -253,7 +258,7 @@ class Hold:
         self.leave(exc)
 
     async def __aenter__(self) -> Hold:
-        return self
+        return self.enter()
 
     async def __aexit__(
         self,
@@ -413,7 +418,7 @@ class Hold:
                 raise self._lost_error() from error
             lease.release_asked |= in_time
             lease.rejoin()
-            self.released = False
+            self.released = self.entered = False
             raise
         if not (in_time or lease.release_asked):
             # Nobody came meanwhile, but that is known now only: the work was done in doubt.

@@ -25,6 +25,8 @@ _activity: ContextVar[str] = ContextVar("distlock_activity", default="")
 ACTIVITY_LENGTH = 120
 
 
+_APP = __name__.partition(".")[0] + "."
+
 # The frame of this code is one call of sync_to_async().
 _IN_THREAD = SyncToAsync.thread_handler.__code__
 

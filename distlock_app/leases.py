@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from . import identity
 from .backends.base import BaseLockBackend
 from .claims import Grant
 from .timing import drift, monotonic
@@ -23,12 +24,18 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
+# The leases of this process by runner, engine, key and mode (shared, limit).
+by_runner: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
+
 # A hold, weakly: else its callback would keep it from being dropped, and renewed for ever.
 Callback = tuple["weakref.ref[Any]", Callable[[Any], None]]
 
 
 class Lease:
     """The claim behind one or several holds of the same runner.
+
+    Its runner may take it again only inside a `with`. A hold without one may have been passed
+    on, and nobody can tell: a worker that began its next job would have the lock beside it.
 
     It is *trusted* while the engine cannot have given the claim to anybody else, by this
     process's monotonic clock. It ends by release or by loss, once.
@@ -43,6 +50,7 @@ class Lease:
         "due",
         "ended",
         "ends_by",
+        "entered",
         "grant",
         "handles",
         "lock",
@@ -81,6 +89,7 @@ class Lease:
         self.ends_by = float("inf") if max_hold is None else self.since + max_hold
         self.due: float | None = None  # when the renewer looks at it next
         self.handles = 1  # holds that need it
+        self.entered = 0  # those of them that are in a `with`: only there it may be taken again
         self.pins = 0  # transactions that keep everybody else from the claim
         self.unended_blocks: set[int] = set()  # whose end the release waits for: id(connection)
         self.ended = False  # released or given up: nothing more to renew
@@ -154,6 +163,7 @@ class Lease:
                 return False
             # No call in between: a signal must not leave one without the other.
             self.handles += 1
+            self.entered += hold.entered
             hold.released = False
             return True
 
@@ -164,6 +174,7 @@ class Lease:
         """
         with self.lock:
             self.handles -= 1
+            self.entered -= hold.entered
             hold.released = True
             answer = None
             if self.handles > 0 or (self.unended_blocks and (self.ended or not blocks)):
@@ -177,10 +188,23 @@ class Lease:
                 self._callbacks = [x for x in self._callbacks if x[0]() is not hold]
             return answer
 
+    def enter(self, hold: Any, *, inside: bool) -> None:
+        """Note that the running thread or task is in the `with` of a hold, or no longer."""
+        with self.lock:
+            if hold.released or hold.entered is inside:
+                return
+            hold.entered = inside
+            self.entered += 1 if inside else -1
+        runner, claim = identity.current_runner(), self.grant.claim
+        if self.runner() is not runner:
+            self.runner = identity.reference(runner)
+            by_runner[id(runner), self.backend, claim.key, claim.shared, claim.limit] = self
+
     def rejoin(self) -> None:
         """Add the hold again whose release failed; the lease has ended all the same."""
         with self.lock:
             self.handles += 1
+            self.entered = 0
 
     def end_unheld(self) -> bool:
         """End it after the last transaction; False if it was taken again or ended meanwhile."""

@@ -97,23 +97,27 @@ class Lock:
     def acquire(self, wait: float | None = UNSET) -> Hold:
         """Take the lock; raise LockBusy (wait=0), LockTimeout or BackendError."""
         self._no_atomic()
-        return self._acquire(wait)
+        taken_at = identity.place_of_caller()
+        hold = self._acquire(wait)
+        hold.taken_at = taken_at
+        return hold
 
     def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
         if asyncio._get_running_loop() is not None:
             identity.refuse_to_block("`async with`, or `await lock.aacquire()`")
         attempt = Attempt(self, wait)
-        if (hold := attempt.reenter()) is not None:
+        if (hold := attempt.reenter(entered=entered)) is not None:
             return hold
         bell = Bell()
         claim = attempt.claim(bell)
         try:
             grant, asked_at = acquired(attempt.backend, claim, attempt.wait, bell)
-            hold = attempt.hold(grant, asked_at)
+            hold = attempt.hold(grant, asked_at, entered=entered)
             if lock_acquired.receivers:
                 tell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
             return hold
-        except LockBusy:
+        except LockBusy as busy:
+            attempt.explain(busy)
             attempt.note_wait("timeout")
             if lock_busy.receivers:
                 tell(lock_busy, attempt.facts())
@@ -131,11 +135,17 @@ class Lock:
 
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
         """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
+        taken_at = identity.place_of_caller()
+        hold = await self._aacquire(wait)
+        hold.taken_at = taken_at
+        return hold
+
+    async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
         self._no_atomic()
         attempt = Attempt(self, wait)
         if self.release != "now":
             await check_caller(self.name)
-        if (hold := attempt.reenter()) is not None:
+        if (hold := attempt.reenter(entered=entered)) is not None:
             return hold
         bell = AsyncBell()
         claim = attempt.claim(bell)
@@ -143,11 +153,12 @@ class Lock:
         try:
             steps = acquiring(attempt.backend, claim, attempt.wait)
             grant, asked_at = await arun(attempt.backend, steps, bell, cancelled=give_back)
-            hold = attempt.hold(grant, asked_at)
+            hold = attempt.hold(grant, asked_at, entered=entered)
             if lock_acquired.receivers:
                 await atell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
             return hold
-        except LockBusy:
+        except LockBusy as busy:
+            attempt.explain(busy)
             attempt.note_wait("timeout")
             if lock_busy.receivers:
                 await atell(lock_busy, attempt.facts())
@@ -216,7 +227,7 @@ class Lock:
         return clear(self.using, names.key_of(self.name), self.name, seen, user, reason)
 
     def __enter__(self) -> Hold:
-        hold = self._acquire()
+        hold = self._acquire(entered=True)
         block = None
         try:
             if self.atomic:
@@ -255,7 +266,7 @@ class Lock:
             forget(self, sys._getframe(1))
 
     async def __aenter__(self) -> Hold:
-        hold = await self.aacquire()
+        hold = await self._aacquire(entered=True)
         enter(self, hold, None, sys._getframe(1))
         return hold
 

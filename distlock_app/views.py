@@ -124,7 +124,7 @@ class _Guard:
         name, who = self._about(call)
         with identity.activity(who):
             try:
-                hold = Lock(name, **self.lock_options).acquire()
+                hold = Lock(name, **self.lock_options).acquire().enter()
             except LockBusy as busy:
                 return self._busy(call.request, busy)
             try:
@@ -151,7 +151,7 @@ class _Guard:
         name, who = await sync_to_async(self._about)(call)
         with identity.activity(who):
             try:
-                hold = await Lock(name, **self.lock_options).aacquire()
+                hold = (await Lock(name, **self.lock_options).aacquire()).enter()
             except LockBusy as busy:
                 response = self._busy(call.request, busy)
                 return await response if hasattr(response, "__await__") else response

@@ -9,7 +9,16 @@ import time
 
 import pytest
 
-from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout, NotHeld, all_of
+from distlock_app import (
+    BackendError,
+    Lock,
+    LockBusy,
+    LockLost,
+    LockTimeout,
+    NotHeld,
+    all_of,
+    locked,
+)
 from distlock_app.registry import registry
 from distlock_app.renewal import renewer
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
@@ -407,10 +416,31 @@ def test_what_an_ended_program_began_is_released_before_the_process_ends(engine)
     assert all_free(engine)
 
 
-def test_tasks_leave_nothing_in_memory(engine):
-    from distlock_app import attempts, entered
+def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, monkeypatch):
+    from distlock_app import entered
 
-    before = len(attempts._leases)
+    class Entries(dict):
+        def values(self):
+            raise AssertionError("all open locks are looked at")
+
+    monkeypatch.setattr(entered, "_entries", Entries())
+
+    @locked("a:{number}")
+    async def work(number):
+        await asyncio.sleep(0)
+
+    async def main():
+        await asyncio.gather(*(work(number) for number in range(20)))
+
+    asyncio.run(main())
+
+    assert not entered._entries
+
+
+def test_tasks_leave_nothing_in_memory(engine):
+    from distlock_app import entered, leases
+
+    before = len(leases.by_runner)
 
     async def main():
         for _ in range(300):
@@ -423,5 +453,5 @@ def test_tasks_leave_nothing_in_memory(engine):
     gc.collect()
 
     assert not entered._entries
-    assert len(attempts._leases) <= before
+    assert len(leases.by_runner) <= before
     assert not engine._states

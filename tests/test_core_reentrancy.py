@@ -9,8 +9,9 @@ import threading
 
 import pytest
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 
-from distlock_app import Lock, LockBusy, LockLost, NotHeld
+from distlock_app import Lock, LockBusy, LockLost, LockTimeout, NotHeld, all_of
 from distlock_app.testing import lose
 from tests import engines
 from tests.engines import DEADLINE, running, until
@@ -39,14 +40,15 @@ def test_the_same_thread_takes_it_again_without_asking_the_engine(engine):
 
 
 def test_the_lock_is_given_up_with_the_last_of_its_holds_in_any_order(engine):
-    first, second, third = (Lock("a").acquire() for _ in range(3))
+    with Lock("a") as first:
+        second, third = (Lock("a").acquire() for _ in range(2))
 
-    second.release()
-    first.release()
-    assert busy_elsewhere()
-    third.release()
+        second.release()
+        first.release()
+        assert busy_elsewhere()
+        third.release()
 
-    assert not busy_elsewhere()
+        assert not busy_elsewhere()
 
 
 def test_another_mode_is_another_lock(engine):
@@ -111,7 +113,8 @@ def test_a_hold_may_be_released_by_another_thread_while_its_own_takes_it_again(e
 
 def test_two_threads_that_release_one_hold_release_it_once(engine):
     for _ in range(200):
-        outer, inner = Lock("a").acquire(), Lock("a").acquire()
+        outer = Lock("a").acquire().enter()
+        inner = Lock("a").acquire()
         errors = []
 
         def release(hold=inner, told=errors):
@@ -129,14 +132,14 @@ def test_two_threads_that_release_one_hold_release_it_once(engine):
 
 
 def test_releasing_twice_is_an_error_and_spares_the_other_holds(engine):
-    outer, inner = Lock("a").acquire(), Lock("a").acquire()
-    inner.release()
-
-    with pytest.raises(NotHeld):
+    with Lock("a"):
+        inner = Lock("a").acquire()
         inner.release()
 
-    assert busy_elsewhere()
-    outer.release()
+        with pytest.raises(NotHeld):
+            inner.release()
+
+        assert busy_elsewhere()
 
 
 def test_another_task_is_another_owner_and_so_is_a_child_of_the_holder(engine):
@@ -154,13 +157,124 @@ def test_another_task_is_another_owner_and_so_is_a_child_of_the_holder(engine):
     assert engines.free(engine)
 
 
-def test_sync_code_in_a_task_shares_what_the_task_holds(engine):
+def test_sync_code_in_a_task_shares_what_the_task_holds(engine, monkeypatch):
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
+
     async def main():
         async with Lock("a"):
             with Lock("a"):
                 return engine.asked.count("acquire")
 
     assert asyncio.run(main()) == 1
+
+
+def test_a_hold_that_was_passed_on_is_not_taken_again_by_the_next_job_of_its_thread(engine):
+    passed_on = []
+
+    def first_job():
+        passed_on.append(Lock("a").try_acquire())
+
+    def next_job():
+        return Lock("a").try_acquire()
+
+    first_job()
+    assert next_job() is None
+
+    with passed_on[0]:
+        pass
+    with next_job() as hold:
+        hold.check()
+
+
+def test_a_task_that_serves_one_job_after_the_other_does_not_take_again_what_it_passed_on(engine):
+    async def main():
+        passed_on = await Lock("a").atry_acquire()
+        again = await Lock("a").atry_acquire()
+        await asyncio.create_task(passed_on.arelease())
+        return again
+
+    assert asyncio.run(main()) is None
+    assert engines.free(engine)
+
+
+def test_the_thread_that_goes_on_with_a_hold_may_take_the_lock_again(engine):
+    hold = Lock("a").acquire()
+
+    def work():
+        with hold, Lock("a", wait=0) as inner:
+            assert inner.fence == hold.fence
+
+    with running(work):
+        pass
+
+    assert engine.asked.count("acquire") == 1
+    assert engines.free(engine)
+
+
+def test_what_is_left_of_a_with_is_not_taken_again(engine):
+    with Lock("a"):
+        kept = Lock("a").acquire()
+
+    assert Lock("a").try_acquire() is None
+
+    kept.release()
+    assert engines.free(engine)
+
+
+def test_all_of_takes_a_lock_twice_only_while_it_is_entered(engine):
+    twice = all_of(Lock("a"), Lock("a"))
+    with twice, twice:
+        assert engine.asked.count("acquire") == 1
+    holds = twice.acquire()
+
+    assert Lock("a").try_acquire() is None
+
+    holds.release()
+    assert engines.free(engine)
+
+
+def test_a_thread_that_waits_for_its_own_bare_hold_is_told(engine):
+    hold = Lock("a").acquire()
+
+    with pytest.raises(LockTimeout, match="by this thread or task itself by acquire"):
+        Lock("a").acquire(wait=0.01)
+
+    hold.release()
+
+
+def test_a_reader_that_asks_for_the_write_lock_is_told_that_it_reads_itself(engine):
+    with Lock("a", shared=True):
+        with pytest.raises(LockTimeout, match="by this thread or task itself, shared: release"):
+            Lock("a").acquire(wait=0.01)
+        with pytest.raises(LockBusy, match="held by somebody else"), running(_try_to_write):
+            pass
+
+
+def _try_to_write():
+    Lock("a").acquire(wait=0)
+
+
+@pytest.mark.parametrize("lock", [Lock("a"), all_of(Lock("a"), Lock("b"))])
+def test_a_lock_that_would_block_an_event_loop_is_refused(engine, lock):
+    async def main():
+        for take in (lock.__enter__, lock.acquire, lock.try_acquire):
+            with pytest.raises(SynchronousOnlyOperation, match="`async with`"):
+                take()
+
+    asyncio.run(main())
+
+    assert engine.asked == []
+
+
+def test_a_hold_is_released_in_an_event_loop_all_the_same(engine):
+    hold = Lock("a").acquire()
+
+    async def main():
+        hold.release()
+
+    asyncio.run(main())
+
+    assert engines.free(engine)
 
 
 def test_tasks_that_lock_in_the_shared_thread_of_sync_to_async_exclude_each_other(engine):

@@ -689,19 +689,6 @@ def test_a_process_that_stalled_for_longer_than_the_ttl_is_told_though_nobody_ca
     assert not Lock("stalled", using="locks").locked()
 
 
-def test_a_stall_before_the_commit_is_told_though_nobody_came(monkeypatch):
-    told = []
-    monkeypatch.setattr(renewer, "watch", lambda lease: None)
-    monkeypatch.setattr(renewer, "lose", lambda lease, reason, **how: told.append(reason))
-
-    with transaction.atomic():
-        with Lock("stalled", using="locks", ttl=0.2, renew=False) as hold:
-            lease = hold._lease
-        until(lambda: lease.lost)
-
-    assert told == ["it was gone before the transaction had ended"]
-
-
 # REPEATABLE READ
 
 

@@ -491,14 +491,15 @@ def test_a_plain_function_whose_work_comes_later_is_refused():
     async def stream():
         yield
 
-    async def task():
-        with pytest.raises(TypeError, match="returned a Task, which would run without the lock"):
-            on_locmem("a")(lambda: asyncio.ensure_future(coroutine()))()
+    loop = asyncio.new_event_loop()
+    with pytest.raises(TypeError, match="returned a Task, which would run without the lock"):
+        on_locmem("a")(lambda: loop.create_task(coroutine()))()
+    loop.run_until_complete(asyncio.sleep(0))  # in which it is cancelled
+    loop.close()
 
     for work in (coroutine, generator, stream):
         with pytest.raises(TypeError, match="without the lock"):
             on_locmem("a")(lambda work=work: work())()
-    asyncio.run(task())
 
 
 def test_decorating_connects_to_nothing(settings):
@@ -561,13 +562,20 @@ def test_a_shared_hold_is_enough_only_where_that_is_said():
 
 
 def test_a_lost_lock_is_not_taken_for_a_held_one():
-    hold = Lock("l", using="locmem", ttl=0.1, renew=False).acquire()
-    threading.Event().wait(0.15)
+    with pytest.raises(LockLost), Lock("l", using="locmem", ttl=0.1, renew=False):
+        threading.Event().wait(0.15)
 
-    with pytest.raises(LockLost):
-        assert_locked("l", using="locmem")
-    with pytest.raises(LockLost):
-        hold.release()
+        with pytest.raises(LockLost):
+            assert_locked("l", using="locmem")
+
+
+def test_a_hold_without_a_with_is_no_held_lock_for_it_may_have_been_passed_on():
+    hold = Lock("b", using="locmem").acquire()
+
+    with pytest.raises(NotHeld):
+        assert_locked("b", using="locmem")
+    with hold:
+        assert_locked("b", using="locmem")
 
 
 @pytest.mark.django_db(transaction=True)

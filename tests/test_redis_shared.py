@@ -296,15 +296,15 @@ def test_a_thousand_readers_come_and_go(own):
 
 def test_threads_share_a_lock_object_each_with_its_own_hold(name):
     lock = Lock(name, using="redis", shared=True, wait=5)
-    one = lock.acquire()
-    same = lock.acquire()
-    other = elsewhere(lock)
+    with lock as one:
+        same = lock.acquire()
+        other = elsewhere(lock)
 
-    assert one.fence == same.fence != other.fence
-    with pytest.raises(LockBusy):
-        Lock(name, using="redis").acquire(wait=0)
-    for hold in (one, same, other):
-        hold.release()
+        assert one.fence == same.fence != other.fence
+        with pytest.raises(LockBusy):
+            Lock(name, using="redis").acquire(wait=0)
+        for hold in (one, same, other):
+            hold.release()
     with Lock(name, using="redis", wait=0) as writer:
         assert writer.fence > other.fence
 
