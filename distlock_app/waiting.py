@@ -117,9 +117,7 @@ def _keeps_nothing(backend: BaseLockBackend, refusal: Any) -> bool:
     return polled and getattr(refusal, "place", None) is None
 
 
-def _giving_back(
-    backend: BaseLockBackend, grant: Grant
-) -> Generator[Step, Any, list[LockError]]:
+def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
     try:
         yield ("call", backend.release, grant)
     except BackendError as error:
