@@ -66,7 +66,10 @@ class DatabaseBackend(BaseLockBackend):
         super().__init__(alias=alias, location=location)
         self.using = DEFAULT_DB_ALIAS if location is None else location
         if self.using not in list(connections):
-            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES")
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES "
+                f"(it has: {', '.join(connections)})"
+            )
         if not isinstance(queue, int) or queue < 0:
             raise ImproperlyConfigured(
                 f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"

@@ -131,7 +131,10 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         super().__init__(alias=alias, location=location)
         self.using = DEFAULT_DB_ALIAS if location is None else location
         if self.using not in list(connections):
-            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES")
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES "
+                f"(it has: {', '.join(connections)})"
+            )
         if connections[self.using].vendor != self.vendor:
             raise ImproperlyConfigured(
                 f"DISTLOCK[{alias!r}]: {type(self).__name__} is for {self.vendor}, and the "
