@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 import sys
 import threading
@@ -28,6 +30,7 @@ from distlock_app.claims import Grant
 from distlock_app.names import key_of
 from distlock_app.registry import registry
 from distlock_app.sharing_contract import a_claim
+from distlock_app.waiting import Bell, acquired
 from tests.engines import DEADLINE, deserted, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
@@ -329,7 +332,8 @@ def test_a_waiter_whose_event_is_lost_does_not_sleep_on_a_free_lock(engine):
     held = other().acquire(a_claim("a", ttl=60), 0)
     with ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(Lock("a", using="own", ttl=60).acquire, wait=50)
-        until(lambda: [place for place in own()._places.values() if place.watch])
+        queue_of(key_of("a"), 1)
+        until(lambda: own()._watch._link)
         engine.proxy.silent = True
         other().release(held)
         until(lambda: engine.proxy.lost)
@@ -339,6 +343,15 @@ def test_a_waiter_whose_event_is_lost_does_not_sleep_on_a_free_lock(engine):
 
         assert monotonic() - freed < 10  # 20: a third of the ttl
         hold.release()
+
+
+def test_a_release_wakes_the_next_waiter_before_it_looks_by_itself(engine):
+    held = other().acquire(a_claim("a", ttl=60), 0)
+    with ThreadPoolExecutor(1) as pool, patch.object(own(), "poll_max", 3 * DEADLINE):
+        waiter = pool.submit(Lock("a", using="own", ttl=60).acquire, wait=2 * DEADLINE)
+        queue_of(key_of("a"), 1)
+        other().release(held)
+        waiter.result(DEADLINE).release()
 
 
 def test_a_long_wait_costs_few_requests(engine):
@@ -495,9 +508,9 @@ def test_the_same_owner_waits_with_a_longer_ttl(engine):
     short = a_claim("a", ttl=1)
     long = replace(short, ttl=300)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(other().acquire, short, 20)
+        first = pool.submit(waited_for, other(), short)
         queue_of(short.key, 1)
-        second = pool.submit(own().acquire, long, 20)
+        second = pool.submit(waited_for, own(), long)
         until(lambda: own()._places)
         assert other().release(held) is True
         grants = [one.result(30) for one in (first, second)]
@@ -506,16 +519,19 @@ def test_the_same_owner_waits_with_a_longer_ttl(engine):
     assert own().release(grants[1]) is True
 
 
+def waited_for(backend, claim):
+    bell = Bell()
+    return acquired(backend, replace(claim, wake=bell.ring), 20, bell)[0]
+
+
 def test_an_owner_of_two_locks_leaves_no_place_behind(engine):
     if engine.name == "zookeeper":
         return
     first = other().acquire(a_claim("a", ttl=TTL), 0)
     claim = a_claim("a", ttl=TTL)
-    with ThreadPoolExecutor(1) as pool:
-        waiter = pool.submit(own().acquire, claim, 1)
-        queue_of(claim.key, 1)
-        second = own().acquire(replace(claim, name="b", key=key_of("b")), 5)
-        assert not waiter.result(30)
+    assert not own().acquire(claim, 5)
+    queue_of(claim.key, 1)
+    second = own().acquire(replace(claim, name="b", key=key_of("b")), 5)
     assert not own().acquire(claim, 0)  # the last try
     queue_of(claim.key, 0)
     assert own().release(second) is True
@@ -530,8 +546,8 @@ def test_an_owner_who_only_tries_takes_no_lock_from_its_other_self(engine):
     held = other().acquire(a_claim("a", ttl=TTL), 0)
     claim = a_claim("a", ttl=TTL)
     with ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(own().acquire, claim, 0.1).result(30)
-        waiter = pool.submit(other().acquire, claim, 20)
+        assert not own().acquire(claim, 0.1)
+        waiter = pool.submit(waited_for, other(), claim)
         enter = own()._enter
 
         def enter_and_be_late(*args, **kwargs):
@@ -629,31 +645,50 @@ def test_a_waiter_who_gives_up_leaves_no_place(engine):
     held.release()
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_wait_that_is_given_up_before_it_is_in_the_queue_does_not_begin(engine, when):
-    """A task may be cancelled while its thread is still connecting."""
+def test_a_storm_of_cancelled_waiters_stays_within_its_bound(engine):
+    """Each request that a client aborts under ASGI is a cancelled waiter."""
+    left, open_files, threads = [], [], []
+
+    async def give_up(end):
+        while monotonic() < end:
+            task = asyncio.ensure_future(Lock("a", using="other", ttl=30).aacquire(wait=None))
+            await asyncio.wait([task], timeout=0.05)
+            task.cancel()
+
+    async def look(hold, end):
+        while monotonic() < end:
+            left.append(hold.expires_in)
+            open_files.append(len(os.listdir("/dev/fd")))
+            threads.append(threading.active_count())
+            await asyncio.sleep(0.02)
+
+    async def storm(hold):
+        end = monotonic() + 2.5
+        await asyncio.gather(look(hold, end), *(give_up(end) for _ in range(8)))
+
+    with Lock("a", using="own", ttl=30), Lock("unrelated", using="other", ttl=3) as unrelated:
+        asyncio.run(storm(unrelated))
+        queue_of(key_of("a"), 0)
+
+    assert min(left) > 1
+    assert max(open_files) - open_files[0] <= 32
+    assert max(threads) - threads[0] <= 32
+
+
+def test_a_watch_that_says_nothing_is_replaced_and_ends_with_its_waiters(engine):
     if engine.name == "zookeeper":
-        return  # no thread of its own waits
+        return
     held = other().acquire(a_claim("a", ttl=60), 0)
-    claim = a_claim("a", ttl=TTL)
-    take = own()._leases.take
+    with patch("distlock_app.backends.etcd_gateway.QUIET_SECONDS", 0.2):
+        with waiting("a", using="own"):
+            until(lambda: own()._watch._link)
+            first = own()._watch._link
+            until(lambda: own()._watch._link not in (None, first))
+            assert not own().acquire(a_claim("a", ttl=1), 5)  # and never asks again
+            assert other().release(held) is True
 
-    def take_and_be_late(ttl):
-        if when == "meanwhile":
-            own().release(Grant(claim))
-        return take(ttl)
-
-    if when == "before":
-        own().release(Grant(claim))
-    with ThreadPoolExecutor(1) as pool, patch.object(own()._leases, "take", take_and_be_late):
-        waiter = pool.submit(own().acquire, claim, 50)
-        assert not waiter.result(20)
-    queue_of(claim.key, 0)
-    # Only once: the same owner may ask again.
-    again = ThreadPoolExecutor(1).submit(own().acquire, claim, 50)
-    queue_of(claim.key, 1)
-    assert other().release(held) is True
-    assert own().release(again.result(20)) is True
+        until(lambda: not own()._watch._running)
+    until(lambda: not list(other().holders(key_of("a"))))
 
 
 def test_waiters_who_come_and_go_leave_no_watches(engine):

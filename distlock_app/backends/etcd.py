@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,14 +20,14 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
 from ..identity import holder_fields
 from ..names import shown
-from ..timing import Deadline, monotonic
+from ..timing import monotonic
 from .base import BaseLockBackend
 from .etcd_gateway import NOT_FOUND, Gateway, Lost, Refused, Watch, decoded, encoded
 from .etcd_leases import Lease, Leases
 
 PAGE = 1000  # keys in one answer of a listing
-# A waiter looks after so many seconds whether the one before it is still there, even if its watch
-# says nothing: a connection may die without a sign.
+# A waiter looks at the queue after so many seconds even if the watch says nothing: a connection
+# may die without a sign.
 LOOK_AGAIN = 1.0
 
 
@@ -56,26 +56,27 @@ class View:
 
 
 class Place:
-    """A claim that waits: its lease, and what its thread waits for."""
+    """A claim that waits: its lease, and the key whose end wakes it, or what that begins with."""
 
-    __slots__ = ("lease", "watch")
+    __slots__ = ("awaits", "lease", "wake")
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.watch: Watch | None = None
+        self.awaits = ""
+        self.wake: Callable[[Grant | None], None] | None = None
 
 
 class EtcdBackend(BaseLockBackend):
     """Leases in etcd. LOCATION is a URL, several with commas between, or a list of them.
 
-    A claim is a key with a lease. The oldest of a lock has it, and each of the others watches
-    the one before it, so that a release wakes one waiter. Only revisions decide.
+    A claim is a key with a lease. The oldest of a lock has it, and each of the others waits for
+    the end of the one before it, so that a release wakes one waiter. Only revisions decide.
     """
 
-    blocks = True
     fences = True
     queues = True
-    poll_max = 1.0  # between tries while etcd is down
+    pushes = True
+    poll_max = LOOK_AGAIN
 
     def __init__(
         self,
@@ -102,35 +103,41 @@ class EtcdBackend(BaseLockBackend):
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
-        """Take the lock in one request if it is free, or wait in its queue."""
-        deadline = Deadline(wait)
+        """Take the lock in one request if it is free, or a place in its queue."""
         place = self._places.get((claim.owner, claim.key))
-        lease = place.lease if place else self._leases.take(claim.ttl)
+        if place is None:
+            place = Place(self._leases.take(claim.ttl))
+        elif place.lease.due_in(LOOK_AGAIN) == 0:
+            self._leases.renew(place.lease)
+        if wait != 0:
+            # Whatever leaves the queue wakes us, until we know who is before us.
+            place.awaits, place.wake = self._queue_of(claim.key), claim.wake
+            self._places[claim.owner, claim.key] = place
         try:
-            view = self._enter(claim, lease, stay=wait != 0)
+            view = self._enter(claim, place.lease, stay=wait != 0)
         except Refused as error:
             if error.code != NOT_FOUND:
                 raise
             # The lease has gone, and its key with it: the server lost it, or was told to.
-            lease = self._leases.new(claim.ttl)
-            view = self._enter(claim, lease, stay=wait != 0)
+            place.lease = self._leases.new(claim.ttl)
+            view = self._enter(claim, place.lease, stay=wait != 0)
         at = view.place_of(self._key(claim))
         if at == 0:
-            return self._granted(claim, view, lease)
+            return self._granted(claim, view, place.lease)
         if at is not None:
-            lease = self._lease_of(view.queue[at], lease)
-        if wait == 0:
-            return self._leave(claim, view, lease)
-        place = self._places[claim.owner, claim.key] = Place(lease)
-        if claim.owner in self._given_up:  # noted before release() looked for the place
-            self.release(Grant(claim))
-            with suppress(ValueError):
-                self._given_up.remove(claim.owner)
-            return Busy()
-        try:
-            return self._await(claim, view, place, deadline)
-        except BackendError:
-            return Busy()  # The place is kept as long as its lease; the core asks again.
+            place.lease = self._lease_of(view.queue[at], place.lease)
+        if wait == 0 or at is None:
+            return self._leave(claim, view, place.lease)
+        place.awaits = view.queue[at - 1].key
+        self._watch.start()
+        return Busy()
+
+    def look(self, claim: Claim) -> Busy | None:
+        """See whether the one before us is still there: one key, however long the queue."""
+        place = self._places.get((claim.owner, claim.key))
+        if place is None or not place.awaits or place.lease.due_in(LOOK_AGAIN) == 0:
+            return None
+        return Busy() if self._entry(place.awaits) else None
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         claim, lease = grant.claim, self._leases.of(grant.session)
@@ -151,16 +158,8 @@ class EtcdBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
-        # It may be on its way to the queue; of a stable owner, another claim may be.
-        if grant.session is None and not claim.stable and claim.owner not in self._given_up:
-            self._given_up.append(claim.owner)
         place = self._places.pop((claim.owner, claim.key), None)
-        try:
-            deleted = self._delete(self._key(claim))
-        finally:
-            # Only then: a wait that begins now finds that its key has gone.
-            if place and place.watch:
-                place.watch.end()
+        deleted = self._delete(self._key(claim))
         if deleted:
             self._leases.give_back(place.lease.id if place else grant.session)
         return deleted
@@ -207,10 +206,12 @@ class EtcdBackend(BaseLockBackend):
         self._epoch()
 
     def close(self) -> None:
+        self._watch.end()
         self._gateway.close()
         self._start()
 
     def after_fork(self) -> None:
+        self._watch.forget()
         self._gateway.close()  # copies: the parent's connections live on
         self._start()
 
@@ -225,8 +226,12 @@ class EtcdBackend(BaseLockBackend):
         self._leases = Leases(self._gateway)
         # Of the claims that wait, by owner and key.
         self._places: dict[tuple[str, str], Place] = {}
-        # Owners released before they were known; needed for as long as a thread may connect.
-        self._given_up: deque[str] = deque(maxlen=100)
+        self._watch = Watch(
+            self._gateway,
+            _range(f"{self._prefix}/"),
+            partial(_wake, self._places),
+            f"distlock-watch-{self.alias}",
+        )
 
     def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
         """Take the lock if its queue is empty; else take the last place, if we `stay`.
@@ -240,36 +245,6 @@ class EtcdBackend(BaseLockBackend):
         whose = {"key": encoded(self._key(claim))} if stay else _range(self._queue_of(claim.key))
         nobody = {**whose, "target": "CREATE", "create_revision": 0}
         return self._view([nobody], [put, *read], read)
-
-    def _await(self, claim: Claim, view: View, place: Place, deadline: Deadline) -> Grant | Busy:
-        lease = place.lease
-        while at := view.place_of(self._key(claim)):
-            before = view.queue[at - 1].key
-            place.watch, revision = self._gateway.watch(before)
-            with place.watch:
-                if revision > view.revision:  # it may have gone in between
-                    view = self._look(claim.key)
-                    at = view.place_of(self._key(claim))
-                    if not at or view.queue[at - 1].key != before:
-                        continue
-                if not self._sleep(place.watch, before, lease, deadline):
-                    return Busy()
-            view = self._look(claim.key)
-        if at == 0:
-            return self._granted(claim, view, lease)
-        self._forget(claim)  # the place was taken away, or given up
-        return Busy()
-
-    def _sleep(self, watch: Watch, before: str, lease: Lease, deadline: Deadline) -> bool:
-        """Wait until another look at the queue is worth it; False: the time or lease is over."""
-        while not watch.wait(deadline.cap(lease.due_in(LOOK_AGAIN))):
-            if deadline.remaining() == 0:
-                return False
-            if lease.due_in(LOOK_AGAIN) == 0:
-                return self._leases.renew(lease)
-            if self._entry(before) is None:
-                break
-        return deadline.remaining() != 0
 
     def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
@@ -383,6 +358,20 @@ class EtcdBackend(BaseLockBackend):
             if not page.get("more"):
                 return
             request["key"] = encoded(entries[-1].key + "\0")
+
+
+def _wake(places: dict[tuple[str, str], Place], gone: str | None) -> bool:
+    """Wake those who await the end of the key `gone`, None: all; return whether anybody waits."""
+    now = monotonic()
+    for claim, place in list(places.items()):
+        if place.wake is not None and (gone is None or gone.startswith(place.awaits)):
+            if gone is not None:
+                place.awaits = ""  # no need to look
+            with suppress(RuntimeError):  # its event loop was closed: that has it given back
+                place.wake(None)
+        elif place.lease.seconds and not place.lease.covers(0, now):
+            places.pop(claim, None)  # nobody renews it: a stable owner who went
+    return bool(places)
 
 
 def _endpoints(alias: str, location: Any) -> list[str]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import base64
 import json
-import re
+import os
 import select
 import socket
 import ssl
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from io import BufferedReader
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import BackendError
 from ..timing import monotonic
+from ..workers import Worker
 
 KEEP_IDLE = 64
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
+# A stream that said nothing for so long may be dead, and is replaced; or nobody needs it.
+QUIET_SECONDS = 10.0
+RETRY_SECONDS = 1.0  # after a stream that did not begin
 # Codes of gRPC (google.golang.org/grpc/codes).
 NOT_FOUND = 5
 UNAVAILABLE = (4, 14)  # a deadline, or no leader: whether a write was carried out is not known
@@ -81,82 +86,22 @@ class Link:
     def receive(self) -> tuple[int, bytes, bool]:
         """Return status and body of one answer, and whether another may follow; raise OSError."""
         with self.socket.makefile("rb") as file:
-            status = int(_line(file).split(b" ")[1])
-            length, chunked, stays = 0, False, True
-            while header := _line(file):
-                name, _, value = header.lower().partition(b":")
-                if name == b"content-length":
-                    length = int(value)
-                elif name == b"transfer-encoding":
-                    chunked = b"chunked" in value
-                elif name == b"connection":
-                    stays = b"close" not in value
-            if not chunked:
-                return status, _exactly(file, length), stays
-            body = b""
-            while size := int(_line(file).partition(b";")[0], 16):
-                body += _exactly(file, size)
-                _line(file)
-            while _line(file):
-                pass  # trailers
+            status, length, stays = _head(file)
+            body = b"".join(_chunks(file)) if length is None else _exactly(file, length)
             return status, body, stays
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what a stream says, until it ends; raise OSError or ValueError."""
+        with self.socket.makefile("rb") as file:
+            _head(file)
+            rest = b""
+            for chunk in _chunks(file):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (json.loads(line) for line in lines if line)
 
     def close(self) -> None:
         """Close the connection; in a child of fork(), only its copy."""
         self.socket.close()
-
-
-class Watch:
-    """A stream that tells when one key is deleted; it has a connection of its own."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._seen = b""
-
-    def began(self, patience: float) -> int:
-        """Return the revision after which it sees everything; raise OSError."""
-        end = monotonic() + patience
-        while not (found := re.search(rb'"revision":"(\d+)".*"created":true', self._seen)):
-            if not self._read(end - monotonic()):
-                raise ConnectionError("no watch")
-        return int(found[1])
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until there is something to look at, at most `seconds`.
-
-        The deletion, or the end of the stream for whatever reason: whoever is told looks.
-        """
-        end = monotonic() + seconds
-        while not any(x in self._seen for x in (b'"events"', b'"canceled"', b'"error"')):
-            if (left := end - monotonic()) <= 0:
-                return False
-            try:
-                if not self._read(left):
-                    return True
-            except TimeoutError:
-                return False
-            except OSError:
-                return True
-        return True
-
-    def _read(self, seconds: float) -> bool:
-        self._link.socket.settimeout(max(0.001, seconds))
-        data = self._link.socket.recv(65536)
-        self._seen += data
-        return bool(data)
-
-    def end(self) -> None:
-        """End a wait that is under way in another thread."""
-        try:
-            self._link.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._link.close()
 
 
 class Gateway:
@@ -209,26 +154,15 @@ class Gateway:
                 self._token = answer["token"]
             return self._token
 
-    def watch(self, key: str) -> tuple[Watch, int]:
-        """Watch the end of `key`; return the revision after which it is seen.
-
-        Not from a given revision on: where there are newer ones, etcd looks at such a watch
-        only ten times a second. Raise BackendError.
-        """
-        create = {"key": encoded(key), "filters": ["NOPUT"]}
-        link = None
+    def stream(self, path: str, body: dict[str, Any]) -> Link:
+        """Ask for answers without an end, on a connection of their own; raise OSError."""
+        link = self._connect()
         try:
-            link = self._connect()
-            link.send("/v3/watch", _bytes({"create_request": create}), self._token)
-            watch = Watch(link)
-            return watch, watch.began(self._timeout)
-        except BaseException as error:
-            if link is not None:
-                link.close()
-            if not isinstance(error, OSError):
-                raise
-            self._turn(self._endpoints[0])
-            raise self._unreachable(error) from error
+            link.send(path, _bytes(body), self._token)
+        except BaseException:
+            link.close()
+            raise
+        return link
 
     def close(self) -> None:
         """Close what is idle; in a child of fork(), only its copies of the parent's."""
@@ -305,6 +239,79 @@ class Gateway:
         return BackendError(f"etcd {self._alias!r} did not answer: {type(error).__name__}.")
 
 
+class Watch:
+    """Tells of each key that goes: one stream for all who wait, on a thread of its own.
+
+    `tell` is called with the key, and with None when any may have gone unseen; it returns
+    whether anybody waits. The stream ends some time after nobody does.
+    """
+
+    def __init__(
+        self, gateway: Gateway, keys: dict[str, Any], tell: Callable[[str | None], bool], name: str
+    ) -> None:
+        self._gateway = gateway
+        # Not from a given revision on: where there are newer ones, etcd looks at such a watch
+        # only ten times a second.
+        self._body = {"create_request": {**keys, "filters": ["NOPUT"]}}
+        self._tell = tell
+        self._worker = Worker(name, self._run)
+        self._link: Link | None = None
+        self._running = False
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Have it run soon, for somebody who waits."""
+        if not self._running:
+            self._worker.put(None)
+
+    def end(self) -> None:
+        """End it for good."""
+        self._ended.set()
+        if (link := self._link) is not None:
+            with suppress(OSError):  # it has ended
+                link.socket.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Close the copy of the stream in a child of fork(), where its thread is not."""
+        if (link := self._link) is not None and (copy := link.socket.detach()) >= 0:
+            os.close(copy)
+
+    def _run(self, _: list[Any]) -> None:
+        self._running = True
+        try:
+            while self._tell("") and not self._ended.is_set():
+                if not self._follow():
+                    self._ended.wait(RETRY_SECONDS)
+        finally:
+            self._running = False
+
+    def _follow(self) -> bool:
+        """Tell what one stream says, until it ends; return whether it had begun."""
+        began = False
+        with suppress(OSError, ValueError):
+            link = self._link = self._gateway.stream("/v3/watch", self._body)
+            try:
+                needed_at = monotonic()
+                for message in link.messages():
+                    answer = message.get("result", {})
+                    if "canceled" in answer or "error" in message or self._ended.is_set():
+                        return False
+                    if "created" in answer:
+                        began = True
+                        link.socket.settimeout(QUIET_SECONDS)
+                        self._tell(None)
+                    for event in answer.get("events", ()):
+                        self._tell(decoded(event["kv"]["key"]))
+                    if self._tell(""):
+                        needed_at = monotonic()
+                    elif monotonic() - needed_at > QUIET_SECONDS:
+                        break
+            finally:
+                self._link = None
+                link.close()
+        return began
+
+
 def _close_all(links: deque[Link]) -> None:
     while links:
         try:
@@ -321,6 +328,30 @@ def encoded(text: str) -> str:
 def decoded(text: str) -> str:
     """Return what was encoded."""
     return base64.b64decode(text).decode()
+
+
+def _head(file: BufferedReader) -> tuple[int, int | None, bool]:
+    """Read the head of an answer: status, length (None: in chunks), whether another may follow."""
+    status = int(_line(file).split(b" ")[1])
+    length: int | None = 0
+    stays = True
+    while header := _line(file):
+        name, _, value = header.lower().partition(b":")
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding" and b"chunked" in value:
+            length = None
+        elif name == b"connection":
+            stays = b"close" not in value
+    return status, length, stays
+
+
+def _chunks(file: BufferedReader) -> Iterator[bytes]:
+    while size := int(_line(file).partition(b";")[0], 16):
+        yield _exactly(file, size)
+        _line(file)
+    while _line(file):
+        pass  # trailers
 
 
 def _line(file: BufferedReader) -> bytes:
