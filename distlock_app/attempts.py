@@ -58,7 +58,7 @@ class Attempt:
         release_now = self.lock.release == "now"
         lease = self.lease()
         # Without a hold it only waits for a commit, or for its release after a rollback.
-        if lease is not None and (lease.entered or not lease.handles):
+        if lease is not None and (lease.entered or not lease.handles or self._same_owner(lease)):
             if lease.handles > 0 and not self.lock.reentrant:
                 raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
             hold = Hold(lease, release_now=release_now, released=True)
@@ -68,6 +68,10 @@ class Attempt:
             renewer.settle(lease)
         transactions.check_before_lock(self.lock.name, release_now=release_now)
         return None
+
+    def _same_owner(self, lease: Lease) -> bool:
+        """Whether the engine would grant it again: two leases of it would end with one release."""
+        return self.lock.owner is not None and lease.grant.claim.owner == _stable_owner(self.lock)
 
     def lease(self) -> Lease | None:
         """Return what this runner has already, unless it was lost."""

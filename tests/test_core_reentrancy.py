@@ -51,6 +51,30 @@ def test_the_lock_is_given_up_with_the_last_of_its_holds_in_any_order(engine):
         assert not busy_elsewhere()
 
 
+def test_a_stable_owner_keeps_the_lock_until_the_last_of_its_holds_is_released(engine):
+    lock = Lock("a", owner="nightly")
+    hold = lock.acquire()
+
+    with lock:
+        pass
+    lock.acquire().release()
+
+    assert busy_elsewhere()
+    hold.check()
+    hold.release()
+    assert not busy_elsewhere()
+
+
+def test_another_owner_is_refused_what_a_stable_owner_took_in_the_same_thread(engine):
+    hold = Lock("a", owner="nightly").acquire()
+
+    for other in Lock("a"), Lock("a", owner="hourly"):
+        with pytest.raises(LockBusy):
+            other.acquire(wait=0)
+
+    hold.release()
+
+
 def test_another_mode_is_another_lock(engine):
     with Lock("a", shared=True):
         with pytest.raises(LockBusy):
