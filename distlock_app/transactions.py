@@ -60,7 +60,11 @@ async def check_caller(name: str) -> None:
     begun = getattr(AsyncToSync.executors, "current", None)
     if begun is None and asyncio.get_running_loop() not in AsyncToSync.loop_thread_executors:
         return
-    for connection in await sync_to_async(open_blocks)():
+    try:
+        blocks = await sync_to_async(open_blocks)()
+    except RuntimeError:  # that thread waits no longer, or it runs this loop: nothing is sent to it
+        return
+    for connection in blocks:
         raise LockError(
             f"The lock {name[:200]!r} is taken by a task that async_to_sync() began inside "
             f"atomic() on {connection.alias!r}: it would be released before the commit. Take it "

@@ -476,6 +476,40 @@ def test_a_task_that_is_begun_inside_of_a_block_gets_no_lock_that_ends_before_it
     assert stored() == 2
 
 
+def test_a_task_that_outlives_its_async_to_sync_gets_its_lock(engine):
+    tasks = []
+
+    async def locked():
+        await ended.wait()
+        async with Lock("a") as hold:
+            hold.check()
+
+    async def begin():
+        tasks.append(asyncio.create_task(locked()))
+
+    async def main():
+        nonlocal ended
+        ended = asyncio.Event()
+        await sync_to_async(async_to_sync(begin))()
+        ended.set()
+        await asyncio.gather(*tasks)
+
+    ended = None
+    asyncio.run(main())
+
+    assert engine.asked == ["acquire", "release"]
+
+
+def test_a_loop_in_the_thread_that_async_to_sync_waits_in_gets_its_lock(engine):
+    async def locked():
+        async with Lock("a") as hold:
+            hold.check()
+
+    async_to_sync(sync_to_async(lambda: asyncio.run(locked())))()
+
+    assert engine.asked == ["acquire", "release"]
+
+
 def test_autocommit_off_is_refused_on_a_connection_that_is_not_open_yet(engine, monkeypatch):
     monkeypatch.setitem(connections.settings["locks"], "AUTOCOMMIT", False)
     refusals = []
