@@ -168,6 +168,7 @@ class FencedModel(models.Model):
             return super().save(*args, **kwargs)
         state: Any = self._state
         before = self.__dict__.get("fence", MISSING)
+        outer = getattr(state, "fencing", None)  # of the save whose receiver calls this one
         self.fence = state.fencing = fence_of(fence)
         if kwargs.get("update_fields"):
             kwargs["update_fields"] = {*kwargs["update_fields"], "fence"}
@@ -180,7 +181,7 @@ class FencedModel(models.Model):
                 self.fence = before
             raise
         finally:
-            del state.fencing
+            state.fencing = outer
 
     save.alters_data = True  # type: ignore[attr-defined]
 

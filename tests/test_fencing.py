@@ -16,6 +16,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, OperationalError, connection, connections, transaction
 from django.db.models import F
+from django.db.models.signals import post_save, pre_save
 from django.test import TestCase
 
 from distlock_app import (
@@ -51,6 +52,40 @@ def row(obj: Any) -> tuple[int, int]:
 
 
 # Objects
+
+
+@pytest.mark.parametrize("signal", [pre_save, post_save])
+def test_a_receiver_may_save_the_object_under_the_fence_again(shelf: Shelf, signal: Any) -> None:
+    def save_again(instance: Shelf, **kwargs: Any) -> None:
+        if instance.stock == 6:
+            instance.stock = 7
+            instance.save(fence=NEW)
+
+    shelf.stock = 6
+    signal.connect(save_again, sender=Shelf)
+    try:
+        shelf.save(fence=NEW)
+    finally:
+        signal.disconnect(save_again, sender=Shelf)
+
+    assert row(shelf) == (7, NEW)
+
+
+def test_a_late_save_is_refused_after_a_receiver_saved_the_object_in_it(shelf: Shelf) -> None:
+    def save_again(instance: Shelf, **kwargs: Any) -> None:
+        if instance.stock == 6:
+            instance.stock = 7
+            instance.save(fence=NEW)
+
+    shelf.stock = 6
+    pre_save.connect(save_again, sender=Shelf)
+    try:
+        with pytest.raises(StaleFenceError):
+            shelf.save(fence=OLD)
+    finally:
+        pre_save.disconnect(save_again, sender=Shelf)
+
+    assert row(shelf) == (7, NEW)  # the receiver's
 
 
 def test_a_save_leaves_its_fence_and_costs_one_query(
