@@ -133,15 +133,16 @@ def call_at_end(
     undone_with: Any = OpenSavepoints(connection) if savepoints else set()
     end = _End(committed, dropped, before_commit)
     connection.run_on_commit.insert(0, (undone_with, end, True))
-    if before_commit is not None and not hasattr(connection, "_distlock_commit"):
-        connection._distlock_commit = connection.__dict__.get("commit")
-        connection.commit = partial(_commit, weakref.ref(connection))
+    own = connection.__dict__.get("commit")
+    if before_commit is not None and getattr(own, "func", None) is not _commit:
+        connection.commit = partial(_commit, weakref.ref(connection), own)
 
 
-def _commit(reference: Any) -> None:
+def _commit(reference: Any, own: Callable[[], None] | None) -> None:
     """Commit, unless a lock was lost that was to be kept until then.
 
-    Of a connection in place of its own method: Django has no hook before a commit.
+    Of a connection in place of its method, or of what another app put there (`own`): Django has
+    no hook before a commit.
     """
     connection = reference()
     try:
@@ -151,8 +152,8 @@ def _commit(reference: Any) -> None:
     except BaseException:
         connection.rollback()  # Atomic does that only after an error of the database
         raise
-    if connection._distlock_commit is not None:
-        connection._distlock_commit()
+    if own is not None:
+        own()
     else:
         type(connection).commit(connection)
 

@@ -7,6 +7,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
@@ -223,6 +224,20 @@ def test_what_was_written_under_a_lock_that_was_lost_since_is_not_committed(engi
         Counter.objects.create(name="a")
     assert stored() == 1
     assert connection.get_autocommit()
+
+
+def test_a_commit_that_another_app_replaced_and_put_back_is_guarded_again(engine):
+    with mock.patch.object(connection, "commit", wraps=connection.commit) as commit:
+        with transaction.atomic(), Lock("a"):
+            Counter.objects.create(name="kept")
+
+    with pytest.raises(LockLost), transaction.atomic():
+        with Lock("a") as hold:
+            Counter.objects.create(name="dropped")
+        lose(hold)
+
+    assert commit.call_count == 1
+    assert [counter.name for counter in Counter.objects.all()] == ["kept"]
 
 
 def test_several_locks_are_kept_until_the_end(engine):
