@@ -37,6 +37,12 @@ EXCLUSIVE, SHARED, PERMIT = (1, False), (1, True), (2, False)  # limit, shared
 DEADLINE = 60.0
 
 
+def entered(take, *args):
+    """Call what takes a lock, and enter its hold: so the runner may take the lock again."""
+    hold = take(*args)
+    return hold and hold.__enter__()
+
+
 @dataclass(eq=False)
 class Claimed:
     """A claim in the model: what its holds are, and what the engine and this process know."""
@@ -101,7 +107,7 @@ class LockMachine(RuleBasedStateMachine):
     def take(self, place, name, mode):
         mine = self.entered(place, name, mode)
 
-        hold = self.on(place, self.lock(name, mode).try_acquire)
+        hold = self.on(place, entered, self.lock(name, mode).try_acquire)
 
         if mine is not None and (hold is None or hold.fence != mine.fence):
             assert not mine.kept and self.backend.heartbeat, "not entered again"
@@ -206,7 +212,7 @@ class LockMachine(RuleBasedStateMachine):
     @rule(target=holds, dumped=consumes(texts), place=places)
     def resume(self, dumped, place):
         claimed, text = dumped
-        hold = self.ask(claimed, self.on, place, Lock.resume, text)
+        hold = self.ask(claimed, self.on, place, entered, Lock.resume, text)
         if hold is None:
             return multiple()
         assert hold.fence == claimed.fence
