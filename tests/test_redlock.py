@@ -508,7 +508,7 @@ def test_a_release_wakes_the_waiters_in_order_of_arrival(backend):
     for waiter in waiters:
         assert backend.release(grant) is True
         assert waiter.event.wait(5), "not woken"
-        assert waiter.woken == [None]
+        assert set(waiter.woken) == {None}  # twice, if a majority of the nodes was late
         others = [other for other in waiters if other is not waiter and not other.event.is_set()]
         assert not backend.acquire(claim("a"), 0), "nobody overtakes"
         assert not any(other.ask() for other in others)
