@@ -33,9 +33,12 @@ class Answering(LocMemBackend):
 
 
 @pytest.fixture(autouse=True)
-def debugging(settings):
-    """Engines in memory are only warned of in production."""
+def nothing_else_to_tell(settings, monkeypatch):
+    """Engines in memory are warned of in production alone; databases are as Django has them."""
     settings.DEBUG = True
+    for alias in connections:
+        options = connections[alias].settings_dict["OPTIONS"]
+        monkeypatch.delitem(options, "isolation_level", raising=False)
 
 
 def found(check, **kwargs):
