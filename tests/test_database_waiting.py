@@ -552,6 +552,25 @@ def test_a_first_waiter_who_hangs_is_passed_over_once(backend, places):
     assert len(refused) <= 5
 
 
+def test_a_waiter_that_hung_shares_no_connection_with_the_one_that_took_its_place(
+    backend, places, monkeypatch
+):
+    locks, hung, next_one = registry["locks"].backend, claim("a"), claim("a")
+    held = grab(backend, "a")
+    waits = [locks.acquire(hung, 30), locks.acquire(next_one, 30)]
+    with monkeypatch.context() as at_once:
+        at_once.setattr(places.lines, "_hangs", 0.0)
+        waits[1] = locks.acquire(next_one, 30)
+
+    backend.release(held)
+
+    assert waits[0].news != waits[1].news
+    assert locks.look(hung) is None  # it asks again, and is told what to wait for
+    assert locks.acquire(hung, 30).told
+    eventually(lambda: (grant := locks.acquire(next_one, 30)) and locks.release(grant))
+    eventually(lambda: (grant := locks.acquire(hung, 30)) and locks.release(grant))
+
+
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_row_in_somebodys_transaction_is_busy_within_seconds(pooled, monkeypatch):
     monkeypatch.setitem(connections["locks"].settings_dict, "DISABLE_SERVER_SIDE_CURSORS", pooled)

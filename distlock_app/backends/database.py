@@ -21,7 +21,7 @@ from ..errors import BackendError
 from ..timing import monotonic
 from .base import BaseLockBackend
 from .database_checks import check_sharing, check_table
-from .lines import Line, Seat
+from .lines import Seat
 from .sessions import Place, Session, Sessions
 from .sql import dialect_for
 from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, Pair
@@ -106,6 +106,8 @@ class DatabaseBackend(BaseLockBackend):
         lines = self._sessions.lines
         seat = lines.seat_of(_who(claim))
         if seat is not None and seat.line is not None:
+            if seat.place is not None:
+                return None  # another one leads, or did: it is not to wait for news from there
             if not lines.leads(seat):
                 return Busy()
             place = seat.line.place
@@ -272,7 +274,7 @@ class DatabaseBackend(BaseLockBackend):
         if line is None or place is None:
             return self._join(claim, wait, seat)
         if place.called():
-            return self._take_turn(line, place, seat, claim, wait)
+            return self._take_turn(place, seat, claim, wait)
         if wait != 0 and not news:  # another one has lined up on the server before it left
             return Busy(news=place.news, place=seat)
         answer = self._join(claim, 0)
@@ -326,27 +328,28 @@ class DatabaseBackend(BaseLockBackend):
         if place is not None and session is not None and line is not None and line.place is None:
             place.news = session.dialect.line_up(session.wrapper, claim.key)
             place.keep(session)
-            line.place = place
+            lines.wait_at(seat, place)
             return Busy(answer.free_in, news=place.news, place=seat)
         return Busy(answer.free_in, place=seat)
 
     def _take_turn(
-        self, line: Line, place: Place, seat: Seat, claim: Claim, wait: float | None
+        self, place: Place, seat: Seat, claim: Claim, wait: float | None
     ) -> Grant | Busy:
+        lines = self._sessions.lines
         session: Any = place.session
         try:
             answer = self._attempt(session, partial(self._take_turn_on, place, claim))
         except BaseException as error:
-            line.place = None
+            lines.wait_no_more(seat, place)
             place.give_up()
             if not isinstance(error, Died):
                 raise
             answer = None
         if answer is None:
-            line.place = None
+            lines.wait_no_more(seat, place)
             return self._join(claim, wait, seat)
         if isinstance(answer, Grant):
-            line.place = None
+            lines.wait_no_more(seat, place)
             return self._granted(place, answer)
         return Busy(answer.free_in, place=seat)
 

@@ -104,12 +104,13 @@ class Line:
 class Seat:
     """The place of one waiter in the line of its process; to drop it is to give it up."""
 
-    __slots__ = ("__weakref__", "asked", "line", "wake")
+    __slots__ = ("__weakref__", "asked", "line", "place", "wake")
 
     def __init__(self, line: Line, wake: Callable[[Any], None] | None) -> None:
         self.line: Line | None = line
         self.wake = wake
         self.asked = False  # the server, or what waits on the server for the line
+        self.place: Any = None  # which was the line's, until another one led it as this one hung
 
     def __del__(self) -> None:
         if self.line is not None:
@@ -150,6 +151,7 @@ class Lines:
 
     def leads(self, seat: Seat) -> bool:
         """Tell whether this one asks the server for its line, also because the first one hangs."""
+        self._give_up(seat)
         with self._mutex:
             line, now = seat.line, monotonic()
             if line is None:
@@ -158,15 +160,34 @@ class Lines:
             if first is not seat:
                 if now < line.seen_at + self._hangs:
                     return False
-                if first is not None:
+                if first is not None:  # it may be using the connection just now
                     first.asked = False
+                    first.place, line.place = line.place, None
                 line.seats.remove(weakref.ref(seat))
                 line.seats.appendleft(weakref.ref(seat))
             line.seen_at = now
             return True
 
+    def wait_at(self, seat: Seat, place: Any) -> None:
+        """Let the line wait at `place`, unless another one has come to lead it."""
+        with self._mutex:
+            line = seat.line
+            if line is not None and line.place is None and line.first() is seat:
+                line.place = place
+            else:
+                seat.place = place
+
+    def wait_no_more(self, seat: Seat, place: Any) -> None:
+        """Forget `place`: it serves a claim, or has ended."""
+        with self._mutex:
+            if seat.place is place:
+                seat.place = None
+            elif seat.line is not None and seat.line.place is place:
+                seat.line.place = None
+
     def rise(self, seat: Seat) -> None:
         """Leave the line, with a lock or without."""
+        self._give_up(seat)
         with self._mutex:
             line, seat.line = seat.line, None
             if line is None:
@@ -182,6 +203,11 @@ class Lines:
     def places(self) -> list[Any]:
         """Return what waits on the server."""
         return [line.place for line in list(self._lines.values()) if line.place is not None]
+
+    def _give_up(self, seat: Seat) -> None:
+        place, seat.place = seat.place, None
+        if place is not None:
+            self._emptied(place)
 
     def _left(self) -> None:
         """Have it tidied up soon; in a finalizer."""
