@@ -231,6 +231,17 @@ def test_who_gives_up_leaves_no_place(backend, places, end):
         assert isinstance(backend.acquire(claim("a"), 0), Grant)
 
 
+def test_a_waiter_that_is_just_being_dropped_is_gone(backend, places, monkeypatch):
+    held = grab(backend, "a")
+    refused = registry["locks"].backend.acquire(claim("a"), 30)
+    monkeypatch.setattr(places.lines._worker, "put", lambda job: places.lines.tidy())
+
+    del refused
+
+    assert waiting_in(places) == []
+    backend.release(held)
+
+
 def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, places):
     held = grab(backend, "a")
     with pytest.raises(LockTimeout) as timeout:

@@ -268,10 +268,9 @@ class DatabaseBackend(BaseLockBackend):
 
     def _lead(self, seat: Seat, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for a line of this process, or at the deadline for one who stands in it."""
-        line, news = seat.line, seat.asked
+        place, news = self._sessions.lines.place_of(seat), seat.asked
         seat.asked = True
-        place = line.place if line is not None and line.first() is seat else None
-        if line is None or place is None:
+        if place is None:
             return self._join(claim, wait, seat)
         if place.called():
             return self._take_turn(place, seat, claim, wait)

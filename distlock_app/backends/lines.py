@@ -95,7 +95,8 @@ class Line:
     def first(self) -> Seat | None:
         """Return who asks the server; forget those who were dropped before."""
         while self.seats:
-            if (seat := self.seats[0]()) is not None:
+            seat = self.seats[0]()
+            if seat is not None and seat.line is not None:  # nor is it just being dropped
                 return seat
             self.seats.popleft()
         return None
@@ -113,8 +114,9 @@ class Seat:
         self.place: Any = None  # which was the line's, until another one led it as this one hung
 
     def __del__(self) -> None:
-        if self.line is not None:
-            self.line.left()
+        line, self.line = self.line, None
+        if line is not None:
+            line.left()
 
 
 class Lines:
@@ -167,6 +169,12 @@ class Lines:
                 line.seats.appendleft(weakref.ref(seat))
             line.seen_at = now
             return True
+
+    def place_of(self, seat: Seat) -> Any:
+        """Return what waits on the server for the line that this one leads."""
+        with self._mutex:
+            line = seat.line
+            return line.place if line is not None and line.first() is seat else None
 
     def wait_at(self, seat: Seat, place: Any) -> None:
         """Let the line wait at `place`, unless another one has come to lead it."""
