@@ -142,17 +142,23 @@ class Hold:
     def leave_for(self, seconds: float) -> None:
         """Give the hold up, but leave the lock taken for `seconds`, by the engine's clock.
 
-        It stays so when this process ends. It may last up to one ttl longer: no engine
-        shortens a claim. Does not wait for an open transaction. Raise what `extend` raises;
-        after a BackendError it lasts until its ttl is over.
+        It stays so when this process ends. Who shares the claim loses no time by it: with
+        `owner=`, or while it is held here once more, it may last up to one ttl longer. Does not
+        wait for an open transaction. Raise what `extend` raises; after a BackendError it lasts
+        until its ttl is over.
         """
-        if not self._lease.backend.expires:
+        lease = self._lease
+        if not lease.backend.expires:
             raise LockError("this engine's locks end with their session, not at a given time")
-        self.check()
-        try:
-            self.extend(max(seconds, MIN_TTL))
-        finally:
-            self._leave_claim()
+        self._check_extend()
+        ttl = lease.capped(checked_ttl(max(seconds, MIN_TTL)))
+        grant, ask = self._leave_claim(), lease.backend.extend
+        if lease.ended and not grant.claim.stable:
+            renewer.await_renewal(lease)  # it would prolong the claim again
+            ask = lease.backend.end_in
+        if not ask(grant, ttl):
+            renewer.lose(lease, GONE, at_release=True)
+            raise self._lost_error()
 
     def dump(self, ttl: float | None = None) -> str:
         """Hand the lock over: return a text by which `Lock.resume` goes on holding it elsewhere.

@@ -81,6 +81,14 @@ class Renewer:
                 lease.due = None
                 self._note_stale()
 
+    def await_renewal(self, lease: Lease) -> None:
+        """Wait for the end of a renewal of `lease`, which has ended, if one is under way."""
+        if (workers := self._workers.get(lease.backend)) is None:
+            return
+        done = threading.Event()
+        workers[0].put((lease.backend, done.set))  # it is called when those before have ended
+        done.wait(max(0.0, lease.trusted_until - monotonic()))
+
     def release_later(self, lease: Lease) -> None:
         """Release `lease` on a worker thread, trying until it ends by itself; never blocks.
 

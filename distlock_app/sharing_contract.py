@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from functools import partial
 from itertools import pairwise
 from random import uniform
 from time import sleep
@@ -212,6 +213,19 @@ class SharingContract:
             assert self.backend.release(dead) is False
             assert not self.take(name)
             assert self.backend.extend(kept, 30) is True
+
+    def test_the_claim_of_one_of_several_holders_may_end_sooner(self) -> None:
+        self.needs("expires")
+        for kind in self.kinds():
+            name = self.name()
+            kept, left = self.take(name, ttl=60, **kind), self.take(name, ttl=60, **kind)
+
+            assert self.backend.end_in(left, 0.1) is True
+
+            holders = partial(self.backend.holders, kept.claim.key)
+            self.eventually(lambda h=holders: len(list(h())) == 1, within=10)
+            assert self.backend.extend(left, 60) is False
+            assert self.backend.extend(kept, 60) is True
 
     def test_the_last_of_several_holders_to_expire_frees_it(self) -> None:
         self.needs("expires")

@@ -216,6 +216,23 @@ class LockBackendContract(SharingContract):
         assert not self.backend.acquire(a_claim(name), 0)
         assert self.backend.release(grant) is True
 
+    def test_end_in_lets_a_claim_end_later_or_sooner(self) -> None:
+        self.needs("expires")
+        grant = self.backend.acquire(a_claim(self.name(), ttl=5), 0)
+        key, other = grant.claim.key, a_claim(grant.claim.name)
+
+        assert self.backend.end_in(Grant(other), 0.1) is False
+        assert self.backend.end_in(grant, 60) is True
+        (later,) = self.backend.holders(key)
+        assert later.expires_in > 50
+        asked_at = monotonic()
+        assert self.backend.end_in(grant, 0.5) is True
+        sooner = list(self.backend.holders(key))
+        assert all(held.expires_in < 5 and held.fence == later.fence for held in sooner)
+        self.eventually(lambda: self.backend.acquire(other, 0), within=10)
+        assert monotonic() - asked_at >= 0.5 - 0.005
+        assert self.backend.end_in(grant, 30) is False
+
     def test_people_can_prolong_the_claim_they_see_and_no_other(self) -> None:
         self.needs("prolongs")
         name = self.name()

@@ -42,6 +42,9 @@ class FakeBackend(LocMemBackend):
     def extend(self, grant, ttl):
         return self._do("extend", lambda: super(FakeBackend, self).extend(grant, ttl))
 
+    def end_in(self, grant, ttl):
+        return self._do("end_in", lambda: super(FakeBackend, self).end_in(grant, ttl))
+
     def release(self, grant):
         return self._do("release", lambda: super(FakeBackend, self).release(grant))
 

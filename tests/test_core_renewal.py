@@ -112,6 +112,20 @@ def test_extend_never_shortens_a_hold(engine):
     hold.release()
 
 
+def test_a_renewal_under_way_does_not_keep_a_lock_that_was_left(engine):
+    renews, left = threading.Event(), threading.Event()
+    hold = Lock("a", ttl=600).acquire()
+    engine.before["extend"] = lambda: renews.set() or left.wait(0.5)
+    engine.after["end_in"] = left.set
+    renewer._put_extend(hold._lease)
+    assert renews.wait(DEADLINE)
+
+    hold.leave_for(0.1)
+
+    until(lambda: not list(engine.holders()))
+    assert engine.asked[-2:] == ["extend", "end_in"]
+
+
 def test_errors_of_the_engine_are_retried_until_the_trust_is_over(engine):
     engine.fail("extend", times=3)
     hold = Lock("a", ttl=3).acquire()

@@ -496,6 +496,19 @@ def test_a_lock_that_is_left_to_itself_keeps_no_connection(places, leave):
     lock.acquire(wait=0).release()
 
 
+def test_one_who_waits_gets_a_lock_that_was_left_as_soon_as_it_ends(places):
+    hold = Lock("a", using="locks", ttl=10 * DEADLINE).acquire()
+    waiter = Waiter()
+    waiter.start()
+    in_queue()
+    left_at = monotonic()
+
+    hold.leave_for(0.5)
+
+    assert waiter.served()
+    assert waiter.got_at - left_at >= 0.5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("using", ["default", *settings.SERVER_LOCKS.get(settings.ENGINE, ())[:1]])
 def test_cancelled_waiters_leave_unrelated_locks_their_time(using):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
+import time
 import uuid
 import warnings
 from types import SimpleNamespace
@@ -604,6 +605,46 @@ def test_a_lock_that_is_left_for_a_time_is_busy_until_then():
     Lock("cool", using="locmem", wait=10).acquire().release()
     with pytest.raises(NotHeld):
         hold.release()
+
+
+def test_a_lock_that_is_left_for_less_than_its_ttl_ends_then():
+    hold = Lock("soon", using="locmem", ttl=600).acquire()
+    left_at = time.monotonic()
+
+    hold.leave_for(0.3)
+
+    with Lock("soon", using="locmem", wait=10).acquire() as next_hold:
+        assert time.monotonic() - left_at >= 0.3
+        assert next_hold.fence > hold.fence
+
+
+def test_a_lock_of_a_named_owner_is_not_taken_from_its_other_process():
+    lock = Lock("named", using="locmem", ttl=600, owner="job 7")
+
+    lock.acquire().leave_for(0.3)
+
+    assert [holder.expires_in > 300 for holder in lock.holders()] == [True]
+
+
+def test_a_lock_that_is_left_is_not_taken_from_the_hold_around_it():
+    lock = Lock("nested", using="locmem", ttl=600)
+    with lock as outer:
+        lock.acquire().leave_for(0.3)
+
+        assert [holder.expires_in > 300 for holder in lock.holders()] == [True]
+        outer.check()
+    assert lock.holders() == []
+
+
+def test_a_lock_that_was_taken_away_cannot_be_left():
+    hold = Lock("gone", using="locmem").acquire()
+    hold_elsewhere = Lock("gone", using="locmem")
+    hold_elsewhere.clear()
+
+    with hold_elsewhere, pytest.raises(LockLost):
+        hold.leave_for(0.3)
+
+    assert hold.released and hold.lost
 
 
 def test_a_lock_that_is_left_belongs_to_nobody_here():

@@ -284,6 +284,12 @@ def test_a_quick_job_keeps_its_lock_although_its_process_has_ended(shells):
     Lock("settle:a", wait=15).acquire().release()
 
 
+def test_a_lock_is_kept_no_longer_than_at_least():
+    call_command(command(lambda self, **options: None, at_least=5)())
+
+    assert [0 < holder.expires_in <= 5 for holder in holders("locmem")] == [True]
+
+
 def test_a_job_that_failed_keeps_it_too_but_one_that_was_stopped_does_not():
     with pytest.raises(RuntimeError):
         call_command("lock_shop", "a", fail=True)

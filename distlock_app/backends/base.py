@@ -84,6 +84,13 @@ class BaseLockBackend:
         """
         raise NotImplementedError
 
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        """Let the claim end `ttl` seconds from now, also sooner than it would; else as extend().
+
+        An engine that leaves this out keeps it for longer.
+        """
+        return self.extend(grant, ttl)
+
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
         """Extend several claims, in one request where the engine can; the core's renewer asks.
 

@@ -121,11 +121,16 @@ class DatabaseBackend(BaseLockBackend):
         except Crowded:
             return Busy()
 
-    def extend(self, grant: Grant, ttl: float) -> bool:
-        ours = self._ask(lambda s: s.dialect.extend(s.cursor, grant.claim, ttl), urgent=True)
+    def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
+        ours = self._ask(
+            lambda s: s.dialect.extend(s.cursor, grant.claim, ttl, exactly=exactly), urgent=True
+        )
         if not ours:
             self._leave(grant.claim)
         return ours
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        return self.extend(grant, ttl, exactly=True)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         """Extend by one statement for each 400 claims of one ttl."""

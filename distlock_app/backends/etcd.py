@@ -156,6 +156,16 @@ class EtcdBackend(BaseLockBackend):
         put = _put(entry.key, decoded(entry.value), self._leases.new(ttl))
         return bool(self._txn([_created(entry)], [put], []).get("succeeded"))
 
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        entry = self._entry(self._key(grant.claim))
+        if entry is None:
+            return False
+        put = _put(entry.key, decoded(entry.value), self._leases.new(ttl))
+        if not self._txn([_created(entry)], [put], []).get("succeeded"):
+            return False
+        self._leases.give_back(entry.lease)
+        return True
+
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
         place = self._places.pop((claim.owner, claim.key), None)

@@ -103,13 +103,10 @@ class LocMemBackend(BaseLockBackend):
         return answer
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        with self._lock:
-            state = self._states.get(grant.claim.key)
-            held = state.held.get(grant.claim.owner) if state else None
-            if held is None or held.until <= monotonic():
-                return False
-            held.until = max(held.until, monotonic() + ttl)
-            return True
+        return self._move_end(grant, ttl, at_least=True)
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        return self._move_end(grant, ttl, at_least=False)
 
     def release(self, grant: Grant) -> bool:
         was_ours, woken = self._give_up(grant.claim)
@@ -160,6 +157,15 @@ class LocMemBackend(BaseLockBackend):
         self._depth = 0
         self._states = {}
         self._latches = {}
+
+    def _move_end(self, grant: Grant, ttl: float, *, at_least: bool) -> bool:
+        with self._lock:
+            state = self._states.get(grant.claim.key)
+            held = state.held.get(grant.claim.owner) if state else None
+            if held is None or held.until <= monotonic():
+                return False
+            held.until = max(monotonic() + ttl, held.until if at_least else 0.0)
+            return True
 
     @_alone
     def _ask(self, claim: Claim, wait: float | None) -> tuple[Grant | Busy, list[Grant]]:

@@ -28,6 +28,7 @@ from .redis_pool import Lost, Pool, Servers
 from .redis_scripts import (
     ACQUIRE,
     CLEAR,
+    END_IN,
     EXTEND,
     GUARDED_SET,
     RELEASE,
@@ -171,6 +172,11 @@ class RedisBackend(BaseLockBackend):
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         return bool(self._pool.run(EXTEND, self._extend(grant, ttl)))
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        claim, template = grant.claim, self._template(END_IN, grant.claim.key)
+        request = fill(template, claim.owner.encode(), _milliseconds(ttl), b"exactly")
+        return bool(self._pool.run(END_IN, request))
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []

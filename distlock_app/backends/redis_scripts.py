@@ -177,18 +177,23 @@ local function give_up(owner)
 end
 """
 
-# Never let a claim end earlier than was promised before. It writes in any case: after that, and
-# on the same connection, WAIT asks the replicas for all that went before.
+# It writes in any case: after that, and on the same connection, WAIT asks the replicas for all
+# that went before.
 _LENGTHEN = """
-local function lengthen(ttl)
+local function end_in(ttl)
   if mine then
-    ttl = math.max(redis.call('PTTL', lock), tonumber(ttl))
     redis.call('PEXPIRE', lock, ttl)
     note(ttl)
   else
     redis.call('PEXPIRE', members, redis.call('PTTL', members))
-    enlist(token, math.max(ttl, redis.call('ZSCORE', members, token) - now_ms))
+    enlist(token, ttl)
   end
+end
+
+-- Never let a claim end earlier than was promised before.
+local function lengthen(ttl)
+  local left = mine and redis.call('PTTL', lock) or redis.call('ZSCORE', members, token) - now_ms
+  end_in(math.max(left, ttl))
 end
 """
 
@@ -279,7 +284,7 @@ return answer
 """
 )
 
-# ARGV 3 ttl -> 1 mine, 0 not
+# ARGV 3 ttl, 4 to end then, also sooner -> 1 mine, 0 not
 _EXTEND = (
     _BEGIN
     + _CLOCK
@@ -288,7 +293,7 @@ _EXTEND = (
     + _LENGTHEN
     + """
 if not mine and not is_member() then return 0 end
-lengthen(ARGV[3])
+if ARGV[4] then end_in(ARGV[3]) else lengthen(ARGV[3]) end
 return 1
 """
 )
@@ -407,6 +412,7 @@ def acquire_all(count: int) -> Script:
 
 ACQUIRE = Script(_ACQUIRE, args=7, promises=True)
 EXTEND = Script(_EXTEND, args=3, promises=True)
+END_IN = Script(_EXTEND, args=4, promises=True)
 RELEASE = Script(_RELEASE, args=2)
 CLEAR = Script(_CLEAR, args=2)
 GUARDED_SET = Script(_GUARDED_SET, keys=7, args=5)

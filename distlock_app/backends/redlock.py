@@ -27,6 +27,7 @@ from .redlock_scripts import (
     ACQUIRE,
     ACQUIRE_OR_WAIT,
     CLEAR,
+    END_IN,
     EXTEND,
     LIST,
     RAISE,
@@ -165,6 +166,10 @@ class RedlockBackend(BaseLockBackend):
             raise result
         return result
 
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        words = grant.claim.owner.encode(), _milliseconds(ttl), b"exactly"
+        return self._answer(self._ballot(END_IN, grant.claim.key, *words))
+
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []
         for start in range(0, len(work), BATCH):
@@ -207,7 +212,9 @@ class RedlockBackend(BaseLockBackend):
         # A hold may end in another process than it began, where the guess is another.
         stamp = max(self._clock.stamp(), grant.session or 0)
         words = claim.owner.encode(), b"%d" % stamp
-        ballot = self._ballot(RELEASE, claim.key, *words, keep=claim.ttl, once=True)
+        return self._answer(self._ballot(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
+
+    def _answer(self, ballot: Ballot) -> bool:
         self._quorum.ask([ballot])
         outcome = self._outcome(ballot)
         if isinstance(outcome, Exception):

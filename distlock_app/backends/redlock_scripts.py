@@ -166,13 +166,16 @@ return {ok = '1'}
 """
 )
 
-# ARGV 2 ttl -> "1" mine, and never ending earlier than before, "0" not
+# ARGV 2 ttl, 3 to end then, also sooner -> "1" mine, and else never ending earlier than before,
+#      "0" not
 _EXTEND = (
     _BEGIN
     + _MINE
     + """
 if not mine then return {ok = '0'} end
-if redis.call('PTTL', lock) < tonumber(ARGV[2]) then redis.call('PEXPIRE', lock, ARGV[2]) end
+if ARGV[3] or redis.call('PTTL', lock) < tonumber(ARGV[2]) then
+  redis.call('PEXPIRE', lock, ARGV[2])
+end
 return {ok = '1'}
 """
 )
@@ -260,6 +263,7 @@ ACQUIRE = NodeScript(_ACQUIRE, args=4)
 ACQUIRE_OR_WAIT = NodeScript(_ACQUIRE, args=6)
 RAISE = NodeScript(_RAISE, args=2)
 EXTEND = NodeScript(_EXTEND, args=2)
+END_IN = NodeScript(_EXTEND, args=3)
 RELEASE = NodeScript(_RELEASE, args=2)
 RELEASE_AND_WAIT = NodeScript(_RELEASE, args=4)
 CLEAR = NodeScript(_CLEAR, args=1)

@@ -70,6 +70,7 @@ class Dialect:
     INSERT: str  # a row that is ours from the start, unless there is a row
     LOOK: str  # microseconds left, if the row is in the way
     EXTEND: str
+    END_IN: str  # as EXTEND, but also sooner
     RELEASE: str
     EVICT: str  # who has the queue lock
     RELEASED: str  # a row, if this is how our own release left it
@@ -165,13 +166,14 @@ class Dialect:
         row = self.execute(cursor, self.LOOK, {"key": claim.key, "owner": claim.owner}).fetchone()
         return busy(row[0]) if row else None
 
-    def extend(self, cursor: Cursor, claim: Claim, ttl: float) -> bool:
+    def extend(self, cursor: Cursor, claim: Claim, ttl: float, *, exactly: bool = False) -> bool:
         """Move the expiry of a row that is still ours, also if it has passed.
 
         Nobody had the row in between: taking it over would have changed the owner.
         """
         asked = {"key": claim.key, "owner": claim.owner, "ttl_us": round(ttl * 1e6)}
-        return self.execute(cursor, self.EXTEND, asked).rowcount == 1
+        statement = self.END_IN if exactly else self.EXTEND
+        return self.execute(cursor, statement, asked).rowcount == 1
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         """Extend many rows by one statement; return those that are ours."""

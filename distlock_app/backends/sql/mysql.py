@@ -84,6 +84,10 @@ class MySQL(Dialect):
         UPDATE {table}
            SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND)
          WHERE `key` = %(key)s AND owner = %(owner)s"""
+    END_IN = """
+        UPDATE {table}
+           SET expiry = UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND
+         WHERE `key` = %(key)s AND owner = %(owner)s"""
     EXTEND_PAIRS = """
         UPDATE {table}
            SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)

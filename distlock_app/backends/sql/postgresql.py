@@ -94,6 +94,10 @@ class PostgreSQL(Dialect):
            SET expiry = greatest(expiry,
                    clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
          WHERE key = %(key)s AND owner = %(owner)s"""
+    END_IN = """
+        UPDATE {table}
+           SET expiry = clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond'
+         WHERE key = %(key)s AND owner = %(owner)s"""
     EXTEND_PAIRS = """
         UPDATE {table} AS lock
            SET expiry = greatest(expiry,

@@ -53,6 +53,10 @@ class SQLite(Dialect):
            SET expiry = max(expiry,
                    strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds'))
          WHERE key = :key AND owner = :owner"""
+    END_IN = """
+        UPDATE {table}
+           SET expiry = strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds')
+         WHERE key = :key AND owner = :owner"""
     EXTEND_PAIRS = """
         UPDATE {table}
            SET expiry = max(expiry,
