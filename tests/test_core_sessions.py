@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 
 import pytest
 
 from distlock_app import BackendError, Lock, LockLost
+from distlock_app.backends import sessions as pools
 from distlock_app.registry import registry
 from tests import engines
 from tests.engines import DEADLINE, free, renewed, until
@@ -121,3 +123,13 @@ def test_a_cancelled_task_ends_its_wait_on_the_server(sessions):
 
     asyncio.run(main())
     until(lambda: free(sessions))
+
+
+def test_a_connection_that_is_dropped_as_the_interpreter_ends_raises_nothing(monkeypatch):
+    place = pools.Place(deque([None]))
+    for name in "_graveyard", "os":  # Python takes a module's names away in this order
+        monkeypatch.setattr(pools, name, None)
+
+    place.__del__()
+
+    assert place.session is None

@@ -132,9 +132,11 @@ class Place:
             slots.append(None)
 
     def __del__(self) -> None:
+        if _graveyard is None:  # the interpreter ends, and the connection with it
+            return
         if self.pid == os.getpid():
             self.give_up()
-        elif _graveyard is not None:  # as it is when the interpreter ends
+        else:
             _graveyard.append(self.session)
 
 
