@@ -119,8 +119,8 @@ def test_an_answer_lost_after_the_commit_does_no_harm(backend, monkeypatch, verb
     dialect = backend._sessions.dialect
     real, lost = getattr(dialect, verb), []
 
-    def lose_the_first_answer(cursor, *args):
-        answer = real(cursor, *args)
+    def lose_the_first_answer(cursor, *args, **options):
+        answer = real(cursor, *args, **options)
         if not lost:
             lost.append(answer)
             raise connection.Database.OperationalError("connection lost")
