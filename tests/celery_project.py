@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 from celery import Celery, shared_task
-from celery.signals import setup_logging
+from celery.signals import setup_logging, worker_ready
 
 from distlock_app import LockBusy, locked
+from tests.processes import say
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/how-to/tasks.md"
 
@@ -74,7 +75,11 @@ def stick() -> None:
 
 
 def work() -> None:
-    """Be a Celery worker with two child processes, until SIGTERM."""
+    """Be a Celery worker with two child processes, until SIGTERM; say when it is ready.
+
+    Two processes that make the folders of the messages at the same time get in each other's way.
+    """
+    worker_ready.connect(lambda **kwargs: say("ready"), weak=False)
     app.worker_main(["worker", "--pool=prefork", "--concurrency=2", "--loglevel=warning"])
 
 

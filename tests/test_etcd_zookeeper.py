@@ -23,7 +23,7 @@ from django.test import override_settings
 from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
-from distlock_app.backends.etcd_gateway import encoded
+from distlock_app.backends.etcd_gateway import QUIET_SECONDS, encoded
 from distlock_app.backends.zookeeper import Departure, Place
 from distlock_app.backends.zookeeper_session import TRUSTED, Session
 from distlock_app.claims import Grant
@@ -333,7 +333,8 @@ def test_a_waiter_whose_event_is_lost_does_not_sleep_on_a_free_lock(engine):
     with ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(Lock("a", using="own", ttl=60).acquire, wait=50)
         queue_of(key_of("a"), 1)
-        until(lambda: own()._watch._link)
+        # Its stream has begun: only then there is a word to lose.
+        until(lambda: (link := own()._watch._link) and link.socket.gettimeout() == QUIET_SECONDS)
         engine.proxy.silent = True
         other().release(held)
         until(lambda: engine.proxy.lost)

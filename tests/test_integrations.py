@@ -340,6 +340,7 @@ def test_children_of_celery_exclude_each_other_and_release_at_time_limits(proces
     Counter.objects.create(name="celery")
     env = {"TESTS_CELERY_DIRECTORY": str(tmp_path)}
     worker = processes.start("tests.celery_project:work", env=env)
+    assert worker.read(60) == "ready"
 
     pids = processes.run("tests.celery_project:send", count=1, name="celery", times=4, env=env)[0]
 
