@@ -642,3 +642,18 @@ def test_a_server_that_is_frozen_is_an_error_in_time(backend, monkeypatch):
 
         with pytest.raises(BackendError, match="did not answer"):
             backend.acquire(claim("a"), 0)
+
+
+def test_a_claim_that_is_interrupted_just_as_it_is_kept_is_released(backend, monkeypatch):
+    asked, granted = claim("a"), backend._granted
+
+    def interrupted(place, answer):
+        granted(place, answer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "_granted", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:  # its traceback keeps the connection
+        backend.acquire(asked, 5)
+
+    assert backend.release(Grant(asked)) is True, caught
+    assert list(backend.holders(asked.key)) == []

@@ -106,7 +106,10 @@ class Place:
         """Whether a request may go there: what idles for long may have been cut off unseen."""
         if self.session is None or monotonic() - self.since >= IDLE:
             return False
-        return not _readable(self.session.wrapper.connection, 0)  # else its end has come
+        try:
+            return not _readable(self.session.wrapper.connection, 0)  # else its end has come
+        except Exception:
+            return False  # we have closed it: an interrupt came just as it was kept
 
     def called(self, within: float = 0.0) -> bool:
         """Tell whether the server has answered."""
