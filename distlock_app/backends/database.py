@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
+from django.db import connections
 
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError
@@ -22,6 +22,7 @@ from ..timing import monotonic
 from .base import BaseLockBackend
 from .database_checks import check_sharing, check_table
 from .lines import Seat
+from .server_sessions import database_of
 from .sessions import Place, Session, Sessions
 from .sql import dialect_for
 from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, Pair
@@ -64,12 +65,7 @@ class DatabaseBackend(BaseLockBackend):
     def __init__(self, *, alias: str, location: Any = None, queue: int = 8) -> None:
         """Let at most `queue` connections of a process stay with claims; with 0 waiters poll."""
         super().__init__(alias=alias, location=location)
-        self.using = DEFAULT_DB_ALIAS if location is None else location
-        if self.using not in list(connections):
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES "
-                f"(it has: {', '.join(connections)})"
-            )
+        self.using = database_of(alias, location)
         if not isinstance(queue, int) or queue < 0:
             raise ImproperlyConfigured(
                 f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"

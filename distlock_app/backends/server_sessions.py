@@ -16,7 +16,8 @@ from contextlib import suppress
 from time import sleep
 from typing import Any
 
-from django.db import connections
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
@@ -40,6 +41,19 @@ LOOK = 1.0
 Rows = list[tuple[Any, ...]]
 Value = str | int | float
 Values = tuple[Value, ...]
+
+
+def database_of(alias: str, location: Any) -> str:
+    """Return the alias of DATABASES that LOCATION names; raises ImproperlyConfigured."""
+    if location is None:
+        return DEFAULT_DB_ALIAS
+    if location not in list(connections):
+        # Not what it says: that may be a URL with a password.
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES "
+            f"(it has: {', '.join(connections)})"
+        )
+    return str(location)
 
 
 class Trouble(Exception):

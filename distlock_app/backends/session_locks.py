@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
+from django.db import connections
 
 from ..claims import Claim, Grant, Holding
 from ..errors import BackendError
@@ -35,6 +35,7 @@ from .server_sessions import (
     Silence,
     Trouble,
     Values,
+    database_of,
 )
 
 T = TypeVar("T")
@@ -129,12 +130,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         super().__init__(alias=alias, location=location)
-        self.using = DEFAULT_DB_ALIAS if location is None else location
-        if self.using not in list(connections):
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES "
-                f"(it has: {', '.join(connections)})"
-            )
+        self.using = database_of(alias, location)
         if connections[self.using].vendor != self.vendor:
             raise ImproperlyConfigured(
                 f"DISTLOCK[{alias!r}]: {type(self).__name__} is for {self.vendor}, and the "
