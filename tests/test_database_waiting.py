@@ -14,6 +14,7 @@ import pytest
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, connection, connections
+from django.db.backends.signals import connection_created
 from django.db.transaction import atomic
 
 from distlock_app import BackendError, Lock, LockTimeout, waiting
@@ -642,6 +643,20 @@ def test_a_server_that_is_frozen_is_an_error_in_time(backend, monkeypatch):
 
         with pytest.raises(BackendError, match="did not answer"):
             backend.acquire(claim("a"), 0)
+
+
+def test_an_owner_that_asks_again_closes_no_connection(backend):
+    # Until the server noticed, it would keep the queue lock, and the free lock from others.
+    ours = claim("mine")
+    grants = [backend.acquire(ours, 0)]
+    opened = []
+    connection_created.connect(receiver := lambda **_: opened.append(1))
+
+    grants += [backend.acquire(ours, 0) for _ in range(3)]
+
+    connection_created.disconnect(receiver)
+    assert all(grants)
+    assert not opened
 
 
 def test_a_claim_that_is_interrupted_just_as_it_is_kept_is_released(backend, monkeypatch):

@@ -80,7 +80,7 @@ class DatabaseBackend(BaseLockBackend):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         lines = self._sessions.lines
         seat = lines.seat_of(_who(claim))
-        self._leave(claim)  # if it was granted before, and asks again
+        self._free_queue(_who(claim))  # if it was granted before, and asks again
         if wait != 0:
             if seat is None and lines.wanted(claim.key):
                 seat = lines.sit(_who(claim), claim.wake)
@@ -211,8 +211,7 @@ class DatabaseBackend(BaseLockBackend):
         fences = (0, MAX_FENCE) if seen is None else (fence := _fence_of(seen), fence)
         cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
         for who in self._sessions.holding(key) if cleared else ():
-            if place := self._sessions.unpark(who):
-                self._ask(partial(self._unlock, place), on=place.session)
+            self._free_queue(who)
         return cleared
 
     def prolong(self, key: str, seen: str, ttl: float) -> bool:
@@ -370,6 +369,15 @@ class DatabaseBackend(BaseLockBackend):
         place = self._sessions.unpark(_who(claim))
         if place is not None:
             place.give_up()
+
+    def _free_queue(self, who: tuple[str, str]) -> None:
+        """Let the next one in the queue come, whatever became of the row.
+
+        By a statement: the server frees nothing of a connection before it has noticed its end.
+        """
+        place = self._sessions.unpark(who)
+        if place is not None:
+            self._ask(partial(self._unlock, place), on=place.session)
 
     def _give_up(self, place: Place) -> None:
         """Leave the server's queue."""
