@@ -56,8 +56,8 @@ def ours(alias: str) -> Turn:
 def engine_alone(alias: str) -> Turn:
     """What the engine takes of it: no Lock, no Hold, no renewal."""
     from distlock_app.claims import Claim
-    from distlock_app.names import key_of
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
+    from distlock_app.primitives.names import key_of
 
     backend = registry[alias].backend
 

@@ -160,7 +160,7 @@ def make_tables(made: dict[str, Any]) -> None:
     """Make each model's table, with its row; leave no connection to a child."""
     from django.db import connection, connections
 
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
 
     with connection.schema_editor() as editor:
         for model in made.values():

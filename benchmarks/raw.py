@@ -143,7 +143,7 @@ def lock_table(kind: str) -> Turn:
     words = {"clock": clock, "ttl": ttl, "key": quote.format("key")}
     table = quote.format("distlock_app_distlock")
     select, update, release = (text.format(table=table, **words) for text in TABLE_STATEMENTS)
-    from distlock_app.names import key_of
+    from distlock_app.primitives.names import key_of
 
     def take(name: str, token: str) -> None:
         key = key_of(name)

@@ -39,7 +39,7 @@ def held(kind: str, count: int) -> dict[str, Any]:
 def _full_and_empty(kind: str) -> tuple[Any, Any, Callable[[], int]]:
     from django.db import connection
 
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
 
     if kind != "redis":
         table = "distlock_app_distlock"
@@ -73,7 +73,7 @@ def _full_and_empty(kind: str) -> tuple[Any, Any, Callable[[], int]]:
 
 def _claim(name: str, ttl: float = 30) -> Any:
     from distlock_app.claims import Claim
-    from distlock_app.names import key_of
+    from distlock_app.primitives.names import key_of
 
     owner = secrets.token_hex(16)
     return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=raw.HOLDER)
@@ -139,7 +139,7 @@ def tasks(count: int) -> dict[str, Any]:
     import redis
 
     from distlock_app import Lock
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
 
     server = redis.Redis.from_url(os.environ["DISTLOCK_TEST_REDIS_URL"])
     backend = registry["redis"].backend
@@ -185,7 +185,7 @@ def frozen(seconds: float) -> dict[str, Any]:
     """Redlock with one of five nodes stopped (SIGSTOP) against the same with all of them."""
     import signal
 
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
 
     pair = _pair(registry["quorum"].backend)
     pid = int(os.environ["DISTLOCK_BENCHMARK_NODE"])

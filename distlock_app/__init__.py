@@ -6,8 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .commands import locked_command
-    from .decorators import assert_locked, locked
+    from .core.groups import all_of
+    from .core.hold import Hold
+    from .core.latch import Latch
+    from .core.lock import Lock
+    from .decorators.commands import locked_command
+    from .decorators.functions import assert_locked, locked
+    from .decorators.naming import named
+    from .decorators.views import locked_view
     from .errors import (
         BackendError,
         LockBusy,
@@ -19,11 +25,7 @@ if TYPE_CHECKING:
         StaleFenceError,
         StaleObjectError,
     )
-    from .groups import all_of
-    from .holds import Hold
-    from .latches import Latch
-    from .locks import Lock
-    from .names import bucket
+    from .guards.retrying import retry_on_conflict
     from .optimistic import (
         TimestampVersionField,
         VersionedManager,
@@ -32,18 +34,16 @@ if TYPE_CHECKING:
         VersionField,
     )
     from .pessimistic import for_update, next_unlocked, retry_on_deadlock
-    from .placeholders import named
-    from .retrying import retry_on_conflict
-    from .views import locked_view
+    from .primitives.names import bucket
 
 __version__ = "0.1.0"
 
 # Loaded at first use: models cannot be imported while Django loads its apps.
 _HOMES = {
     "BackendError": "errors",
-    "Hold": "holds",
-    "Latch": "latches",
-    "Lock": "locks",
+    "Hold": "core.hold",
+    "Latch": "core.latch",
+    "Lock": "core.lock",
     "LockBusy": "errors",
     "LockError": "errors",
     "LockLost": "errors",
@@ -57,17 +57,17 @@ _HOMES = {
     "VersionedManager": "optimistic",
     "VersionedModel": "optimistic",
     "VersionedQuerySet": "optimistic",
-    "all_of": "groups",
-    "assert_locked": "decorators",
-    "bucket": "names",
+    "all_of": "core.groups",
+    "assert_locked": "decorators.functions",
+    "bucket": "primitives.names",
     "for_update": "pessimistic",
-    "locked": "decorators",
-    "locked_command": "commands",
-    "locked_view": "views",
-    "named": "placeholders",
+    "locked": "decorators.functions",
+    "locked_command": "decorators.commands",
+    "locked_view": "decorators.views",
+    "named": "decorators.naming",
     "next_unlocked": "pessimistic",
     "retry_on_deadlock": "pessimistic",
-    "retry_on_conflict": "retrying",
+    "retry_on_conflict": "guards.retrying",
 }
 
 __all__ = [

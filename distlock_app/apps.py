@@ -12,7 +12,8 @@ class DistlockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, history
+        from . import checks
+        from .operations import history
 
         checks.register()
         history.listen()

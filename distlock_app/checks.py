@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from . import history
-from .registry import LONG_TTL, Entry, registry
+from .core.registry import LONG_TTL, Entry, check_deployed, registry
+from .operations import history
 
 # A renewal comes every third of the ttl: below this, a pause of a third of a second loses locks.
 SHORT_TTL = 1.0
@@ -60,17 +59,6 @@ def check_servers(
     for message in messages:
         message.level = min(message.level, checks.WARNING)
     return messages
-
-
-def check_deployed(entry: Entry) -> Iterator[checks.CheckMessage]:
-    """Warn of an engine that excludes no other process, unless DEBUG is on."""
-    if entry.backend.local and not settings.DEBUG:
-        yield checks.Warning(
-            f"DISTLOCK[{entry.alias!r}] uses {type(entry.backend).__name__}: "
-            "no other process is excluded.",
-            hint="Name an engine that all processes share, such as the lock table.",
-            id="distlock_app.W003",
-        )
 
 
 def register() -> None:

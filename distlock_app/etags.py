@@ -1,111 +1,21 @@
-"""The version of an object in HTTP: `ETag` out, `If-Match` in, 412 for what is stale."""
+"""Import path for `guards/optimistic/etags`: `ETag` and `If-Match` of versioned objects."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable
-from inspect import isawaitable
-from typing import Any, TypeVar
+from .guards.optimistic.etags import (
+    PreconditionFailed,
+    PreconditionRequired,
+    etag_of,
+    guarded_view,
+    require_match,
+    with_etag,
+)
 
-from asgiref.sync import iscoroutinefunction
-from django.db import connections
-from django.http import HttpResponse, JsonResponse
-from django.utils.http import parse_etags
-from django.utils.translation import gettext
-
-from .errors import StaleObjectError
-
-Answer = TypeVar("Answer")
-
-
-class PreconditionFailed(StaleObjectError):
-    """The client named another version than the one that is there."""
-
-
-class PreconditionRequired(Exception):
-    """The client has to name the version that it changes, by `If-Match`."""
-
-
-def etag_of(obj: Any) -> str:
-    """Return the version of an object as an entity tag, with its quotes.
-
-    It names a state of the row. A page that depends on more than that needs another tag.
-    """
-    return f'"{obj._version_field.text_of(obj)}"'
-
-
-def with_etag(response: Answer, obj: Any) -> Answer:
-    """Set the `ETag` of a response that shows this object; return the response."""
-    response["ETag"] = etag_of(obj)  # type: ignore[index]
-    return response
-
-
-def require_match(request: Any, obj: Any, *, required: bool = True) -> None:
-    """Raise PreconditionFailed unless `If-Match` names the version that `obj` was read with.
-
-    Without the header, raise PreconditionRequired if it is `required`. Change and save this
-    same `obj`: its guard refuses what somebody else does between now and then.
-    """
-    header = request.headers.get("If-Match")
-    if header is None:
-        if required:
-            raise PreconditionRequired(PreconditionRequired.__doc__)
-        return
-    # Proxies and GZipMiddleware weaken tags. Theirs are about bytes; a version is the same.
-    named = [tag.removeprefix("W/") for tag in parse_etags(header)]
-    if "*" not in named and etag_of(obj) not in named:
-        found = getattr(obj, obj._version_field.attname)
-        text = f"{obj._meta.label} {obj.pk!r} has ETag {etag_of(obj)}, not {header}"
-        raise PreconditionFailed(text, obj=obj, found=found)
-
-
-def guarded_view(view: Callable[..., Any]) -> Any:
-    """Answer 412, 428 or 409 when the view raises what this module or a stale save raises.
-
-    409 is for a stale save where the client named no version. For function views, async ones,
-    and what `as_view()` returns; `method_decorator(guarded_view, name="dispatch")` for classes.
-    """
-
-    @functools.wraps(view)
-    def call(request: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            answer = view(request, *args, **kwargs)
-        except (StaleObjectError, PreconditionRequired) as error:
-            return _refusal(request, error)
-        # The `dispatch` of an async class is a plain function.
-        return _awaited(request, answer) if isawaitable(answer) else answer
-
-    @functools.wraps(view)
-    async def acall(request: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = call(request, *args, **kwargs)
-        return await answer if isawaitable(answer) else answer
-
-    return acall if iscoroutinefunction(view) else call
-
-
-async def _awaited(request: Any, answer: Awaitable[Any]) -> Any:
-    try:
-        return await answer
-    except (StaleObjectError, PreconditionRequired) as error:
-        return _refusal(request, error)
-
-
-def _refusal(request: Any, error: Exception) -> HttpResponse:
-    # What the view did is in the innermost transactions around it, which see no exception.
-    for connection in connections.all(initialized_only=True):
-        blocks = connection.atomic_blocks
-        if blocks and not getattr(blocks[-1], "_from_testcase", False):
-            connection.set_rollback(True)
-    if isinstance(error, PreconditionRequired):
-        status, text = 428, gettext("Say which version you are changing, by the header If-Match.")
-    else:
-        status = 412 if "If-Match" in request.headers else 409
-        text = gettext("Somebody else changed this meanwhile. Read it again before you change it.")
-    if request.get_preferred_type(["text/plain", "text/html", "application/json"]) == (
-        "application/json"
-    ):
-        response: HttpResponse = JsonResponse({"detail": text}, status=status)
-    else:
-        response = HttpResponse(text, content_type="text/plain; charset=utf-8", status=status)
-    response.headers["Cache-Control"] = "no-store"
-    return response
+__all__ = [
+    "PreconditionFailed",
+    "PreconditionRequired",
+    "etag_of",
+    "guarded_view",
+    "require_match",
+    "with_etag",
+]

@@ -13,7 +13,7 @@ from typing import Any
 
 from django.dispatch import Signal
 
-from .names import template_of
+from .primitives.names import template_of
 from .signals import (
     lock_acquired,
     lock_busy,

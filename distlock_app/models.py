@@ -61,7 +61,7 @@ class LockEvent(models.Model):
 class LiveLock(models.Model):
     """A lock that some engine holds now: no table, rows come from the engines."""
 
-    if TYPE_CHECKING:  # set by `live_list.row_of`
+    if TYPE_CHECKING:  # set by `admin.rows.row_of`
         holding: Holding
         state: str
         place: str

@@ -11,7 +11,7 @@ from typing import Any
 
 from django.dispatch import Signal
 
-from .records import fields, logger
+from .primitives.logs import fields, logger
 
 lock_acquired = Signal()  # waited, fence
 lock_busy = Signal()  # waited

@@ -75,7 +75,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def nothing_held_in_memory() -> None:
     """Forget what an earlier test holds in this process: a lock lives as long as its ttl."""
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
 
     if "locmem" in registry:
         backend = registry["locmem"].backend
@@ -113,7 +113,7 @@ def django_db_setup(django_db_setup: None) -> Iterator[None]:
     """Let the processes that a test starts use the test databases, as soon as they exist."""
     from django.conf import settings
 
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
 
     os.environ["DISTLOCK_TEST_DB_NAME"] = str(settings.DATABASES["default"]["NAME"])
     yield

@@ -17,9 +17,9 @@ from django.db import connection, transaction
 from django.test import override_settings
 
 from distlock_app import Lock, LockLost, NotHeld
-from distlock_app.registry import registry
-from distlock_app.renewal import renewer
-from distlock_app.timing import monotonic
+from distlock_app.core.registry import registry
+from distlock_app.core.renewal import renewer
+from distlock_app.primitives.timing import monotonic
 from tests.engines import renewed
 
 FAKE = {"BACKEND": "tests.engines.FakeBackend"}

@@ -15,7 +15,7 @@ from typing import Any
 from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.claims import Claim, Grant
-from distlock_app.names import key_of
+from distlock_app.primitives.names import key_of
 
 DEADLINE = 60.0
 

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from distlock_app.backends.locmem import LocMemBackend
+from distlock_app.core.registry import registry
 from distlock_app.errors import BackendError
-from distlock_app.registry import registry
-from distlock_app.timing import monotonic
+from distlock_app.primitives.timing import monotonic
 
 DEADLINE = 30.0
 
@@ -220,7 +220,7 @@ def outlast(hold):
 
 def free(backend, name="a"):
     """Return whether nobody holds the lock or waits for it, as the engine sees it."""
-    from distlock_app.names import key_of
+    from distlock_app.primitives.names import key_of
 
     with backend._lock:
         return key_of(name) not in backend._states

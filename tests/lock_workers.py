@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
 from tests.processes import hear, say
 
 

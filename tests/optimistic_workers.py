@@ -26,7 +26,7 @@ def add_in_transactions(pk: int, times: int, **options: object) -> int:
     """Do the same inside transactions that have read the row before."""
     from django.db import transaction
 
-    from distlock_app.retrying import was_sacrificed
+    from distlock_app.guards.retrying import was_sacrificed
 
     begun = done = 0
     while done < times:

@@ -20,11 +20,11 @@ from django.conf import settings
 from django.test import override_settings
 
 from distlock_app.backends.redis import RedisBackend
-from distlock_app.backends.redis_scripts import pack
+from distlock_app.backends.redis.scripts import pack
 from distlock_app.claims import Claim, Grant
-from distlock_app.names import key_of
-from distlock_app.timing import monotonic
-from distlock_app.waiting import AsyncBell, Bell, acquiring, arun, run
+from distlock_app.core.waiting import AsyncBell, Bell, acquiring, arun, run
+from distlock_app.primitives.names import key_of
+from distlock_app.primitives.timing import monotonic
 from tests.engines import deserted
 from tests.processes import hear, say
 

@@ -11,7 +11,7 @@ from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost
 from distlock_app.backends.redlock import RedlockBackend
-from distlock_app.timing import monotonic
+from distlock_app.primitives.timing import monotonic
 from tests.processes import hear, say
 from tests.redis_workers import client_of
 

@@ -10,8 +10,8 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from distlock_app import Latch, Lock, LockBusy, LockLost
-from distlock_app.backends import redis_listener
-from distlock_app.backends.redis_listener import Listener
+from distlock_app.backends.redis import listening as redis_listener
+from distlock_app.backends.redis.listening import Listener
 from tests.lock_workers import bump
 from tests.processes import hear, say
 

@@ -16,14 +16,17 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from distlock_app import Lock, identity, live, names
+from distlock_app import Lock
+from distlock_app.admin import clearing
+from distlock_app.admin.rows import id_of
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant, Holding
-from distlock_app.live import state_of
-from distlock_app.live_list import id_of
+from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.operations import reading
+from distlock_app.operations.reading import state_of
+from distlock_app.primitives import identity, names
+from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
 from tests.database_workers import claim
 from tests.failing_engines import HangingBackend
@@ -257,7 +260,7 @@ def test_an_engine_that_hangs_costs_its_bound_once_and_one_thread(viewer, aliase
     with Lock("a"):
         html = viewer.get(LIST).content.decode()
         # A page that waited again would take so long.
-        monkeypatch.setattr(live, "ANSWER_WITHIN", 25)
+        monkeypatch.setattr(reading, "ANSWER_WITHIN", 25)
         started = time.monotonic()
         pages = [viewer.get(LIST) for _ in range(3)]
         rest = time.monotonic() - started
@@ -542,9 +545,11 @@ def test_a_lock_that_changes_hands_in_the_last_moment_is_left_alone(clearer, mon
     """Between the look that the request itself takes and the clearing."""
     with Lock("a"):
         old = row_id("a")
-        answers = [live.read()]
-    really = live.read
-    monkeypatch.setattr(live, "read", lambda *a, **k: answers.pop() if answers else really(*a, **k))
+        answers = [reading.read()]
+    really = reading.read
+    monkeypatch.setattr(
+        clearing, "read", lambda *a, **k: answers.pop() if answers else really(*a, **k)
+    )
     with identity.activity("bob /b"), Lock("a") as hold:
         response = post(clearer, old)
         hold.extend()

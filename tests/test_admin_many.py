@@ -17,10 +17,11 @@ from django.core.management import call_command
 from django.db import connection
 from django.utils import timezone
 
-from distlock_app import live, live_admin
+from distlock_app.admin import pages as admin_pages
+from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.operations import reading
+from distlock_app.primitives.names import key_of
 from tests.database_workers import claim
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
@@ -36,7 +37,7 @@ WORK = 5.0
 @pytest.fixture
 def pages(client, settings, monkeypatch):
     """Return a function that gets a page of the list, in time, and prints how long it took."""
-    monkeypatch.setattr(live, "ANSWER_WITHIN", WITHIN)
+    monkeypatch.setattr(reading, "ANSWER_WITHIN", WITHIN)
     client.force_login(User.objects.create_superuser("ann"))
     settings.DISTLOCK = {"memory": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}}
 
@@ -73,7 +74,7 @@ def check_pages(pages):
     looked = pages("q=of+memory")
     assert names(looked) == ["of memory"]
     assert "looked through in time" in looked.content.decode()
-    with mock.patch.object(live_admin, "LOOKED_FOR", 5.0):  # a busy machine sees few in its 0.4 s
+    with mock.patch.object(admin_pages, "LOOKED_FOR", 5.0):  # a busy machine sees few in its 0.4 s
         found = names(pages("o=-3&host=web7"))
     numbers = [int(name.removeprefix("order:")) for name in found]
     assert numbers and {number % 20 for number in numbers} == {7}
@@ -147,6 +148,6 @@ def test_redis_is_paged_searched_and_sorted_without_a_scan(own_redis, pages, set
     stats = own_redis.tell("INFO commandstats").decode()
 
     [read] = re.findall(r"cmdstat_get:calls=(\d+)", stats)
-    assert int(read) == live_admin.MOST_SORTED + 100
+    assert int(read) == admin_pages.MOST_SORTED + 100
     assert "cmdstat_scan" not in stats and "cmdstat_keys" not in stats
     check_pages(pages)

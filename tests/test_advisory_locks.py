@@ -8,9 +8,9 @@ from django.db import connection
 
 from distlock_app import BackendError, Lock
 from distlock_app.backends.postgresql import AdvisoryLockBackend
-from distlock_app.backends.server_sessions import GRACE, Trouble
-from distlock_app.registry import registry
-from distlock_app.sharing_contract import a_claim
+from distlock_app.backends.sessions.pool import GRACE, Trouble
+from distlock_app.core.registry import registry
+from distlock_app.testing.sharing import a_claim
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),

@@ -13,11 +13,13 @@ import pytest
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 
-from distlock_app import Lock, LockBusy, history, identity
+from distlock_app import Lock, LockBusy
 from distlock_app.claims import Grant
+from distlock_app.core.registry import registry
 from distlock_app.models import LiveLock
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.operations import history
+from distlock_app.primitives import identity
+from distlock_app.primitives.names import key_of
 from distlock_app.testing import held_elsewhere
 from tests.conftest import missing
 from tests.database_workers import claim

@@ -14,11 +14,12 @@ from django.core.management import BaseCommand, CommandError, call_command
 from django.db import connections
 from django.test import override_settings
 
-from distlock_app import BackendError, Lock, doctor, locked, locked_command, locked_view
+from distlock_app import BackendError, Lock, locked, locked_command, locked_view
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_servers, check_settings
-from distlock_app.history import kept
-from distlock_app.registry import EXTRAS, registry
+from distlock_app.core.registry import EXTRAS, registry
+from distlock_app.operations import doctor
+from distlock_app.operations.history import kept
 
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
 TABLE = "distlock_app.backends.database.DatabaseBackend"
@@ -181,7 +182,7 @@ def test_only_the_databases_that_were_named_are_asked(settings):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "distlock_app.backends.database.check_table",
+            "distlock_app.backends.database.backend.check_table",
             lambda alias, sessions: asked.append(sessions.using) or [],
         )
         check_servers(databases=["default"])
@@ -257,7 +258,7 @@ import sys
 sys.modules[{package!r}] = None  # as if it were not installed
 from django.conf import settings
 settings.configure(DISTLOCK={{"default": {{"BACKEND": "distlock_app.backends.{backend}"}}}})
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
 registry["default"]
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -19,8 +19,8 @@ from distlock_app import (
     all_of,
     locked,
 )
-from distlock_app.registry import registry
-from distlock_app.renewal import renewer
+from distlock_app.core.registry import registry
+from distlock_app.core.renewal import renewer
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -417,7 +417,7 @@ def test_what_an_ended_program_began_is_released_before_the_process_ends(engine)
 
 
 def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, monkeypatch):
-    from distlock_app import entered
+    from distlock_app.core import entered
 
     class Entries(dict):
         def values(self):
@@ -438,9 +438,9 @@ def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, mon
 
 
 def test_tasks_leave_nothing_in_memory(engine):
-    from distlock_app import entered, leases
+    from distlock_app.core import entered, lease
 
-    before = len(leases.by_runner)
+    before = len(lease.by_runner)
 
     async def main():
         for _ in range(300):
@@ -453,5 +453,5 @@ def test_tasks_leave_nothing_in_memory(engine):
     gc.collect()
 
     assert not entered._entries
-    assert len(leases.by_runner) <= before
+    assert len(lease.by_runner) <= before
     assert not engine._states

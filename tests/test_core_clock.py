@@ -51,8 +51,9 @@ import django
 django.setup()
 
 import sys, threading, time
-from distlock_app import Lock, timing
-from distlock_app.renewal import renewer
+from distlock_app import Lock
+from distlock_app.core.renewal import renewer
+from distlock_app.primitives import timing
 
 ahead = timing.monotonic() - time.monotonic() - float(sys.argv[1])
 assert 3599 < ahead < 3601, ahead

@@ -11,7 +11,7 @@ from django.db import transaction
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost, NotHeld, bucket
 from distlock_app.claims import Claim
-from distlock_app.handover import FIELDS
+from distlock_app.core.handover import FIELDS
 from tests import engines
 from tests.engines import renewed, running, until
 

@@ -13,8 +13,9 @@ import warnings
 
 import pytest
 
-from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all_of, entered
-from distlock_app.registry import registry
+from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all_of
+from distlock_app.core import entered
+from distlock_app.core.registry import registry
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -271,7 +272,7 @@ def test_an_exception_that_a_signal_handler_raises_while_waiting_leaves_nothing(
 
 
 def _claim(name):
-    from distlock_app.testing import a_claim
+    from distlock_app.testing.contract import a_claim
 
     return a_claim(name)
 
@@ -412,9 +413,9 @@ def test_an_exit_stack_that_is_dropped_in_a_thread_does_not_break_the_next_with(
 
 
 def test_all_threads_gone_nothing_is_left_in_memory(engine):
-    from distlock_app import leases
+    from distlock_app.core import lease
 
-    before = len(leases.by_runner)
+    before = len(lease.by_runner)
 
     def work():
         for number in range(50):
@@ -428,7 +429,7 @@ def test_all_threads_gone_nothing_is_left_in_memory(engine):
 
     assert not engine._states
     assert not entered._entries
-    assert len(leases.by_runner) <= before
+    assert len(lease.by_runner) <= before
 
 
 def test_dropping_one_of_several_holds_keeps_the_lock(engine):

@@ -13,14 +13,15 @@ import weakref
 
 import pytest
 
-from distlock_app import BackendError, Lock, LockLost, workers
-from distlock_app import renewal as renewal_module
+from distlock_app import BackendError, Lock, LockLost
 from distlock_app.claims import Grant
-from distlock_app.registry import registry
-from distlock_app.renewal import Renewer, renewer
-from distlock_app.sharing_contract import a_claim
+from distlock_app.core import renewal as renewal_module
+from distlock_app.core.registry import registry
+from distlock_app.core.renewal import Renewer, renewer
+from distlock_app.primitives import threads
+from distlock_app.primitives.timing import monotonic
 from distlock_app.signals import lock_lost, lock_released
-from distlock_app.timing import monotonic
+from distlock_app.testing.sharing import a_claim
 from tests import engines
 from tests.engines import DEADLINE, outlast, renewed, until
 
@@ -392,9 +393,9 @@ def test_what_is_released_while_its_renewal_waits_for_others_is_not_asked_for(en
 
 def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, monkeypatch):
     mine = Renewer()
-    monkeypatch.setattr("distlock_app.attempts.renewer", mine)
-    monkeypatch.setattr("distlock_app.locks.renewer", mine)
-    monkeypatch.setattr("distlock_app.holds.renewer", mine)
+    monkeypatch.setattr("distlock_app.core.acquiring.renewer", mine)
+    monkeypatch.setattr("distlock_app.core.lock.renewer", mine)
+    monkeypatch.setattr("distlock_app.core.hold.renewer", mine)
     real = threading.Thread.start
 
     def no_threads(self):
@@ -413,7 +414,7 @@ def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, mon
 
 def test_an_interrupt_while_the_thread_is_started_does_not_leave_it_off(monkeypatch):
     done = threading.Event()
-    worker = workers.Worker("test", lambda jobs: done.set())
+    worker = threads.Worker("test", lambda jobs: done.set())
     real = threading.Thread.start
 
     def interrupted(self):
@@ -429,9 +430,9 @@ def test_an_interrupt_while_the_thread_is_started_does_not_leave_it_off(monkeypa
 
 
 def test_an_idle_worker_ends_and_starts_again(monkeypatch):
-    monkeypatch.setattr(workers, "WORKER_IDLE", 0.02)
+    monkeypatch.setattr(threads, "WORKER_IDLE", 0.02)
     done = []
-    worker = workers.Worker("test-idle", lambda jobs: done.extend(jobs))
+    worker = threads.Worker("test-idle", lambda jobs: done.extend(jobs))
 
     for number in range(30):
         worker.put(number)
@@ -444,7 +445,7 @@ def test_an_idle_worker_ends_and_starts_again(monkeypatch):
 
 
 def test_backends_are_not_kept_alive_by_their_workers(engine, monkeypatch, settings):
-    monkeypatch.setattr(workers, "WORKER_IDLE", 0.02)
+    monkeypatch.setattr(threads, "WORKER_IDLE", 0.02)
     hold = Lock("a", ttl=3).acquire()
     renewed(hold)
     hold.release()
@@ -549,8 +550,8 @@ os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
 django.setup()
 from django.test import override_settings
 from distlock_app import Lock
-from distlock_app.registry import registry
-from distlock_app import renewal
+from distlock_app.core import renewal
+from distlock_app.core.registry import registry
 renewal.EXIT_PATIENCE = 20.0
 fake = {"BACKEND": "tests.engines.FakeBackend"}
 override_settings(DISTLOCK={"default": fake}).enable()

@@ -10,8 +10,8 @@ from collections import deque
 import pytest
 
 from distlock_app import BackendError, Lock, LockLost
-from distlock_app.backends import sessions as pools
-from distlock_app.registry import registry
+from distlock_app.backends.database import connections
+from distlock_app.core.registry import registry
 from tests import engines
 from tests.engines import DEADLINE, free, renewed, until
 
@@ -126,9 +126,9 @@ def test_a_cancelled_task_ends_its_wait_on_the_server(sessions):
 
 
 def test_a_connection_that_is_dropped_as_the_interpreter_ends_raises_nothing(monkeypatch):
-    place = pools.Place(deque([None]))
+    place = connections.Place(deque([None]))
     for name in "_graveyard", "os":  # Python takes a module's names away in this order
-        monkeypatch.setattr(pools, name, None)
+        monkeypatch.setattr(connections, name, None)
 
     place.__del__()
 

@@ -16,7 +16,7 @@ from django.test import override_settings
 from distlock_app import Lock, LockError, errors
 from distlock_app.backends.base import BaseLockBackend
 from distlock_app.backends.locmem import LocMemBackend
-from distlock_app.registry import Registry, registry
+from distlock_app.core.registry import Registry, registry
 from tests import engines
 from tests.engines import DEADLINE
 

@@ -15,8 +15,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import TestCase
 
-from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locked, locks, transactions
-from distlock_app.renewal import renewer
+from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locked
+from distlock_app.core import lock as core_lock
+from distlock_app.core.renewal import renewer
+from distlock_app.primitives import transactions
 from distlock_app.signals import lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -688,7 +690,7 @@ def test_an_interrupt_after_the_block_was_opened_ends_it(engine, monkeypatch):
         assert connection.in_atomic_block
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(locks, "enter", interrupted)
+    monkeypatch.setattr(core_lock, "enter", interrupted)
     is_undone_by_the_interrupt(engine)
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
-from distlock_app.names import key_of
-from distlock_app.timing import monotonic
-from distlock_app.waiting import AsyncBell, Bell, acquired, acquiring, arun, run
+from distlock_app.core.waiting import AsyncBell, Bell, acquired, acquiring, arun, run
+from distlock_app.primitives.names import key_of
+from distlock_app.primitives.timing import monotonic
 from tests import engines
 from tests.engines import running, until
 

@@ -11,9 +11,9 @@ from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.utils import timezone
 
-from distlock_app.backends import database
 from distlock_app.backends.database import DatabaseBackend
-from distlock_app.backends.sql.base import PAGE
+from distlock_app.backends.database import backend as table_backend
+from distlock_app.backends.database.sql.base import PAGE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -131,7 +131,7 @@ def test_fences_grow_on_after_a_purge(backend):
 
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="a server locks rows, not everything")
 def test_a_purge_deletes_few_rows_by_one_statement(backend, monkeypatch):
-    monkeypatch.setattr(database, "PARTS", [""])
+    monkeypatch.setattr(table_backend, "PARTS", [""])
     DistLock.objects.using("locks").bulk_create(
         DistLock(key=f"{number:040x}", name="old", expiry=timezone.now() - timedelta(days=1))
         for number in range(1201)
@@ -226,7 +226,7 @@ def test_holders_are_read_page_by_page(backend, monkeypatch):
     keys = {grab(backend, f"n{number}").claim.key for number in range(5)}
     dialect = backend._sessions.dialect
     monkeypatch.setattr(dialect, "HOLDERS", dialect.HOLDERS.replace(f"LIMIT {PAGE}", "LIMIT 2"))
-    monkeypatch.setattr("distlock_app.backends.database.PAGE", 2)
+    monkeypatch.setattr("distlock_app.backends.database.backend.PAGE", 2)
 
     assert sorted(shown.key for shown in backend.holders()) == sorted(keys)
 

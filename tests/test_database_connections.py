@@ -10,8 +10,8 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections, transaction
 
-from distlock_app.backends import sessions
 from distlock_app.backends.database import DatabaseBackend
+from distlock_app.backends.database import connections as table_connections
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from tests.app.models import Counter
@@ -213,7 +213,7 @@ def test_connections_that_idle_for_long_are_closed_with_the_next_request(backend
     lent = [backend._sessions.lend() for _ in range(4)]
     for session in lent:
         backend._sessions.give_back(session)
-    monkeypatch.setattr(sessions, "IDLE", 0)
+    monkeypatch.setattr(table_connections, "IDLE", 0)
 
     backend.ping()
 

@@ -8,8 +8,8 @@ import pytest
 
 from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend
+from distlock_app.core.registry import registry
 from distlock_app.errors import BackendError
-from distlock_app.registry import registry
 from tests.database_workers import grab
 
 

@@ -17,11 +17,11 @@ from django.db import OperationalError, connection, connections
 from django.db.backends.signals import connection_created
 from django.db.transaction import atomic
 
-from distlock_app import BackendError, Lock, LockTimeout, waiting
-from distlock_app.backends import sql
-from distlock_app.backends.database import DatabaseBackend
+from distlock_app import BackendError, Lock, LockTimeout
+from distlock_app.backends.database import DatabaseBackend, sql
 from distlock_app.claims import Busy, Grant
-from distlock_app.registry import registry
+from distlock_app.core import waiting
+from distlock_app.core.registry import registry
 from tests.database_workers import claim, grab
 from tests.engines import running
 from tests.proxy import proxy_to

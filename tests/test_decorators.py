@@ -16,8 +16,8 @@ from django.db import connection, transaction
 from django.utils.functional import SimpleLazyObject
 
 from distlock_app import Lock, LockBusy, LockLost, NotHeld, assert_locked, locked
-from distlock_app.placeholders import NameTemplate
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
+from distlock_app.decorators.naming import NameTemplate
 from distlock_app.testing import held_elsewhere
 from tests.app.models import Counter
 

@@ -17,12 +17,13 @@ from django.core.checks import Warning
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from distlock_app import identity, tethered
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
+from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.operations import tethered
+from distlock_app.primitives import identity
+from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
 from tests.conftest import missing
 from tests.launching import launch, mortal
@@ -465,7 +466,7 @@ def test_a_program_dies_with_the_process_that_runs_it(started):
     until(lambda: not is_running(program))
 
 
-# Runs a program as running.py does, on a system without Linux's signal at a parent's death.
+# Runs a program as operations/run.py does, on a system without Linux's signal at a parent's death.
 ELSEWHERE = """
 import os, runpy, subprocess, sys
 reading, writing = os.pipe()

@@ -23,14 +23,14 @@ from django.test import override_settings
 from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
-from distlock_app.backends.etcd_gateway import QUIET_SECONDS, encoded
-from distlock_app.backends.zookeeper import Departure, Place
-from distlock_app.backends.zookeeper_session import TRUSTED, Session
+from distlock_app.backends.etcd.gateway import QUIET_SECONDS, encoded
+from distlock_app.backends.zookeeper.backend import Departure, Place
+from distlock_app.backends.zookeeper.session import TRUSTED, Session
 from distlock_app.claims import Grant
-from distlock_app.names import key_of
-from distlock_app.registry import registry
-from distlock_app.sharing_contract import a_claim
-from distlock_app.waiting import Bell, acquired
+from distlock_app.core.registry import registry
+from distlock_app.core.waiting import Bell, acquired
+from distlock_app.primitives.names import key_of
+from distlock_app.testing.sharing import a_claim
 from tests.engines import DEADLINE, deserted, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
@@ -680,7 +680,7 @@ def test_a_watch_that_says_nothing_is_replaced_and_ends_with_its_waiters(engine)
     if engine.name == "zookeeper":
         return
     held = other().acquire(a_claim("a", ttl=60), 0)
-    with patch("distlock_app.backends.etcd_gateway.QUIET_SECONDS", 0.2):
+    with patch("distlock_app.backends.etcd.gateway.QUIET_SECONDS", 0.2):
         with waiting("a", using="own"):
             until(lambda: own()._watch._link)
             first = own()._watch._link

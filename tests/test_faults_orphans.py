@@ -13,7 +13,7 @@ from django.db import connection, connections
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
 from tests.proxy import proxy_to
 
 LONG = 600.0  # seconds; nothing in these tests may come free by expiry

@@ -16,7 +16,7 @@ from django.db import connection, connections
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockLost
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
 from tests.engines import renewed
 
 pytestmark = [

@@ -14,20 +14,14 @@ from django.db import connection, transaction
 from django.utils import timezone
 from django.utils.html import escape
 
-from distlock_app import (
-    Lock,
-    LockBusy,
-    LockLost,
-    history,
-    identity,
-    live_history,
-    names,
-    signals,
-)
-from distlock_app.live_list import id_of
+from distlock_app import Lock, LockBusy, LockLost, signals
+from distlock_app.admin import past as past_events
+from distlock_app.admin.rows import id_of
+from distlock_app.core.registry import registry
 from distlock_app.models import LiveLock, LockEvent
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.operations import history
+from distlock_app.primitives import identity, names
+from distlock_app.primitives.names import key_of
 from distlock_app.testing import held_elsewhere, lose
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -251,7 +245,7 @@ def test_a_hold_that_was_cleared_ends_there_in_the_chart(kept):
     happened("cleared", 60, fence=1)
     happened("released", 40, fence=2, seconds=20)
 
-    past = live_history.past_of("default", key_of("a"), [])
+    past = past_events.past_of("default", key_of("a"), [])
 
     assert past.panels[1].top == pytest.approx(1.0, abs=0.01)
     assert not past.overlap
@@ -264,7 +258,7 @@ def test_only_the_clear_of_this_hold_ends_it(kept, fence, at):
     happened("cleared", at, fence=fence)
     happened("released", 40, fence=2, seconds=20)
 
-    past = live_history.past_of("default", key_of("a"), [])
+    past = past_events.past_of("default", key_of("a"), [])
 
     most = {999: 1.0}.get(at, 2.0)
     assert past.panels[1].top == pytest.approx(most, abs=0.01)
@@ -305,7 +299,7 @@ def test_a_lock_whose_process_died_is_told_expired(kept):
     LockEvent.objects.filter(fence=2).update(event="released")
     acquired(2, 601)
     acquired(4, 1)
-    past = live_history.past_of("default", key_of("a"), [])
+    past = past_events.past_of("default", key_of("a"), [])
 
     told = [line.event for line in past.lines]
     assert told == [

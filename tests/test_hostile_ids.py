@@ -21,10 +21,10 @@ from django.db import connection
 from django.urls import reverse
 
 from distlock_app import Lock
+from distlock_app.admin.rows import id_of, parts_of
 from distlock_app.backends.base import FOR_PEOPLE, BaseLockBackend
-from distlock_app.live_list import id_of, parts_of
-from distlock_app.names import is_key, key_of
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
+from distlock_app.primitives.names import is_key, key_of
 from distlock_app.testing import held_elsewhere
 
 NAME = f"bystander {os.getpid()}"  # other runs may use the same servers

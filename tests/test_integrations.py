@@ -24,8 +24,8 @@ from rest_framework.routers import SimpleRouter
 from rest_framework.views import APIView
 
 from distlock_app import Lock, LockBusy, locked, locked_view
+from distlock_app.core.registry import registry
 from distlock_app.etags import guarded_view, require_match, with_etag
-from distlock_app.registry import registry
 from distlock_app.testing import held_elsewhere, override_locks
 from tests import celery_project
 from tests.app.models import Counter

@@ -16,8 +16,8 @@ from django.core.management.base import BaseCommand
 from django.db import connection, transaction
 
 from distlock_app import Lock, LockBusy, LockError, LockLost, locked_command
-from distlock_app.commands import Terminated
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
+from distlock_app.decorators.commands import Terminated
 from distlock_app.testing import held_elsewhere, lose
 from tests.app.models import Counter
 from tests.engines import until

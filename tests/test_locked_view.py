@@ -21,7 +21,7 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.generic import View
 
 from distlock_app import BackendError, Lock, LockError, LockLost, locked_view
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
 from distlock_app.testing import held_elsewhere, lose
 from tests.app.models import Counter
 from tests.view_workers import LOCKS_APART

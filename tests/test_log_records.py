@@ -13,8 +13,9 @@ import pytest
 from django.conf import settings as django_settings
 
 import distlock_app
-from distlock_app import BackendError, Lock, LockLost, LockTimeout, attempts
-from distlock_app.registry import registry
+from distlock_app import BackendError, Lock, LockLost, LockTimeout
+from distlock_app.core import acquiring
+from distlock_app.core.registry import registry
 from distlock_app.testing import held_elsewhere
 from tests import engines
 from tests.engines import running, until
@@ -64,8 +65,8 @@ def tokens(monkeypatch):
         made.append(secrets.token_hex(length))
         return made[-1]
 
-    secrets = attempts.secrets
-    monkeypatch.setattr(attempts, "secrets", type("", (), {"token_hex": staticmethod(token_hex)}))
+    secrets = acquiring.secrets
+    monkeypatch.setattr(acquiring, "secrets", type("", (), {"token_hex": staticmethod(token_hex)}))
     return made
 
 
@@ -101,7 +102,7 @@ def test_a_clear_says_who_and_why(engine, log):
 
 
 def test_long_waits_are_noted_whatever_came_of_them(engine, log, monkeypatch):
-    monkeypatch.setattr(attempts, "SLOW_WAIT", 0.05)
+    monkeypatch.setattr(acquiring, "SLOW_WAIT", 0.05)
 
     with held_elsewhere("slow", ttl=2):
         with pytest.raises(LockTimeout):

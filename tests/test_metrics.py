@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from distlock_app import Lock, LockBusy, LockLost, bucket, locked, metrics, named, signals
-from distlock_app.names import template_of
+from distlock_app.primitives.names import template_of
 from distlock_app.testing import held_elsewhere, lose
 from tests import engines
 from tests.app.models import Account

@@ -9,8 +9,8 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection, connections
 
+from distlock_app.core.registry import registry
 from distlock_app.management.commands.migrate_locked import lock_alias
-from distlock_app.registry import registry
 from distlock_app.testing import held_elsewhere
 from tests.engines import running, until
 

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 )
 
 from distlock_app import Hold, Lock, LockLost, NotHeld
+from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.primitives.names import key_of
 from tests.examples import examples
 
 # Hypothesis takes what engines' threads do for a strategy's: they use `random` for their jitter.

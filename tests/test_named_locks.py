@@ -6,10 +6,10 @@ import pytest
 from django.db import connection
 
 from distlock_app.backends.mysql import NamedLockBackend
-from distlock_app.backends.server_sessions import Trouble
-from distlock_app.names import key_of
-from distlock_app.registry import registry
-from distlock_app.sharing_contract import a_claim
+from distlock_app.backends.sessions.pool import Trouble
+from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
+from distlock_app.testing.sharing import a_claim
 from tests.engines import running, until
 
 # As on MySQL by default.

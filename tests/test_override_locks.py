@@ -10,7 +10,7 @@ from django.test import SimpleTestCase, override_settings
 
 from distlock_app.backends.dummy import DummyBackend
 from distlock_app.backends.locmem import LocMemBackend
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
 from distlock_app.testing import override_locks
 
 DUMMY = "distlock_app.backends.dummy.DummyBackend"

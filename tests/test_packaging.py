@@ -13,6 +13,7 @@ import sys
 import tempfile
 import venv
 import zipfile
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +44,46 @@ def test_importing_the_package_needs_no_settings():
 
 def test_every_public_name_can_be_imported():
     assert [name for name in distlock_app.__all__ if not hasattr(distlock_app, name)] == []
+
+
+# What projects write in their settings and their code; where else a name is defined may change.
+SHORT_PATHS = {
+    "admin": "LiveLockAdminMixin",
+    "backends.base": "BaseLockBackend",
+    "backends.database": "DatabaseBackend",
+    "backends.dummy": "DummyBackend",
+    "backends.etcd": "EtcdBackend",
+    "backends.locmem": "LocMemBackend",
+    "backends.mysql": "NamedLockBackend",
+    "backends.postgresql": "AdvisoryLockBackend",
+    "backends.redis": "RedisBackend",
+    "backends.redlock": "RedlockBackend",
+    "backends.zookeeper": "ZooKeeperBackend",
+    "claims": "Busy Claim Grant Holding",
+    "errors": "LockError",
+    "etags": "PreconditionFailed PreconditionRequired etag_of guarded_view require_match with_etag",
+    "fencing": "FencedManager FencedModel FencedQuerySet FencedVersionedModel",
+    "forms": "Change Conflict VersionedModelForm",
+    "metrics": "use_opentelemetry use_prometheus",
+    "models": "DistLock LiveLock",
+    "optimistic": "TimestampVersionField VersionField VersionedManager VersionedModel",
+    "pessimistic": "LockingManager LockingQuerySet for_update next_unlocked retry_on_deadlock",
+    "signals": "lock_acquired lock_busy lock_cleared lock_lost lock_released version_conflict",
+    "testing": "LockBackendContract held_elsewhere lose override_locks",
+    "versioned_admin": "VersionedAdmin VersionedAdminMixin VersionedInlineMixin",
+}
+
+
+@pytest.mark.parametrize("module, names", SHORT_PATHS.items(), ids=list(SHORT_PATHS))
+def test_what_projects_import_keeps_its_short_path(module, names):
+    try:
+        found = import_module(f"distlock_app.{module}")
+    except ModuleNotFoundError as error:
+        if error.name.startswith("distlock_app"):
+            raise
+        pytest.skip(f"{error.name} is not installed")
+
+    assert [name for name in names.split() if not hasattr(found, name)] == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -9,11 +9,11 @@ from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.test import Client
 
-from distlock_app import history
-from distlock_app.live_list import id_of
+from distlock_app.admin.rows import id_of
+from distlock_app.core.registry import registry
 from distlock_app.models import DistLock, LiveLock
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.operations import history
+from distlock_app.primitives.names import key_of
 from tests.database_workers import claim
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])

@@ -10,7 +10,7 @@ from django.conf import settings
 from django.db import DatabaseError, connection, connections
 
 from distlock_app import Lock, LockTimeout
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
 from distlock_app.testing import held_elsewhere
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/explanation/security.md"

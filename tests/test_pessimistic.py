@@ -18,7 +18,8 @@ from django.db import OperationalError, connection, connections, transaction
 from django.db.transaction import TransactionManagementError
 from django.test import TestCase
 
-from distlock_app import LockBusy, LockTimeout, pessimistic
+from distlock_app import LockBusy, LockTimeout
+from distlock_app.guards import pessimistic
 from distlock_app.pessimistic import for_update, next_unlocked, retry_on_deadlock
 from tests.app.guarded_models import ColdShelf, Job, Shelf
 from tests.app.versioned_models import SavingsAccount

@@ -11,9 +11,9 @@ import pytest
 from django.db import connection, connections
 
 from distlock_app import Lock, LockTimeout
-from distlock_app.backends.lines import ASKING
-from distlock_app.backends.session_locks import WAITING
-from distlock_app.registry import registry
+from distlock_app.backends.sessions.backend import WAITING
+from distlock_app.backends.sessions.queues import ASKING
+from distlock_app.core.registry import registry
 from tests import settings
 
 pytestmark = [

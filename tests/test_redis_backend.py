@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distlock_app.claims import Busy, Grant
-from distlock_app.names import key_of
+from distlock_app.primitives.names import key_of
 from tests.redis_workers import Waiter, backend_at, claim
 
 pytest_plugins = ["tests.redis_fixtures"]

@@ -10,9 +10,9 @@ import redis
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
-from distlock_app.backends import redis_cluster
 from distlock_app.backends.redis import RedisBackend
-from distlock_app.backends.redis_cluster import SLOTS, slot_of
+from distlock_app.backends.redis import cluster as redis_cluster
+from distlock_app.backends.redis.cluster import SLOTS, slot_of
 from tests.engines import interrupted_everywhere
 from tests.redis_workers import Waiter, claim, listeners
 

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from distlock_app.backends.redis import RedisBackend
-from distlock_app.backends.redis_pool import MASTER_SECONDS
+from distlock_app.backends.redis.pool import MASTER_SECONDS
 from distlock_app.errors import BackendError
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, backend_at, claim, client_of, left_waiting

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from distlock_app.backends import redis_pool
-from distlock_app.backends.redis_scripts import pack
+from distlock_app.backends.redis import pool as redis_pool
+from distlock_app.backends.redis.scripts import pack
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from tests.engines import until

@@ -11,9 +11,10 @@ from contextlib import suppress
 import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
-from distlock_app.backends.redis import RedisBackend, _part
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.backends.redis import RedisBackend
+from distlock_app.backends.redis.backend import _part
+from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_acquired
 from tests.engines import running, until
 from tests.redis_workers import backend_at, claim

@@ -11,10 +11,10 @@ from time import monotonic, sleep
 import pytest
 
 from distlock_app import BackendError, Latch
-from distlock_app.backends.redis_listener import Listener
+from distlock_app.backends.redis.listening import Listener
 from distlock_app.claims import Grant
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
 from tests.engines import until
 from tests.redis_workers import backend_at, claim
 

@@ -10,10 +10,10 @@ from time import monotonic, sleep
 import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
-from distlock_app.backends.redis_listener import Listener
+from distlock_app.backends.redis.listening import Listener
 from distlock_app.claims import Busy, Grant
-from distlock_app.names import key_of
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
 from tests.engines import until
 from tests.redis_workers import Waiter, backend_at, claim, wait_for
 from tests.sharing_workers import overtakings, together, visits_of

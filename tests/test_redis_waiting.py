@@ -8,14 +8,14 @@ import time
 import pytest
 
 from distlock_app import Lock
-from distlock_app.backends import redis as redis_backend
-from distlock_app.backends import redis_listener
+from distlock_app.backends.redis import backend as redis_backend
+from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.claims import Busy, Grant
+from distlock_app.core.registry import registry
+from distlock_app.core.waiting import Bell, acquiring, run
 from distlock_app.errors import LockTimeout
-from distlock_app.names import key_of
-from distlock_app.registry import registry
-from distlock_app.timing import monotonic
-from distlock_app.waiting import Bell, acquiring, run
+from distlock_app.primitives.names import key_of
+from distlock_app.primitives.timing import monotonic
 from tests.engines import interrupted_everywhere, running, until
 from tests.redis_workers import DEADLINE, Waiter, backend_at, claim, left_waiting, wait_for
 

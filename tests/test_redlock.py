@@ -10,9 +10,12 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from distlock_app import Lock
-from distlock_app.backends import redlock, redlock_listener, redlock_nodes
-from distlock_app.backends.redlock import RedlockBackend, ServerClock
-from distlock_app.backends.redlock_scripts import RELEASE
+from distlock_app.backends.redlock import RedlockBackend
+from distlock_app.backends.redlock import backend as redlock
+from distlock_app.backends.redlock import listening as redlock_listener
+from distlock_app.backends.redlock import nodes as redlock_nodes
+from distlock_app.backends.redlock.backend import ServerClock
+from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from tests.engines import interrupted_everywhere

@@ -15,9 +15,9 @@ from django.db.models import Count, F, Q
 from django.http import HttpRequest
 from django.test import RequestFactory, TestCase
 
-from distlock_app import retrying
 from distlock_app.errors import RetriesExhausted, StaleObjectError
 from distlock_app.etags import PreconditionFailed, require_match
+from distlock_app.guards import retrying
 from distlock_app.optimistic import retry_on_conflict
 from distlock_app.signals import version_conflict
 from tests.app.versioned_models import Account, GuardedNamed, SavingsAccount

@@ -15,14 +15,15 @@ from django.db import connection, connections, transaction
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
-from distlock_app.backends import server_sessions, session_locks
+from distlock_app.backends.sessions import backend as session_backend
+from distlock_app.backends.sessions import pool as session_pool
 from distlock_app.claims import Grant
-from distlock_app.names import key_of
-from distlock_app.registry import MAX_TTL, registry
-from distlock_app.renewal import renewer
-from distlock_app.sharing_contract import a_claim
+from distlock_app.core.registry import MAX_TTL, registry
+from distlock_app.core.renewal import renewer
+from distlock_app.primitives.names import key_of
+from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
-from distlock_app.timing import monotonic
+from distlock_app.testing.sharing import a_claim
 from tests.engines import deserted, running, until
 from tests.proxy import proxy_to
 
@@ -159,7 +160,7 @@ def test_an_idle_session_that_died_is_not_noticed_by_who_locks_next(backend):
 def test_a_hold_lives_on_by_its_heartbeats_alone():
     hold = lock("a", ttl=2).acquire()
 
-    time.sleep(2 + server_sessions.GRACE + 1.5)  # MySQL counts whole seconds
+    time.sleep(2 + session_pool.GRACE + 1.5)  # MySQL counts whole seconds
 
     assert not hold.lost
     assert not free("a")
@@ -187,7 +188,7 @@ def test_the_longest_ttl_is_a_lock_like_any_other():
 
 @pytest.mark.parametrize("verb", ["extend", "extend_many"])
 def test_a_statement_that_is_refused_is_no_lost_lock(backend, monkeypatch, verb):
-    monkeypatch.setattr(session_locks, "ASK_EVERY", 0)
+    monkeypatch.setattr(session_backend, "ASK_EVERY", 0)
     grant = backend.acquire(a_claim("a"), 0)
     with monkeypatch.context() as patch:
         patch.setattr(grant.session, "question", lambda claim: ("SELECT nonsense", ()))
@@ -340,7 +341,7 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it():
 
 
 def test_what_was_given_up_before_it_began_is_forgotten(backend, monkeypatch):
-    monkeypatch.setattr(session_locks, "SLICE", 0)
+    monkeypatch.setattr(session_backend, "SLICE", 0)
     for _ in range(10):
         assert backend.release(Grant(a_claim("a"))) is False
 
@@ -356,7 +357,7 @@ def test_a_lock_that_was_released_twice_may_be_taken_again(backend):
 
 
 def test_a_wait_longer_than_a_statement_goes_on(backend, monkeypatch):
-    monkeypatch.setattr(session_locks, "SLICE", 0.1)
+    monkeypatch.setattr(session_backend, "SLICE", 0.1)
     began = time.monotonic()
 
     with held_elsewhere("a", using=ALIAS), pytest.raises(LockTimeout):
@@ -382,7 +383,7 @@ def test_a_thousand_acquisitions_leave_no_lock_and_hardly_a_session(backend):
 
 
 def test_threads_share_the_sessions_and_idle_ones_are_closed(backend, monkeypatch):
-    monkeypatch.setattr(server_sessions, "IDLE", 0.2)
+    monkeypatch.setattr(session_pool, "IDLE", 0.2)
     barrier = threading.Barrier(6)
 
     def work(mine):

@@ -9,7 +9,7 @@ from django.urls import path
 from unfold.admin import ModelAdmin
 
 from distlock_app import Lock
-from distlock_app.live_admin import LiveLockAdminMixin
+from distlock_app.admin import LiveLockAdminMixin
 from distlock_app.models import LiveLock
 from tests.processes import hear, say
 

@@ -130,7 +130,7 @@ def work(
     django.setup()
     from django.db import connections
 
-    from distlock_app.registry import registry
+    from distlock_app.core.registry import registry
     from distlock_app.signals import version_conflict
 
     from .race_strategies import strategies

@@ -13,8 +13,8 @@ from django.utils.translation import gettext_lazy as _
 from distlock_app import Lock, for_update
 from distlock_app.backends.dummy import DummyBackend
 from distlock_app.backends.locmem import LocMemBackend
-from distlock_app.doctor import examine
-from distlock_app.registry import registry
+from distlock_app.core.registry import registry
+from distlock_app.operations.doctor import examine
 
 from .race_models import RaceItem, RaceOrder
 

@@ -10,7 +10,7 @@ from typing import Any
 from django.core.checks import CheckMessage
 
 from ..claims import Busy, Claim, Grant, Holding
-from ..names import is_key
+from ..primitives.names import is_key
 
 # The verbs of people, who say which lock by its key.
 FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")

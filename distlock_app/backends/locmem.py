@@ -10,10 +10,10 @@ from functools import wraps
 from time import time_ns
 from typing import Any, TypeVar, cast
 
-from .. import identity, names
 from ..claims import Busy, Claim, Grant, Holding
-from ..records import fields, logger
-from ..timing import monotonic
+from ..primitives import identity, names
+from ..primitives.logs import fields, logger
+from ..primitives.timing import monotonic
 from .base import BaseLockBackend
 
 # A waiter asks again at least every `poll_max`; one not heard of for longer has died.

@@ -13,10 +13,9 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from ..claims import Claim
-from ..names import KEY, is_key
-from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble, Values
-from .session_locks import LockSession, SessionLocksBackend, note
-from .sql.mysql import LONG_WAITS
+from ..primitives.names import KEY, is_key
+from .sessions.backend import LockSession, SessionLocksBackend, note
+from .sessions.pool import ANSWER_WAIT, GRACE, LONG_WAITS, Rows, Trouble, Values
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})

@@ -10,8 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from ..claims import Claim
-from .server_sessions import ANSWER_WAIT, GRACE, Rows, Trouble, Value, Values
-from .session_locks import NOTE, LockSession, SessionLocksBackend, note
+from .sessions.backend import NOTE, LockSession, SessionLocksBackend, note
+from .sessions.pool import ANSWER_WAIT, GRACE, Rows, Trouble, Value, Values
 
 # Lock timeout; deadlock; then nothing was locked.
 BUSY = frozenset({"55P03", "40P01"})

@@ -20,12 +20,23 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from distlock_app import doctor, identity, live, locks, names
 from distlock_app.claims import Holding
-from distlock_app.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by
+from distlock_app.core.lock import Lock, clear
+from distlock_app.core.registry import registry
+from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by
 from distlock_app.errors import BackendError, LockBusy, LockLost
-from distlock_app.registry import registry
-from distlock_app.running import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, run
+from distlock_app.operations import doctor
+from distlock_app.operations.reading import (
+    Health,
+    activity_of,
+    clock,
+    place_of,
+    read,
+    read_all,
+    state_of,
+)
+from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, run
+from distlock_app.primitives import identity, names
 
 # A fence goes on from the server's clock, which is never set back by so much.
 PURGED_AFTER = 7 * 24 * 3600.0
@@ -79,7 +90,7 @@ class Command(BaseCommand):
     def _list(self, *, using: str | None, as_json: bool, **options: Any) -> int:
         if using is not None:
             registry[using]  # a wrong alias is the caller's mistake, not an engine that is down
-        reading = live.read_all(None if using is None else [using])
+        reading = read_all(None if using is None else [using])
         down = any(not engine.up for engine in reading.engines)
         none = "" if down else "nothing is held"  # of an engine that is down, that is not known
         self._write(reading.holdings, as_json, engines=reading.engines, none=none)
@@ -141,7 +152,7 @@ class Command(BaseCommand):
         cleared = [
             h
             for h in held
-            if locks.clear(h.alias, h.key, h.name, h.seen, f"{_user()} (command line)", reason)
+            if clear(h.alias, h.key, h.name, h.seen, f"{_user()} (command line)", reason)
         ]
         if as_json:
             self._write(cleared, as_json)
@@ -171,7 +182,7 @@ class Command(BaseCommand):
             kind = type(entry.backend).__name__
             self.stderr.write(f"{using}: {kind} does not exclude other processes")
         try:
-            lock = locks.Lock(
+            lock = Lock(
                 name,
                 using=using,
                 wait=entry.wait if wait is None else wait,
@@ -201,12 +212,12 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
         if using is not None:
             registry[using]  # as above
-        reading = live.read(dict.fromkeys(registry if using is None else [using], [key]))
+        reading = read(dict.fromkeys(registry if using is None else [using], [key]))
         if self._tell_down(reading.engines) and not reading.holdings:
             sys.exit(EX_UNAVAILABLE)
         return reading.holdings
 
-    def _tell_down(self, engines: Iterable[live.Health]) -> int:
+    def _tell_down(self, engines: Iterable[Health]) -> int:
         down = [engine for engine in engines if not engine.up]
         for engine in down:
             wrong = isinstance(engine.error, ImproperlyConfigured)
@@ -227,7 +238,7 @@ class Command(BaseCommand):
         self,
         held: Sequence[Holding],
         as_json: bool,
-        engines: Iterable[live.Health] | None = None,
+        engines: Iterable[Health] | None = None,
         none: str = "",
     ) -> None:
         if not as_json:
@@ -249,15 +260,15 @@ def _table(held: Sequence[Holding]) -> Iterable[str]:
     """Yield the lines of a table; nothing for no locks."""
     rows = [("NAME", "ALIAS", "STATE", "KIND", "LEFT", "HELD FOR", "WAITERS", "FENCE", "HOLDER")]
     for h in sorted(held, key=lambda h: (h.alias, h.name, h.fence or 0)):
-        holder = [live.place_of(h.holder), live.activity_of(h.holder)]
+        holder = [place_of(h.holder), activity_of(h.holder)]
         rows.append(
             (
                 names.shown(h.name),
                 h.alias,
-                live.state_of(h),
+                state_of(h),
                 h.kind,
-                "session" if h.expires_in is None else live.clock(h.expires_in),
-                "-" if h.held_for is None else live.clock(h.held_for),
+                "session" if h.expires_in is None else clock(h.expires_in),
+                "-" if h.held_for is None else clock(h.held_for),
                 "-" if h.waiters is None else str(h.waiters),
                 "-" if h.fence is None else str(h.fence),
                 " ".join(filter(None, holder)) or "-",

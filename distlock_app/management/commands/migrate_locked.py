@@ -9,9 +9,9 @@ from django.core.management.base import CommandError, CommandParser
 from django.core.management.commands.migrate import Command as Migrate
 from django.db import connections
 
-from distlock_app.backends.database import DatabaseBackend
-from distlock_app.commands import locked_command
-from distlock_app.registry import registry
+from distlock_app.backends.database.backend import DatabaseBackend
+from distlock_app.core.registry import registry
+from distlock_app.decorators.commands import locked_command
 
 # Locks of the database server itself need no table, which may not be there yet.
 SERVERS_OWN = {

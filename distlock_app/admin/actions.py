@@ -1,0 +1,197 @@
+"""What the admin's pages do to live locks: forced release, extension, and clearing up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.utils import quote
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext_lazy as _
+
+from ..models import LiveLock
+from . import clearing
+from .columns import LiveColumns
+from .rows import id_of
+
+if TYPE_CHECKING:
+    _Base = admin.ModelAdmin[LiveLock]
+else:
+    _Base = object
+
+# Nobody reads a longer confirmation, and a form may have no more than 1,000 fields.
+MOST_CLEARED = 200
+
+DAY = 24 * 3600
+
+
+class LiveActions(LiveColumns, _Base):
+    """Each by POST alone, with a permission of its own, written into the history."""
+
+    def has_clear_permission(self, request: HttpRequest) -> bool:
+        """Tell whether this user may force a release: not whoever may look at locks."""
+        allowed = request.user.has_perm("distlock_app.clear_lock")
+        return allowed and self.has_view_permission(request)
+
+    def has_extend_permission(self, request: HttpRequest) -> bool:
+        """Tell whether this user may let locks end later."""
+        allowed = request.user.has_perm("distlock_app.extend_lock")
+        return allowed and self.has_view_permission(request)
+
+    def action_urls(self) -> list[URLPattern]:
+        views = {
+            "clear": self.clear_view,
+            "extend": self.extend_view,
+            "leftover": self.leftover_view,
+        }
+        return [
+            path(f"{name}/", self.admin_site.admin_view(view), name=f"distlock_app_livelock_{name}")
+            for name, view in views.items()
+        ]
+
+    @admin.action(permissions=["clear"], description=_("Force release of selected locks"))
+    def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+        """Ask for confirmation; what changed hands since the list was shown is left out."""
+        if request.POST.get("select_across", "0") == "0":
+            found = clearing.rows_of(request.POST.getlist(ACTION_CHECKBOX_NAME))
+            self._warn(request, found.problems)
+            rows = found.rows
+        else:
+            rows = list(queryset[: MOST_CLEARED + 1])
+        return self._confirm(request, rows, clearing.ReasonForm()) if rows else None
+
+    def clear_view(self, request: HttpRequest) -> HttpResponse:
+        """Show the confirmation; on POST take the locks away."""
+        if not self.has_clear_permission(request):
+            raise PermissionDenied
+        posted = request.method == "POST"
+        form = clearing.ReasonForm(request.POST if posted else None)
+        asked = (request.POST if posted else request.GET).getlist("lock")
+        found = clearing.rows_of(asked[: MOST_CLEARED + 1])
+        self._warn(request, found.problems)
+        if not found.rows:
+            return HttpResponseRedirect(self._list())
+        if len(found.rows) > MOST_CLEARED or not form.is_valid():
+            return self._confirm(request, found.rows, form)
+        for row in found.rows:
+            self._clear(request, row, form.cleaned_data["reason"])
+        return HttpResponseRedirect(self._list())
+
+    def extend_view(self, request: HttpRequest) -> HttpResponse:
+        """Let a lock end so many seconds from now, or later; POST only."""
+        if not self.has_extend_permission(request):
+            raise PermissionDenied
+        if request.method != "POST":
+            return HttpResponseNotAllowed(["POST"])
+        form = clearing.ExtendForm(request.POST)
+        found = clearing.rows_of([request.POST.get("lock", "")])
+        problems = [*found.problems, *(str(e) for errors in form.errors.values() for e in errors)]
+        if problems or not found.rows:
+            self._warn(request, problems or [gettext("There is no such lock.")])
+        else:
+            self._extend(request, found.rows[0], form.cleaned_data["seconds"])
+        back = found.rows[0].pk if found.rows else None
+        return HttpResponseRedirect(self._url("change", quote(back)) if back else self._list())
+
+    def leftover_view(self, request: HttpRequest) -> HttpResponse:
+        """Count what lock tables keep of locks that ended; on POST clear or purge it."""
+        if not self.has_clear_permission(request):
+            raise PermissionDenied
+        posted = request.method == "POST"
+        form = clearing.LeftoverForm(request.POST if posted else {"days": 7, **request.GET.dict()})
+        for name in ("alias", "action"):
+            form.fields[name].required = posted
+        if form.is_valid() and posted:
+            self._clear_up(request, **form.cleaned_data)
+            return HttpResponseRedirect(f"{self._url('leftover')}?days={form.cleaned_data['days']}")
+        days = form.cleaned_data.get("days") or 7
+        context = {
+            **self._context(request, _("Clear up lock tables")),
+            "days": days,
+            "form": form,
+            "tables": clearing.leftovers(days * DAY),
+        }
+        return TemplateResponse(request, "admin/distlock_app/livelock/leftover.html", context)
+
+    def _extend(self, request: Any, row: LiveLock, seconds: int) -> None:
+        facts = {"name": row.name, "holder": clearing.holder_of(row), "seconds": seconds}
+        problem = clearing.extend(row, seconds, request.user.get_username())
+        entry = gettext("Extended for %(holder)s: at least %(seconds)d seconds left")
+        done = gettext("“%(name)s” now lasts at least %(seconds)d more seconds.")
+        self._tell(request, row, problem, entry % facts, done % facts)
+
+    def _clear_up(self, request: Any, *, alias: str, action: str, days: int) -> None:
+        health, count = clearing.clear_up(alias, action, days * DAY)
+        if count is None:
+            text = gettext("“%(alias)s”: %(reason)s.")
+            self._warn(request, [text % {"alias": alias, "reason": health.reason}])
+            return
+        if action == clearing.PURGE:
+            text = ngettext("%(count)d row deleted.", "%(count)d rows deleted.", count)
+        else:
+            text = ngettext("%(count)d lock cleared.", "%(count)d locks cleared.", count)
+        self.log_change(request, LiveLock(id=alias, name=alias), text % {"count": count})
+        self.message_user(request, text % {"count": count}, messages.SUCCESS)
+
+    def _clear(self, request: Any, row: LiveLock, reason: str) -> None:
+        facts = {"name": row.name, "holder": clearing.holder_of(row), "reason": reason}
+        problem = clearing.clear(row, request.user.get_username(), reason)
+        entry = gettext("Forced release from %(holder)s: %(reason)s")
+        done = gettext("“%(name)s” was released; %(holder)s held it.")
+        self._tell(request, row, problem, entry % facts, done % facts)
+
+    def _tell(self, request: Any, row: LiveLock, problem: str, entry: str, done: str) -> None:
+        """Show the problem, or log what was done to the lock and say so."""
+        if problem:
+            self._warn(request, [problem])
+            return
+        # What the history is about: the lock, whoever holds it.
+        lock = LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)
+        self.log_change(request, lock, entry)
+        self.message_user(request, done, messages.SUCCESS)
+
+    def _confirm(
+        self, request: Any, rows: Sequence[LiveLock], form: clearing.ReasonForm
+    ) -> HttpResponse:
+        if len(rows) > MOST_CLEARED:
+            text = gettext("Select at most %(most)d locks at a time.") % {"most": MOST_CLEARED}
+            self._warn(request, [text])
+            return HttpResponseRedirect(self._list())
+        context = {
+            **self._context(
+                request, ngettext("Force release of a lock", "Force release of locks", len(rows))
+            ),
+            "rows": [
+                (row, self.holder(row), self.held_for(row), self.time_left(row)) for row in rows
+            ],
+            "form": form,
+            "clear_url": self._url("clear"),
+        }
+        return TemplateResponse(request, "admin/distlock_app/livelock/clear.html", context)
+
+    def _warn(self, request: HttpRequest, problems: Iterable[str]) -> None:
+        for problem in problems:
+            self.message_user(request, problem, messages.WARNING)
+
+    def _context(self, request: Any, title: Any) -> dict[str, Any]:
+        request.current_app = self.admin_site.name
+        return {
+            **self.admin_site.each_context(request),
+            "title": title,
+            "opts": self.opts,
+            "media": self.media,
+            "list_url": self._list(),
+        }
+
+    def _list(self) -> str:
+        return self._url("changelist")
+
+    def _url(self, page: str, *args: str) -> str:
+        name = f"admin:distlock_app_livelock_{page}"
+        return reverse(name, args=args, current_app=self.admin_site.name)

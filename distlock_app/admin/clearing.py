@@ -1,0 +1,190 @@
+"""Forced release as a person does it: what was seen is compared, every refusal is explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode
+
+from django import forms
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext_lazy as _
+
+from ..backends.database.backend import DatabaseBackend
+from ..claims import Holding
+from ..core import lock as core_lock
+from ..core.registry import MAX_TTL, registry
+from ..errors import BackendError
+from ..models import LiveLock
+from ..operations.reading import Health, ask, read, who
+from ..primitives.names import SHOWN_LENGTH, shown
+from .rows import parts_of, row_of
+
+
+class ReasonForm(forms.Form):
+    """Why a lock is taken away from its holder: kept in the log and in the admin's history."""
+
+    reason = forms.CharField(
+        label=_("Reason"),
+        max_length=SHOWN_LENGTH,
+        widget=forms.TextInput(attrs={"class": "vTextField dl-reason", "autofocus": True}),
+    )
+
+    def clean_reason(self) -> str:
+        """Return one printable line: it goes into logs."""
+        return shown(" ".join(self.cleaned_data["reason"].split()))
+
+
+class ExtendForm(forms.Form):
+    """How long a lock shall last."""
+
+    seconds = forms.IntegerField(label=_("Seconds"), min_value=1, max_value=int(MAX_TTL))
+
+
+CLEAR_EXPIRED, PURGE = "clear-expired", "purge"
+
+
+class LeftoverForm(forms.Form):
+    """What to do with what a lock table keeps; `days` is for PURGE.
+
+    Not less than a day: fences go on from the server's clock, and it may be set back a little.
+    """
+
+    alias = forms.ChoiceField(choices=lambda: [(a, a) for a in tables()])
+    action = forms.ChoiceField(choices=[(CLEAR_EXPIRED, ""), (PURGE, "")])
+    days = forms.IntegerField(label=_("Days"), min_value=1, max_value=36_500)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What of the locks asked for is still held as it was seen."""
+
+    rows: list[LiveLock] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # for whoever asked
+    same: list[Holding] = field(default_factory=list)  # what is held of these locks, by anybody
+
+
+def rows_of(ids: Iterable[str]) -> Found:
+    """Read the holdings with these ids (see `rows.id_of`) afresh from their engines."""
+    asked: dict[str, tuple[str, str, str]] = {}
+    for row_id in ids:
+        try:
+            asked[row_id] = parts_of(row_id)
+        except ValueError:
+            continue  # made up by hand
+    wanted: dict[str, dict[str, None]] = {}
+    for alias, key, _seen in asked.values():
+        wanted.setdefault(alias, {})[key] = None
+    reading = read({alias: list(keys) for alias, keys in wanted.items()})
+    down = [engine for engine in reading.engines if not engine.up]
+    problems = [
+        gettext("“%(alias)s”: %(reason)s.")
+        % {"alias": shown(engine.alias), "reason": engine.reason}
+        for engine in down
+    ]
+    rows: dict[str, LiveLock] = {}
+    free = 0
+    for alias, key, seen in asked.values():
+        same = [h for h in reading.holdings if (h.alias, h.key) == (alias, key)]
+        matching = [row_of(h) for h in same if not seen or h.seen == seen]
+        if matching:
+            rows[matching[0].pk] = matching[0]
+        elif same:
+            problems.append(_changed_hands(row_of(same[0])))
+        elif alias not in {engine.alias for engine in down}:
+            free += 1
+    if free:
+        problems.append(
+            ngettext("The lock is free by now.", "%(count)d locks are free by now.", free)
+            % {"count": free}
+        )
+    return Found(list(rows.values()), problems, reading.holdings)
+
+
+def queue_of(alias: str, key: str) -> list[str] | None:
+    """Return who waits for a lock, in order of arrival; None if that is not known."""
+    [(_health, waiters)] = ask({alias: lambda backend: backend.queue(key)})
+    return None if waiters is None else [who(waiter) or "—" for waiter in waiters]
+
+
+def query_of(rows: Iterable[LiveLock]) -> str:
+    """Return the query string that names these rows to the confirmation page."""
+    return urlencode([("lock", row.pk) for row in rows])
+
+
+def clear(row: LiveLock, user: str, reason: str) -> str:
+    """Take the lock from the holder in `row`; return why not, or nothing if it is done."""
+    held = row.holding
+    try:
+        if core_lock.clear(held.alias, held.key, row.name, held.seen, user, reason):
+            return ""
+    except BackendError as error:
+        why = Health(alias=held.alias, error=error).reason
+        text = gettext("“%(name)s” may still be held: “%(alias)s” %(reason)s.")
+        return text % {"name": row.name, "alias": held.alias, "reason": why}
+    found = rows_of([row.pk])
+    return found.problems[0] if found.problems else _changed_hands(row)
+
+
+def extend(row: LiveLock, seconds: float, user: str) -> str:
+    """Let the lock end so many seconds from now or later; return why not, or nothing."""
+    held = row.holding
+    if not may_extend(row):
+        return gettext("Locks of “%(alias)s” cannot be extended here.") % {"alias": held.alias}
+    try:
+        if core_lock.prolong(held.alias, held.key, row.name, held.seen, seconds, user):
+            return ""
+    except BackendError as error:
+        return Health(alias=held.alias, error=error).reason
+    found = rows_of([row.pk])
+    return found.problems[0] if found.problems else _changed_hands(row)
+
+
+def may_extend(row: LiveLock) -> bool:
+    """Tell whether the engine can let this lock end later."""
+    return row.holding.expires_in is not None and registry[row.holding.alias].backend.prolongs
+
+
+def tables() -> list[str]:
+    """Return the aliases whose engine keeps something of locks that ended."""
+    found = []
+    for alias in registry:
+        with suppress(ImproperlyConfigured):  # said by the system checks
+            if isinstance(registry[alias].backend, DatabaseBackend):
+                found.append(alias)
+    return found
+
+
+def leftovers(older_than: float) -> list[tuple[Health, tuple[int, int] | None]]:
+    """Count for each table what CLEAR_EXPIRED and PURGE would find."""
+
+    def count(backend: Any) -> tuple[int, int]:
+        found: tuple[int, int] = backend.left_over(older_than)
+        return found
+
+    return ask(dict.fromkeys(tables(), count))
+
+
+def clear_up(alias: str, action: str, older_than: float) -> tuple[Health, int | None]:
+    """Do CLEAR_EXPIRED or PURGE; return how many rows that were, None if it went wrong."""
+    backend: Any = registry[alias].backend
+    try:
+        count = backend.clear_expired() if action == CLEAR_EXPIRED else backend.purge(older_than)
+    except BackendError as error:
+        return Health(alias=alias, error=error), None
+    return Health(alias=alias), int(count)
+
+
+def holder_of(row: LiveLock) -> str:
+    """Return who holds the lock, for a sentence."""
+    return who(row.holding.holder) or gettext("an unnamed holder")
+
+
+def _changed_hands(row: LiveLock) -> str:
+    text = gettext(
+        "“%(name)s” changed hands meanwhile and was left alone: %(holder)s holds it now."
+    )
+    return text % {"name": row.name, "holder": holder_of(row)}

@@ -1,0 +1,99 @@
+"""The live locks as JSON, for dashboards: for staff who may see them, or for a bearer token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from django.conf import settings
+from django.contrib.admin import ModelAdmin
+from django.contrib.auth.decorators import login_not_required
+from django.http import HttpRequest, JsonResponse
+from django.utils import timezone
+from django.utils.crypto import constant_time_compare
+from django.utils.translation import gettext_lazy
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+from ..models import LiveLock
+from ..operations.reading import Reading
+from .rows import PagedLocks
+
+MOST_LISTED = 1_000
+
+# Characters of a list's query string, which each link on its page repeats.
+MOST_ASKED = 4_000
+TOO_LONG = gettext_lazy("Search and filters are too long: shorten them.")
+
+
+def data_view(admin: ModelAdmin[LiveLock], reading: Callable[[HttpRequest], Reading]) -> Any:
+    """Return the view; it takes the parameters of the list, `start` and `limit`."""
+
+    @login_not_required
+    @never_cache
+    @require_safe
+    def view(request: HttpRequest) -> JsonResponse:
+        kind, _, token = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() == "bearer":  # any other kind is for a proxy in front of us
+            if not _is_token(token):
+                headers = {"WWW-Authenticate": "Bearer"}
+                return JsonResponse({"error": "wrong token"}, status=401, headers=headers)
+        elif not (admin.admin_site.has_permission(request) and admin.has_view_permission(request)):
+            return JsonResponse({"error": "not allowed"}, status=403)
+        if too_long(request):
+            return JsonResponse({"error": TOO_LONG}, status=400)
+        try:
+            start, limit = _number(request, "start", 0), _number(request, "limit", 100)
+        except ValueError:
+            return JsonResponse({"error": "start and limit are numbers from 0"}, status=400)
+        return JsonResponse(
+            _locks(admin, reading(request), request, start, min(limit, MOST_LISTED))
+        )
+
+    return view
+
+
+def too_long(request: HttpRequest) -> bool:
+    """Tell whether more is asked for than a person would type."""
+    return len(request.META.get("QUERY_STRING", "")) > MOST_ASKED
+
+
+def _is_token(given: str) -> bool:
+    token = getattr(settings, "DISTLOCK_DASHBOARD_TOKEN", "")
+    return bool(token) and constant_time_compare(given, token)
+
+
+def _number(request: HttpRequest, name: str, default: int) -> int:
+    text = request.GET.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise ValueError(f"{name} is no number")
+    return int(text)
+
+
+def _locks(
+    admin: ModelAdmin[LiveLock], read: Reading, request: HttpRequest, start: int, limit: int
+) -> dict[str, Any]:
+    found: Any = admin.get_queryset(request)
+    filters: Any = admin.list_filter
+    for kind in filters if not isinstance(found, PagedLocks) else ():
+        if wanted := request.GET.get(kind.parameter_name):
+            found = found.where(lambda held, k=kind, w=wanted: k.value_of(held) == w)
+    found, _ = admin.get_search_results(request, found, request.GET.get("q", ""))
+    rows = found.order_by("name")[start : start + limit]
+    return {
+        "read_at": timezone.now(),
+        "engines": [
+            {
+                "alias": engine.alias,
+                "up": engine.up,
+                "ping_ms": engine.ping_ms,
+                "reason": engine.reason,
+                "locks": engine.total,
+                "looked_at": engine.looked,
+            }
+            for engine in read.engines
+        ],
+        "count": found.count(),
+        "locks": [{**asdict(row.holding), "state": row.state} for row in rows],
+    }

@@ -1,0 +1,263 @@
+"""The admin's pages of live locks: list, detail, history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.utils import quote, unquote
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path
+from django.utils import timezone
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from ..claims import Holding
+from ..models import LiveLock
+from ..operations import history
+from ..operations.reading import Reading, activity_of, place_of, read, read_more, who
+from ..primitives.names import key_of, shown
+from . import clearing
+from . import past as past_events
+from .actions import LiveActions
+from .columns import AliasFilter, HostFilter, KindFilter, StateFilter
+from .json import TOO_LONG, data_view, too_long
+from .rows import LiveLocks, PagedLocks, id_of, parts_of, row_of
+
+if TYPE_CHECKING:
+    _Admin = admin.ModelAdmin[LiveLock]
+    _Concrete = admin.ModelAdmin[LiveLock]
+else:
+    _Admin = object
+    _Concrete = admin.ModelAdmin
+
+# Locks of one alias that are read, sorted and filtered for every page.
+MOST_SORTED = 1_000
+
+# Seconds in which more of them are looked through where that is asked for.
+LOOKED_FOR = 0.4
+
+# What tells rows of one name apart, and what is urgent, first: a phone shows no more at a time.
+FACTS = ("kind", "state", "time_left", "waiters", "holder", "held_for", "alias", "fence")
+
+
+class LiveLockAdminMixin(LiveActions, _Admin):
+    """Everything of the pages; put it before the ModelAdmin of the theme that is in use."""
+
+    list_display = ("name", *FACTS)
+    list_filter = (AliasFilter, StateFilter, KindFilter, HostFilter)
+    search_fields = ("name",)
+    search_help_text = _("Words of the name, or of the holder")
+    ordering = ("name",)
+    show_facets = admin.ShowFacets.NEVER
+    fields = ("name", *FACTS)
+    readonly_fields = fields
+    actions = ("force_release",)
+
+    class Media:
+        css = {"all": ["distlock_app/locks.css"]}
+        js = ["distlock_app/countdown.js", "distlock_app/refresh.js"]
+
+    # Who may do what.
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: LiveLock | None = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: LiveLock | None = None) -> bool:
+        return False
+
+    # Where the rows come from.
+
+    def get_queryset(self, request: HttpRequest) -> Any:
+        reading = self.reading(request)
+        if _looks_through(request) or not _cut(request, reading):
+            return LiveLocks(reading.holdings)
+        return PagedLocks([e for e in reading.engines if _chosen(request, e.alias)])
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: Any, search_term: str
+    ) -> tuple[Any, bool]:
+        """Keep those in whose name or holder each of the words is."""
+        words = search_term.casefold().split()
+        if not words:
+            return queryset, False
+
+        def wanted(held: Holding) -> bool:
+            parts = (shown(held.name), place_of(held.holder), activity_of(held.holder))
+            text = " ".join(parts).casefold()
+            return all(word in text for word in words)
+
+        found = queryset.where(wanted)
+        if cut := _cut(request, self.reading(request)):
+            # Whatever else was not looked at: a lock is found by its whole name.
+            key = key_of(search_term)
+            found = found.with_these(read(dict.fromkeys(cut, [key])).holdings)
+        return found, False
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> LiveLock | None:
+        """Return what the view has read before: asking twice might give two answers."""
+        row: LiveLock | None = getattr(request, "distlock_row", None)
+        return row
+
+    def reading(self, request: Any) -> Reading:
+        """Ask the engines, once for each request; longer to look through many locks."""
+        if not hasattr(request, "distlock_reading"):
+            reading = read(most=MOST_SORTED)
+            if _looks_through(request):
+                reading = read_more(reading, _cut(request, reading), LOOKED_FOR)
+            request.distlock_reading = reading
+        found: Reading = request.distlock_reading
+        return found
+
+    # The pages.
+
+    def get_urls(self) -> list[URLPattern]:
+        data = path("data/", data_view(self, self.reading), name="distlock_app_livelock_data")
+        view = self.admin_site.admin_view(self.events_view)
+        events = path("events/", view, name="distlock_app_livelock_events")
+        return [data, events, *self.action_urls(), *super().get_urls()]
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        if too_long(request):
+            self._warn(request, [str(TOO_LONG)])
+            return HttpResponseRedirect(self._list())
+        reading = self.reading(request)
+        cut = _cut(request, reading)
+        looks = _looks_through(request)
+        more = {
+            "title": _("Live locks"),
+            "engines": reading.engines,
+            "down": [e for e in reading.engines if not e.up and _chosen(request, e.alias)],
+            "looked_through": [e for e in reading.engines if looks and e.alias in cut],
+            "paged": cut and not looks,
+            "read_at": timezone.now(),
+            "pasts": self._pasts(request.GET.get("q", "")),
+            "leftover_url": self._url("leftover"),
+            "may_clear_up": self.has_clear_permission(request) and clearing.tables(),
+        }
+        return super().changelist_view(request, {**more, **(extra_context or {})})
+
+    def change_view(
+        self,
+        request: Any,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show one holding, or say that the lock is free or changed hands."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        found = clearing.rows_of([unquote(object_id)])
+        if not found.rows:
+            self._warn(request, found.problems or [gettext("There is no such lock.")])
+            return HttpResponseRedirect(self._events(unquote(object_id)) or self._list())
+        row = request.distlock_row = found.rows[0]
+        more = {
+            "title": _("Live lock"),
+            "clear_url": f"{self._url('clear')}?{clearing.query_of([row])}",
+            "may_clear": self.has_clear_permission(request),
+            "extend_url": self._url("extend"),
+            "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
+            "row": row,
+            "holders": self._holders(found.same),
+            "queue": clearing.queue_of(row.holding.alias, row.holding.key),
+            "past": past_events.past_of(row.holding.alias, row.holding.key, found.same),
+            "history_url": self._url("history", quote(row.pk)),
+        }
+        return super().change_view(
+            request, quote(row.pk), form_url, {**more, **(extra_context or {})}
+        )
+
+    def events_view(self, request: HttpRequest) -> HttpResponse:
+        """Show what happened to a lock lately, whoever holds it, also when it is free."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        try:
+            alias, key, _seen = parts_of(request.GET.get("lock", ""))
+        except ValueError:
+            return HttpResponseRedirect(self._list())
+        found = clearing.rows_of([id_of(alias, key)])
+        past = past_events.past_of(alias, key, found.same)
+        if past is None:
+            return HttpResponseRedirect(self._list())
+        holders = self._holders(found.same)
+        context = {
+            **self._context(request, _("Events of a lock")),
+            "alias": shown(alias),
+            "name": past.name or (shown(found.same[0].name) if found.same else shown(key)),
+            "holders": holders,
+            "queue": clearing.queue_of(alias, key),
+            "past": past,
+            "history_url": self._url("history", quote(id_of(alias, key))),
+        }
+        return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
+
+    def _holders(self, holdings: Iterable[Holding]) -> list[tuple[str, str]]:
+        """Return who holds a lock, and where the page of each is."""
+        rows = [row_of(held) for held in holdings]
+        return [(who(r.holding.holder) or "—", self._url("change", quote(r.pk))) for r in rows]
+
+    def _events(self, row_id: str) -> str:
+        """Return where the events of a lock are; nothing without a history."""
+        try:
+            alias, key, _seen = parts_of(row_id)
+        except ValueError:
+            return ""
+        query = urlencode({"lock": id_of(alias, key)})
+        return f"{self._url('events')}?{query}" if history.kept() else ""
+
+    def _pasts(self, name: str) -> list[tuple[str, str, str]]:
+        """Return the lock and each alias that knows of it, and where its events are."""
+        aliases = history.aliases_of(name) if name and history.kept() else []
+        lock = shown(name)
+        return [(lock, alias, self._events(id_of(alias, key_of(name)))) for alias in aliases]
+
+    def history_view(
+        self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show who forced a release of this lock, whoever held it, also when it is free."""
+        try:
+            alias, key, _seen = parts_of(unquote(object_id))
+        except ValueError:
+            return HttpResponseRedirect(self._list())
+        lock_id = id_of(alias, key)
+        entry = LogEntry.objects.filter(object_id=lock_id).order_by("pk").last()
+        rows = [] if entry else clearing.rows_of([lock_id]).rows
+        told = [] if entry or rows else history.events_of(alias, key)
+        names = [*(row.name for row in rows), *(event.name for event in told), key]
+        name = entry.object_repr if entry else names[0]
+        request.distlock_row = LiveLock(id=lock_id, name=name)
+        return super().history_view(request, quote(lock_id), extra_context)
+
+
+@admin.register(LiveLock)
+class LiveLockAdmin(LiveLockAdminMixin, _Concrete):
+    """Live locks in Django's own theme."""
+
+
+def _looks_through(request: HttpRequest) -> bool:
+    """Tell whether locks are picked or sorted, so that each has to be looked at."""
+    return any(request.GET.get(name) for name in ("q", "o", "state", "kind", "host"))
+
+
+def _chosen(request: HttpRequest, alias: str) -> bool:
+    return request.GET.get("alias") in (None, "", alias)
+
+
+def _cut(request: HttpRequest, reading: Reading) -> list[str]:
+    """Return the aliases asked for that hold more than was read."""
+    return [e.alias for e in reading.engines if e.truncated and _chosen(request, e.alias)]

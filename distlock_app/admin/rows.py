@@ -1,0 +1,167 @@
+"""The rows of the admin's list of live locks, and a list of them that answers as a queryset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote, unquote
+
+from django.core.exceptions import FieldError
+
+from ..claims import Holding
+from ..models import LiveLock
+from ..operations.reading import Health, activity_of, place_of, read, read_pages, state_of
+from ..primitives.names import is_key, shown
+
+
+def id_of(alias: str, key: str, seen: str = "") -> str:
+    """Return the id of a holding, or without `seen` of the lock whoever holds it."""
+    parts = [alias, key, seen] if seen else [alias, key]
+    return ":".join(quote(part, safe="") for part in parts)
+
+
+def parts_of(row_id: str) -> tuple[str, str, str]:
+    """Return alias, key and seen of an id from `id_of`; raise ValueError if it is none."""
+    alias, key, *seen = (unquote(part) for part in row_id.split(":"))
+    if len(seen) > 1 or not alias or "\0" in alias or not is_key(key):
+        raise ValueError(f"not the id of a live lock: {row_id!r}")
+    return alias, key, "".join(seen)
+
+
+def row_of(holding: Holding) -> LiveLock:
+    """Return the row for one holding."""
+    row = LiveLock(
+        id=id_of(holding.alias, holding.key, holding.seen),
+        name=shown(holding.name),
+    )
+    row.holding = holding
+    row.state = state_of(holding)
+    row.place = place_of(holding.holder)
+    row.activity = activity_of(holding.holder)
+    return row
+
+
+# What the list may be sorted by. None sorts last, as "for ever" should.
+_SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
+    "name": lambda held: held.name.casefold(),
+    "pk": lambda held: (held.alias, held.key, held.seen),
+    "alias": lambda held: held.alias,
+    "kind": lambda held: held.kind,
+    "state": state_of,
+    "expires_in": lambda held: _number(held.expires_in),
+    "held_for": lambda held: _number(held.held_for),
+    "place": lambda held: (place_of(held.holder), activity_of(held.holder)),
+    "waiters": lambda held: _number(held.waiters),
+    "fence": lambda held: _number(held.fence),
+}
+
+
+def _number(value: float | None) -> float:
+    return float("inf") if value is None else value
+
+
+class LiveLocks:
+    """What is held, with what the admin's change list asks of a queryset, and no more.
+
+    Rows are made of those that are looked at: that takes longer than to read them.
+    """
+
+    model = LiveLock
+    ordered = True
+    totally_ordered = True  # asked for since Django 6.1
+    # A row has no relations, and no order but the one that is asked for.
+    query = SimpleNamespace(select_related=True, order_by=())
+
+    def __init__(self, holdings: Iterable[Holding]) -> None:
+        self._holdings = list(holdings)
+
+    def __len__(self) -> int:
+        return len(self._holdings)
+
+    def __iter__(self) -> Iterator[LiveLock]:
+        return map(row_of, self._holdings)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self._holdings[place]
+        return LiveLocks(found) if isinstance(place, slice) else row_of(found)
+
+    def count(self) -> int:
+        return len(self._holdings)
+
+    def where(self, wanted: Callable[[Holding], bool]) -> LiveLocks:
+        """Return those for which `wanted` says so."""
+        return LiveLocks(filter(wanted, self._holdings))
+
+    def with_these(self, holdings: Iterable[Holding]) -> LiveLocks:
+        """Return those and these, each once."""
+        every = {(h.alias, h.key, h.seen): h for h in (*self._holdings, *holdings)}
+        return LiveLocks(every.values())
+
+    def filter(self, *conditions: Any, **lookups: Any) -> LiveLocks:
+        """Return the rows with these ids (`pk__in`), the one lookup that the admin needs."""
+        ids = lookups.pop("pk__in", None)
+        if lookups or any(conditions):
+            raise FieldError("live locks have no such field")
+        if ids is None:
+            return self
+        wanted = set(map(str, ids))
+        return self.where(lambda held: id_of(held.alias, held.key, held.seen) in wanted)
+
+    def order_by(self, *fields: str) -> LiveLocks:
+        """Return them in this order; a leading "-" turns it round."""
+        found = sorted(self._holdings, key=_SORT_KEYS["pk"])
+        for name in reversed(fields):  # sorting is stable: the first field decides
+            found.sort(key=_SORT_KEYS[name.lstrip("-")], reverse=name.startswith("-"))
+        return LiveLocks(found)
+
+    def distinct(self) -> LiveLocks:
+        return self
+
+    def _clone(self) -> LiveLocks:
+        return self
+
+
+class PagedLocks(LiveLocks):
+    """More locks than can be sorted: of one engine after the other, each in its own order.
+
+    A row for each lock, more where several hold it; read when they are looked at.
+    """
+
+    def __init__(self, engines: Iterable[Health]) -> None:
+        super().__init__(())
+        self._sizes = {e.alias: e.looked if e.total is None else e.total for e in engines}
+
+    def __len__(self) -> int:
+        return self.count()
+
+    def __iter__(self) -> Iterator[LiveLock]:
+        return iter(self[:])
+
+    def __getitem__(self, place: Any) -> Any:
+        first, last, _ = place.indices(self.count())
+        ranges, skipped = {}, 0
+        for alias, size in self._sizes.items():
+            begin, end = max(first - skipped, 0), min(last - skipped, size)
+            if begin < end:
+                ranges[alias] = (begin, end - begin)
+            skipped += size
+        return LiveLocks(read_pages(ranges).holdings)
+
+    def count(self) -> int:
+        return sum(self._sizes.values())
+
+    def filter(self, *conditions: Any, **lookups: Any) -> LiveLocks:
+        if "pk__in" not in lookups:
+            super().filter(*conditions, **lookups)  # refuses whatever else is asked for
+            return self
+        keys: dict[str, list[str]] = {}
+        for row_id in lookups["pk__in"]:
+            with suppress(ValueError):  # made up by hand
+                alias, key, _ = parts_of(row_id)
+                keys.setdefault(alias, []).append(key)
+        return LiveLocks(read(keys).holdings).filter(*conditions, **lookups)
+
+    def order_by(self, *fields: str) -> LiveLocks:
+        return self

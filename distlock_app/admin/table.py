@@ -1,0 +1,142 @@
+"""The admin's pages of the lock table's rows (`DistLockAdmin`), to look at only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from datetime import timezone as zones
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from django.conf import settings
+from django.contrib import admin
+from django.db import connections
+from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
+from django.http import HttpRequest, HttpResponse, QueryDict
+from django.utils import timezone
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from ..core.registry import registry
+from ..models import DistLock
+from ..operations.reading import activity_of, place_of
+from ..primitives.identity import holder_fields
+from . import clearing
+
+if TYPE_CHECKING:
+    _TableAdmin = admin.ModelAdmin[DistLock]
+else:
+    _TableAdmin = admin.ModelAdmin
+
+
+class DatabaseFilter(admin.SimpleListFilter):
+    """Of which database the rows are: of one at a time, and `get_queryset` reads them there."""
+
+    title = _("database")
+    parameter_name = "database"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [(database, database) for database in _databases()]
+
+    def has_output(self) -> bool:
+        return len(self.lookup_choices) > 1
+
+    def value(self) -> str | None:
+        return _database(self.request)
+
+    def choices(self, changelist: Any) -> Iterator[Any]:
+        return islice(super().choices(changelist), 1, None)  # without "All"
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset
+
+
+@admin.register(DistLock)
+class DistLockAdmin(_TableAdmin):
+    """The lock table, to look at; never the owners, who are known by that token alone."""
+
+    list_display = ("name", "held", "expiry", "acquired_at", "place", "fence")
+    fields = (
+        "name", "key", "database", "held", "expiry", "acquired_at", "place", "activity", "fence",
+    )  # fmt: skip
+    readonly_fields = fields
+    list_filter = (DatabaseFilter,)
+    search_fields = ("name", "key")
+    ordering = ("name",)
+    show_facets = admin.ShowFacets.NEVER
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
+        return False
+
+    def has_view_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
+        """Tell whether there is a table to see, and this user may."""
+        return super().has_view_permission(request, obj) and bool(_databases())
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[DistLock]:
+        """Read the table where the locks are, which need not be the default database."""
+        database = _database(request)
+        now = timezone.now()
+        if database and not settings.USE_TZ and connections[database].vendor != "postgresql":
+            now = datetime.now(zones.utc).replace(tzinfo=None)  # as the rows are written
+        taken = ~Q(owner="") & Q(expiry__gt=now)
+        rows = super().get_queryset(request).using(database).defer("owner")
+        return rows.annotate(is_held=ExpressionWrapper(taken, output_field=BooleanField()))
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Say whose rows these are."""
+        database = _database(request) or ""
+        facts = {"database": database, "aliases": _aliases_of(database)}
+        text = gettext("Database “%(database)s”, with the locks of: %(aliases)s")
+        more = {"subtitle": text % facts}
+        return super().changelist_view(request, {**more, **(extra_context or {})})
+
+    def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
+        """Refuse ?owner__startswith=... in the address: it would tell the token by its digits."""
+        return lookup == DatabaseFilter.parameter_name
+
+    @admin.display(description=_("held"), boolean=True)
+    def held(self, row: Any) -> bool:
+        held: bool = row.is_held
+        return held
+
+    @admin.display(description=_("last holder"), empty_value="—")
+    def place(self, row: DistLock) -> str:
+        return place_of(holder_fields(row.holder))
+
+    @admin.display(description=_("doing"), empty_value="—")
+    def activity(self, row: DistLock) -> str:
+        return activity_of(holder_fields(row.holder))
+
+    @admin.display(description=_("database"))
+    def database(self, row: DistLock) -> str:
+        database = row._state.db or ""
+        return f"{database} ({_aliases_of(database)})"
+
+
+def _databases() -> dict[str, list[str]]:
+    """Return the databases that have a lock table, each with the aliases whose locks it keeps."""
+    found: dict[str, list[str]] = {}
+    for alias in clearing.tables():
+        backend: Any = registry[alias].backend
+        found.setdefault(backend.using, []).append(alias)
+    return found
+
+
+def _database(request: HttpRequest) -> str | None:
+    """Return the database that the list is asked for, or was when it linked to this page."""
+    listed = QueryDict(request.GET.get("_changelist_filters", ""))
+    wanted = request.GET.get("database", listed.get("database"))
+    found = _databases()
+    return wanted if wanted in found else next(iter(found), None)
+
+
+def _aliases_of(database: str) -> str:
+    return ", ".join(_databases().get(database, []))

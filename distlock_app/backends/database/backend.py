@@ -1,0 +1,559 @@
+"""The lock table: locks in a database that the project has anyway, one row for each name."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from time import sleep
+from typing import Any, TypeVar
+
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error as DjangoDatabaseError
+from django.db import connections
+
+from ...claims import Busy, Claim, Grant, Holding
+from ...errors import BackendError
+from ...primitives.timing import monotonic
+from ..base import BaseLockBackend
+from ..sessions.pool import database_of
+from ..sessions.queues import Seat
+from .checks import check_sharing, check_table
+from .connections import Place, Session, Sessions
+from .sql import dialect_for
+from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, Pair
+
+T = TypeVar("T")
+
+# Rows extended by one statement; SQLite allows 999 parameters before 3.32.
+BATCH = 400
+
+# Keys are lower-case hex digits, which "g" follows.
+ALL_KEYS = ("", "g")
+# They are hashes, so these parts are alike: short statements that read each row once.
+PARTS = [f"{part:02x}" for part in range(256)]
+
+# SQLite, MySQL and MariaDB, PostgreSQL.
+NO_TABLE = re.compile("no such table|Table .* doesn't exist|relation .* does not exist")
+
+# Seconds without a queue after the server refused a connection.
+POLLS_FOR = 60.0
+
+
+class Crowded(BackendError):
+    """Others were changing the same rows for too long; trying again may help."""
+
+
+class Died(BackendError):
+    """The connection, or the server, ended before the answer came."""
+
+
+class DatabaseBackend(BaseLockBackend):
+    """LOCATION is an alias of DATABASES; every question travels on a connection of our own.
+
+    Never on the caller's, so the caller's transaction neither hides a lock from others nor
+    takes it back, and it may be broken.
+    """
+
+    fences = True
+    prolongs = True
+
+    def __init__(self, *, alias: str, location: Any = None, queue: int = 8) -> None:
+        """Let at most `queue` connections of a process stay with claims; with 0 waiters poll."""
+        super().__init__(alias=alias, location=location)
+        self.using = database_of(alias, location)
+        if not isinstance(queue, int) or queue < 0:
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"
+            )
+        self._queue = queue
+        self._polls_until = 0.0
+        give_up = weakref.WeakMethod(self._give_up)
+        self._sessions = Sessions(
+            self.using, queue, lambda place: (give_up() or Place.give_up)(place)
+        )
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        lines = self._sessions.lines
+        seat = lines.seat_of(_who(claim))
+        self._free_queue(_who(claim))  # if it was granted before, and asks again
+        if wait != 0:
+            if seat is None and lines.wanted(claim.key):
+                seat = lines.sit(_who(claim), claim.wake)
+            if seat is not None and not lines.leads(seat):
+                return Busy(place=seat, told=True)
+        try:
+            if seat is not None and wait == 0 and (refusal := self._look(claim)) is not None:
+                answer: Grant | Busy = refusal  # for a row that is pinned, a try would take longer
+            else:
+                answer = self._lead(seat, claim, wait) if seat else self._join(claim, wait)
+        except Crowded as error:
+            self._refuse_to_wait_for_itself(error)
+            answer = Busy(place=seat)
+        if seat is not None and (answer or wait == 0):
+            lines.rise(seat)
+        return answer
+
+    def look(self, claim: Claim) -> Busy | None:
+        lines = self._sessions.lines
+        seat = lines.seat_of(_who(claim))
+        if seat is not None and seat.line is not None:
+            if seat.place is not None:
+                return None  # another one leads, or did: it is not to wait for news from there
+            if not lines.leads(seat):
+                return Busy()
+            place = seat.line.place
+            if not seat.asked or (place is not None and place.news and place.called()):
+                return None
+        return self._look(claim)
+
+    def _look(self, claim: Claim) -> Busy | None:
+        try:
+            return self._ask(lambda s: s.dialect.look(s.cursor, claim))
+        except Crowded:
+            return Busy()
+
+    def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
+        ours = self._ask(
+            lambda s: s.dialect.extend(s.cursor, grant.claim, ttl, exactly=exactly), urgent=True
+        )
+        if not ours:
+            self._leave(grant.claim)
+        return ours
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        return self.extend(grant, ttl, exactly=True)
+
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+        """Extend by one statement for each 400 claims of one ttl."""
+        places: dict[float, list[int]] = {}
+        for place, (_, ttl) in enumerate(work):
+            places.setdefault(ttl, []).append(place)
+        results: list[bool | Exception] = [False] * len(work)
+        for same in places.values():
+            for start in range(0, len(same), BATCH):
+                batch = same[start : start + BATCH]
+                answers = self._extend_batch([work[place] for place in batch])
+                for place, answer in zip(batch, answers, strict=True):
+                    results[place] = answer
+                    if answer is False:
+                        self._leave(work[place][0].claim)
+        return results
+
+    def release(self, grant: Grant) -> bool:
+        seat = self._sessions.lines.seat_of(_who(grant.claim))
+        if seat is not None:
+            self._sessions.lines.rise(seat)
+        place = self._sessions.unpark(_who(grant.claim))
+        again = partial(self._release_again, grant)
+        if place is not None and place.fresh:
+            release = partial(self._release_to_next, place, grant.claim)
+            return self._ask(release, again=again, on=place.session, urgent=True)
+        if place is not None:
+            place.give_up()
+        release = partial(_release, grant.claim)
+        try:
+            return self._ask(release, again=again, urgent=True)
+        finally:
+            if grant.fence is None:  # given up: the process may end after this
+                self._sessions.lines.tidy()
+
+    def pin(self, grant: Grant, ttl: float) -> bool:
+        """Lock the row in the caller's own transaction, where it is the caller's to end.
+
+        The one verb on the caller's connection. Raises Django's database errors.
+        """
+        connection: Any = connections[self.using]
+        connection.validate_no_broken_transaction()
+        dialect = self._sessions.dialect or dialect_for(connection)
+        with connection.wrap_database_errors, closing(connection.connection.cursor()) as cursor:
+            return dialect.extend(cursor, grant.claim, ttl)
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        yield from map(self._holding, self._rows(key))
+
+    def page(self, start: int, count: int) -> tuple[list[Holding], int]:
+        def read(session: Session) -> tuple[Any, int]:
+            dialect, cursor = session.dialect, session.cursor
+            rows = dialect.holders(cursor, *ALL_KEYS, start=start, count=count)
+            return rows, dialect.count(cursor)
+
+        rows, total = self._ask(read)
+        return list(map(self._holding, rows)), total
+
+    def _holding(self, row: Any) -> Holding:
+        key, name, fence, holder, left_us, held_us = row
+        return Holding(
+            name=name,
+            key=key,
+            alias=self.alias,
+            seen=str(fence),
+            fence=fence,
+            expires_in=left_us / 1e6,
+            held_for=None if held_us is None else held_us / 1e6,
+            holder=_as_mapping(holder),
+        )
+
+    def _rows(self, key: str | None) -> Iterator[Any]:
+        first, last = (key, key) if key else ALL_KEYS
+        while True:
+            read = partial(_read_holders, first, last)
+            yield from (rows := self._ask(read))
+            if key is not None or len(rows) < PAGE:
+                return
+            first = rows[-1][0] + "0"  # what follows that key
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        fences = (0, MAX_FENCE) if seen is None else (fence := _fence_of(seen), fence)
+        cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
+        for who in self._sessions.holding(key) if cleared else ():
+            self._free_queue(who)
+        return cleared
+
+    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, _fence_of(seen)))
+        if owner is None:
+            return False
+        return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
+
+    def left_over(self, older_than: float) -> tuple[int, int]:
+        """Count what `clear_expired()` and `purge()` would find."""
+        return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
+
+    def clear_expired(self) -> int:
+        """Free the rows of holders that did not renew them, which may yet try; return how many.
+
+        Others may take such a lock anyway. From now on its holder may not, and is behind the
+        next fence.
+        """
+        clear = [partial(_clear_part, part) for part in PARTS]
+        return sum(self._uncrowded(part) for part in clear)
+
+    def purge(self, older_than: float) -> int:
+        """Delete the rows of names that nobody has held for `older_than` seconds; return how many.
+
+        Their fences go on from the server's clock, so let it be longer than that clock may
+        ever be set back.
+        """
+        return sum(self._purge_part(part, older_than) for part in PARTS)
+
+    def _purge_part(self, part: str, older_than: float) -> int:
+        total = 0
+        while True:
+            began = monotonic()
+            deleted = self._uncrowded(partial(_purge_part, part, older_than))
+            total += deleted
+            if deleted < PURGED or self._sessions.dialect is None:
+                return total
+            if self._sessions.dialect.locks_rows:
+                return total
+            sleep(monotonic() - began)  # SQLite lets nobody else write as long as we do
+
+    def ping(self) -> None:
+        self._ask(lambda s: s.cursor.execute("SELECT 1") and s.cursor.fetchall())
+
+    def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
+        asked = check_table(self.alias, self._sessions) if ask else []
+        return [*check_sharing(self.alias, self.using), *asked]
+
+    def close(self) -> None:
+        self._sessions.close()
+
+    def after_fork(self) -> None:
+        self._sessions.forget()
+
+    def _lead(self, seat: Seat, claim: Claim, wait: float | None) -> Grant | Busy:
+        """Ask for a line of this process, or at the deadline for one who stands in it."""
+        place, news = self._sessions.lines.place_of(seat), seat.asked
+        seat.asked = True
+        if place is None:
+            return self._join(claim, wait, seat)
+        if place.called():
+            return self._take_turn(place, seat, claim, wait)
+        if wait != 0 and not news:  # another one has lined up on the server before it left
+            return Busy(news=place.news, place=seat)
+        answer = self._join(claim, 0)
+        if isinstance(answer, Grant):
+            return answer
+        return Busy(answer.free_in, news=place.news, place=seat)
+
+    def _join(self, claim: Claim, wait: float | None, seat: Seat | None = None) -> Grant | Busy:
+        """Take the row with the queue lock, or line up; by polling if no connection may stay."""
+        place = None if monotonic() < self._polls_until else self._sessions.place()
+        if place is not None:
+            try:
+                return self._ask(partial(self._join_on, place, seat, claim, wait), within=wait)
+            finally:
+                if place.session is None:
+                    place.give_up()
+        answer = self._ask(lambda s: s.dialect.acquire(s.cursor, claim), within=wait)
+        if isinstance(answer, Grant) or wait == 0 or not self._queue:
+            return answer
+        return self._line_up(seat, claim, answer)
+
+    def _join_on(
+        self, place: Place, seat: Seat | None, claim: Claim, wait: float | None, session: Session
+    ) -> Grant | Busy:
+        dialect = session.dialect
+        if session.queues is None:
+            session.queues = dialect.can_queue(session.wrapper, session.cursor)
+        if not session.queues:
+            return dialect.acquire(session.cursor, claim)
+        answer = dialect.acquire(session.cursor, claim, "join" if wait == 0 else "wait")
+        if isinstance(answer, Grant):
+            place.keep(session)
+            return self._granted(place, answer)
+        return answer if wait == 0 else self._line_up(seat, claim, answer, place, session)
+
+    def _line_up(
+        self,
+        seat: Seat | None,
+        claim: Claim,
+        answer: Busy,
+        place: Place | None = None,
+        session: Session | None = None,
+    ) -> Busy:
+        """Stand in line in this process; who leads it stands in the server's queue, too."""
+        lines = self._sessions.lines
+        seat = seat or lines.sit(_who(claim), claim.wake)
+        if not lines.leads(seat):
+            return Busy(place=seat, told=True)
+        seat.asked = True
+        line = seat.line
+        if place is not None and session is not None and line is not None and line.place is None:
+            place.news = session.dialect.line_up(session.wrapper, claim.key)
+            place.keep(session)
+            lines.wait_at(seat, place)
+            return Busy(answer.free_in, news=place.news, place=seat)
+        return Busy(answer.free_in, place=seat)
+
+    def _take_turn(
+        self, place: Place, seat: Seat, claim: Claim, wait: float | None
+    ) -> Grant | Busy:
+        lines = self._sessions.lines
+        session: Any = place.session
+        try:
+            answer = self._attempt(session, partial(self._take_turn_on, place, claim))
+        except BaseException as error:
+            lines.wait_no_more(seat, place)
+            place.give_up()
+            if not isinstance(error, Died):
+                raise
+            answer = None
+        if answer is None:
+            lines.wait_no_more(seat, place)
+            return self._join(claim, wait, seat)
+        if isinstance(answer, Grant):
+            lines.wait_no_more(seat, place)
+            return self._granted(place, answer)
+        return Busy(answer.free_in, place=seat)
+
+    def _take_turn_on(self, place: Place, claim: Claim, session: Session) -> Grant | Busy | None:
+        if place.news is not None:
+            place.news = None
+            if not session.dialect.called(session.wrapper):  # the server waited long enough
+                place.detach()
+                return None
+        return session.dialect.acquire(session.cursor, claim, "turn")
+
+    def _granted(self, place: Place, answer: Grant) -> Grant:
+        """Let the connection, which has the queue lock, stay until the release."""
+        self._sessions.park(_who(answer.claim), place)
+        return Grant(answer.claim, fence=answer.fence, session=place)
+
+    def _leave(self, claim: Claim) -> None:
+        place = self._sessions.unpark(_who(claim))
+        if place is not None:
+            place.give_up()
+
+    def _free_queue(self, who: tuple[str, str]) -> None:
+        """Let the next one in the queue come, whatever became of the row.
+
+        By a statement: the server frees nothing of a connection before it has noticed its end.
+        """
+        place = self._sessions.unpark(who)
+        if place is not None:
+            self._ask(partial(self._unlock, place), on=place.session)
+
+    def _give_up(self, place: Place) -> None:
+        """Leave the server's queue."""
+        waiting = place.session
+        try:
+            # Else the server would call somebody who has gone. Again, if our first words to it
+            # overtook the ones before.
+            for _ in range(3):
+                if waiting is None or place.called():
+                    break
+                self._ask(lambda s: s.dialect.leave(waiting.wrapper, s.cursor))
+                place.called(within=0.3)
+        except Exception:
+            pass  # The server ends the wait before long.
+        finally:
+            place.give_up()
+
+    def _release_to_next(self, place: Place, claim: Claim, session: Session) -> bool:
+        if session.dialect.release_to_next(session.cursor, claim):
+            place.detach()
+            return True
+        place.give_up()
+        return False
+
+    def _unlock(self, place: Place, session: Session) -> None:
+        if session is place.session:  # else it had died, and the queue lock with it
+            session.dialect.unlock(session.cursor)
+            place.detach()
+
+    def _ask(
+        self,
+        work: Callable[[Session], T],
+        *,
+        again: Callable[[Session], T] | None = None,
+        on: Session | None = None,
+        within: float | None = None,
+        urgent: bool = False,
+    ) -> T:
+        """Do `work` on a connection of our own, and once more if an idle one had died.
+
+        The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
+        first attempt, it is harmless: every verb is checked by owner. Wait for a connection
+        `within` so many seconds: those who are `urgent` before the others.
+        """
+        if on is not None:
+            try:
+                return self._attempt(on, work)
+            except (Crowded, Died) as error:
+                if isinstance(error, Crowded):
+                    raise
+            self._sessions.close_idle()
+            work = again or work
+        if not self._sessions.turns.take(min(within or ANSWER_WAIT, ANSWER_WAIT), urgent=urgent):
+            raise Crowded(f"lock table on {self.using!r}: all connections of this process are busy")
+        try:
+            session = self._lend()
+            try:
+                return self._attempt(session, work)
+            except (Crowded, Died) as error:
+                if isinstance(error, Crowded) or not session.kept:
+                    raise
+            self._sessions.close_idle()
+            return self._attempt(self._lend(), again or work)
+        finally:
+            self._sessions.turns.give()
+
+    def _attempt(self, session: Session, work: Callable[[Session], T]) -> T:
+        database = session.wrapper.Database
+        try:
+            answer = work(session)
+        except BaseException as error:
+            # Whatever it is: after a KeyboardInterrupt, too, its transaction may hold the row.
+            session.close()
+            if not isinstance(error, database.Error):
+                raise
+            kind: type[BackendError] = BackendError
+            if session.dialect.crowded(error):
+                kind = Crowded
+            elif isinstance(error, (database.OperationalError, database.InterfaceError)):
+                kind = Died
+            raise kind(self._says(error)) from error
+        if not session.parked:
+            self._sessions.give_back(session)
+        return answer
+
+    def _lend(self) -> Session:
+        try:
+            return self._sessions.lend()
+        except DjangoDatabaseError as error:
+            if not self._sessions.any_stay():
+                raise BackendError(self._says(error)) from error
+        # The server may have no more connections to give: renewals come before the queue.
+        self._polls_until = monotonic() + POLLS_FOR
+        self._sessions.close()
+        try:
+            return self._sessions.lend()
+        except DjangoDatabaseError as error:
+            raise BackendError(self._says(error)) from error
+
+    def _says(self, error: BaseException) -> str:
+        hint = f" (run: manage.py migrate distlock_app --database={self.using})"
+        return f"lock table on {self.using!r}: {error}" + hint * bool(NO_TABLE.search(str(error)))
+
+    def _release_again(self, grant: Grant, session: Session) -> bool:
+        """Release after a first attempt that may have arrived, although its answer did not."""
+        if session.dialect.release(session.cursor, grant.claim):
+            return True
+        if grant.fence is None or session.dialect.released(session.cursor, grant):
+            return grant.fence is not None
+        raise BackendError(f"lock table on {self.using!r}: the answer to a release was lost")
+
+    def _uncrowded(self, work: Callable[[Session], int]) -> int:
+        try:
+            return self._ask(work)
+        except Crowded:
+            return 0
+
+    def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+        pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
+        try:
+            extend = partial(_extend_pairs, pairs, work[0][1])
+            ours = self._ask(extend, urgent=True)
+        except Exception as error:
+            dialect = self._sessions.dialect
+            if isinstance(error, Crowded) and dialect and dialect.locks_rows:
+                # One row is in somebody's transaction: the others must not expire for it.
+                return super().extend_many(work)
+            return [error] * len(work)
+        return [pair in ours for pair in pairs]
+
+    def _refuse_to_wait_for_itself(self, error: Crowded) -> None:
+        """Raise if the file is locked by the transaction of the thread that asks for the lock."""
+        ours = connections[self.using]
+        for other in connections.all(initialized_only=True):
+            same_file = other.settings_dict["NAME"] == ours.settings_dict["NAME"]
+            if ours.vendor == "sqlite" and same_file and other.in_atomic_block:
+                raise BackendError(
+                    f"This thread's own transaction has locked the SQLite file of {self.using!r},"
+                    " and would wait for itself. Take the lock before atomic(), or give the"
+                    " locks a database file of their own (LOCATION)."
+                ) from error
+
+
+def _release(claim: Claim, session: Session) -> bool:
+    return session.dialect.release(session.cursor, claim)
+
+
+def _extend_pairs(pairs: Sequence[Pair], ttl: float, session: Session) -> set[Pair]:
+    return session.dialect.extend_pairs(session.cursor, pairs, ttl)
+
+
+def _read_holders(first: str, last: str, session: Session) -> Any:
+    return session.dialect.holders(session.cursor, first, last)
+
+
+def _clear_part(part: str, session: Session) -> int:
+    return session.dialect.clear_expired(session.cursor, part)
+
+
+def _purge_part(part: str, older_than: float, session: Session) -> int:
+    return session.dialect.purge(session.cursor, older_than, part)
+
+
+def _fence_of(seen: str) -> int:
+    """Return the fence that people know a holder by; one that nobody has if it is none."""
+    is_number = seen.isascii() and seen.isdecimal() and len(seen) <= len(str(MAX_FENCE))
+    return min(int(seen), MAX_FENCE) if is_number else -1
+
+
+def _who(claim: Claim) -> tuple[str, str]:
+    return claim.key, claim.owner  # a stable owner may have several locks
+
+
+def _as_mapping(holder: str) -> dict[str, Any]:
+    try:
+        value = json.loads(holder)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,48 @@
+"""System checks of the lock table: a file that others use, a table that is not there."""
+
+from __future__ import annotations
+
+from django.core.checks import CheckMessage, Error, Warning
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import Error as DjangoDatabaseError
+
+from ...errors import BackendError
+from .connections import Sessions
+
+
+def check_sharing(alias: str, using: str) -> list[CheckMessage]:
+    """Warn if other data is in the same SQLite file."""
+    ours = connections[using]
+    names = [settings["NAME"] for settings in connections.settings.values()]
+    shared = using == DEFAULT_DB_ALIAS or names.count(ours.settings_dict["NAME"]) > 1
+    if ours.vendor != "sqlite" or not shared:
+        return []
+    return [
+        Warning(
+            f"DISTLOCK[{alias!r}] keeps its locks in the same SQLite file as other data.",
+            hint="A lock waits for every transaction that writes, and cannot be taken inside"
+            " of one. Add a database file for locks to DATABASES and name it as LOCATION.",
+            id="distlock_app.W011",
+        )
+    ]
+
+
+def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
+    """Ask the database for the lock table."""
+    try:
+        session = sessions.lend()
+        with session.wrapper.wrap_database_errors:
+            tables = session.wrapper.introspection.table_names()
+    except (BackendError, DjangoDatabaseError) as error:
+        text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {error}"
+        return [Error(text, id="distlock_app.E011")]
+    sessions.give_back(session)
+    if session.dialect.table_name in tables:
+        return []
+    return [
+        Error(
+            f"DISTLOCK[{alias!r}]: the database {sessions.using!r} has no lock table.",
+            hint=f"Run: manage.py migrate distlock_app --database={sessions.using}",
+            id="distlock_app.E012",
+        )
+    ]

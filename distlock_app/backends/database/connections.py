@@ -1,0 +1,286 @@
+"""Connections of our own to one of Django's databases, each lent to one call at a time.
+
+Some stay with a claim: the holder's keeps the *queue lock* of its name, a lock of the server's
+own (GET_LOCK, pg_advisory_lock), and another one waits for it, for all who wait for that lock in
+this process (sessions/queues.py). So the server wakes exactly one process, first come first
+served, and one that dies leaves the queue with its connection.
+
+1. Who finds the row free takes the queue lock by the same statement: nobody pays for a queue
+   that is empty. Who finds it held, or just released while others wait, lines up.
+2. A release frees the row, and the queue lock by the same statement: that calls the next one.
+3. Whose turn it is takes the row. If the row is held all the same, it alone asks again and again.
+
+The row alone decides. The queue lock may be lost, or held by somebody who hangs: who waits looks
+at the row once a second too, and a row that was free for `HANDOVER_US` is anybody's. That costs
+waiting time, never exclusion. Beyond a number of connections, claims neither take the queue lock
+nor heed it: the first of each line polls, as all do where the server cannot queue.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from django.db import connections
+from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
+
+from ...primitives.timing import monotonic
+from ..sessions.pool import sever
+from ..sessions.queues import ASKING, Lines, Turns
+from .sql import Dialect, dialect_for
+
+# A connection that nobody needed for so many seconds is closed after the next request.
+IDLE = 60.0
+
+# What a child of fork() inherited. Dropping the last reference would close the connection:
+# a goodbye to the server in the name of the parent, which still uses it.
+_graveyard: list[Any] = []
+
+
+class Session:
+    """One autocommitting connection, and a cursor of its driver: Django's costs twice that."""
+
+    __slots__ = ("cursor", "dialect", "epoch", "kept", "parked", "queues", "used_at", "wrapper")
+
+    def __init__(self, wrapper: BaseDatabaseWrapper, dialect: Dialect, epoch: int) -> None:
+        """Connect; raises Django's database errors."""
+        self.wrapper: Any = wrapper
+        self.dialect = dialect
+        self.epoch = epoch
+        self.kept = False  # it has been idle, and the server may have closed it meanwhile
+        self.parked = False  # with a claim, see Place
+        self.queues: bool | None = None  # not known yet
+        self.used_at = 0.0
+        wrapper.settings_dict["AUTOCOMMIT"] = True
+        dialect.adapt(wrapper.settings_dict)
+        wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
+        try:
+            with wrapper.wrap_database_errors:
+                self.cursor = dialect.begin(wrapper)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection whatever its state; the server undoes what is unfinished."""
+        try:
+            self.wrapper.connection.close()
+        except Exception:
+            pass  # Closed before, by the server or by us: that is what was wanted.
+
+    def sever(self) -> None:
+        """Let go of a parent's connection: the driver may say goodbye when it is freed."""
+        with suppress(Exception):  # closed before; or SQLite, which has no socket
+            sever(self.wrapper.connection.fileno())
+
+
+class Place:
+    """A connection that stays with a claim, or with those who wait; dropping it closes that."""
+
+    __slots__ = ("__weakref__", "_slots", "news", "pid", "session", "since")
+
+    def __init__(self, slots: deque[None]) -> None:
+        """Take one of the `slots`; raises IndexError if there is none."""
+        self._slots: deque[None] | None = None
+        self.session: Session | None = None
+        self.news: int | None = None  # what a waiter waits on, as long as the server waits
+        self.since = 0.0
+        self.pid = os.getpid()
+        slots.pop()
+        self._slots = slots
+
+    def keep(self, session: Session) -> None:
+        """Let this connection stay."""
+        session.kept = session.parked = True
+        self.session = session
+        self.since = monotonic()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a request may go there: what idles for long may have been cut off unseen."""
+        if self.session is None or monotonic() - self.since >= IDLE:
+            return False
+        try:
+            return not _readable(self.session.wrapper.connection, 0)  # else its end has come
+        except Exception:
+            return False  # we have closed it: an interrupt came just as it was kept
+
+    def called(self, within: float = 0.0) -> bool:
+        """Tell whether the server has answered."""
+        return self.news is None or _readable(self.news, within)
+
+    def detach(self) -> None:
+        """Leave the connection to others: it neither has nor wants the queue lock any more."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.parked = False
+        self._free()
+
+    def give_up(self) -> None:
+        """Close it: that calls the next one, whatever the state of the connection."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+        self._free()
+
+    def _free(self) -> None:
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.append(None)
+
+    def __del__(self) -> None:
+        if _graveyard is None:  # the interpreter ends, and the connection with it
+            return
+        if self.pid == os.getpid():
+            self.give_up()
+        else:
+            _graveyard.append(self.session)
+
+
+class Sessions:
+    """The connections of one process to one database.
+
+    They are lent, not kept per thread: a thread that waits, that holds or that has died owns
+    none, and close() reaches all. Drivers allow it as long as no two threads use one connection
+    at the same time (mysqlclient 2.3 raises at that). A signal handler or a finalizer that locks
+    in the middle of our own call gets another connection.
+    """
+
+    def __init__(self, using: str, queue: int, emptied: Callable[[Place], None]) -> None:
+        """Let `queue` of them stay with claims, and ASKING others ask at a time."""
+        self.using = using
+        self._queue = queue
+        self._emptied = emptied
+        self._epoch = 0
+        self.dialect: Dialect | None = None
+        self._begin()
+        connection_created.connect(self._make_way)
+
+    def lend(self) -> Session:
+        """Return the connection used last, or a new one; raises Django's database errors."""
+        if self._pid != os.getpid():
+            self.forget()
+        try:
+            session = self._idle.pop()
+        except IndexError:
+            pass
+        else:
+            session.kept = True
+            return session
+        return self._open()
+
+    def give_back(self, session: Session) -> None:
+        """Keep a connection on which nothing went wrong; close those that idle for long."""
+        if session.epoch != self._epoch:
+            session.close()
+            return
+        session.used_at = now = monotonic()
+        self._idle.append(session)
+        try:
+            while self._idle[0].used_at < now - IDLE:
+                self._idle.popleft().close()
+        except IndexError:
+            pass  # Another thread has taken it.
+
+    def park(self, who: Any, place: Place) -> None:
+        """Remember the place of a grant, as long as somebody else keeps it."""
+        self._places[who] = place
+
+    def unpark(self, who: Any) -> Place | None:
+        """Return the place of a grant, which nobody else finds any more."""
+        return self._places.pop(who, None)
+
+    def place(self) -> Place | None:
+        """Return a place for a connection that will stay; None if as many do as may."""
+        try:
+            return Place(self._slots)
+        except IndexError:
+            return None
+
+    @property
+    def parked(self) -> int:
+        """How many connections stay with claims, or are about to."""
+        return self._queue - len(self._slots)
+
+    def any_stay(self) -> bool:
+        """Tell whether a connection stays with a claim, or with those who wait."""
+        return bool(self._places or self.lines.places())
+
+    def holding(self, key: str) -> list[Any]:
+        """Return whose claims on `key` hold the queue lock here."""
+        return [who for who in list(self._places) if who[0] == key]
+
+    def close_idle(self) -> None:
+        """Close what is idle now, and what is lent as soon as it comes back."""
+        if self._pid != os.getpid():
+            self.forget()
+        self._epoch += 1
+        while session := self._take_oldest():
+            session.close()
+
+    def close(self) -> None:
+        """Close all but the connections of waiters, which go when the wait ends."""
+        self.close_idle()
+        for who in list(self._places):
+            if place := self.unpark(who):
+                place.give_up()
+
+    def forget(self) -> None:
+        """Leave the connections of a parent process alone: neither use nor close them."""
+        places = [*self._places.values(), *self.lines.places()]
+        if self._pid != os.getpid():
+            for session in (*self._idle, *(place.session for place in places)):
+                if session is not None:
+                    session.sever()
+        _graveyard.append((self._idle, places, self.lines))
+        self._epoch += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
+        self._slots: deque[None] = deque([None] * self._queue)
+        self.lines = Lines(self._emptied)
+        self.turns = Turns(ASKING)
+        self._idle: deque[Session] = deque()
+        self._pid = os.getpid()
+        weakref.finalize(self, _close_all, self._idle, self._pid)
+
+    def _open(self) -> Session:
+        ours = connections[self.using].copy()
+        ours.inc_thread_sharing()
+        if self.dialect is None:
+            self.dialect = dialect_for(ours)
+        return Session(ours, self.dialect, self._epoch)
+
+    def _take_oldest(self) -> Session | None:
+        try:
+            return self._idle.popleft()
+        except IndexError:
+            return None
+
+    def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
+        # Django makes and drops test databases from a connection to none, and PostgreSQL
+        # drops no database that somebody is connected to.
+        if connection.alias == NO_DB_ALIAS:
+            self.close()
+
+
+def _readable(file: Any, within: float) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, selectors.EVENT_READ)
+        return bool(selector.select(within))
+
+
+def _close_all(idle: deque[Session], pid: int) -> None:
+    """Say goodbye when a pool is dropped or the process ends, but not in the parent's name."""
+    if pid != os.getpid():
+        _graveyard.append(idle)
+        return
+    while idle:
+        idle.pop().close()

@@ -1,0 +1,262 @@
+"""What the lock table's databases do alike.
+
+One row for each name; a free one has `owner = ''`. Every time is the database server's.
+A statement that changes a row names its owner, or holds the row: each may be sent again when
+its answer was lost. Parameters: key, owner, name, holder, fence, ttl_us (microseconds), queue
+(the server's lock behind which waiters queue, see ../connections.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, Protocol
+
+from ....claims import Busy, Claim, Grant
+from ....primitives.names import shown
+
+# Seconds to wait for a row that somebody else is just changing, which takes as long as a
+# commit; whoever holds it longer keeps it for a person's reasons. MySQL knows no less than 1.
+ROW_WAIT = 1
+
+# Seconds to wait for the server's answer, unless the alias says otherwise: a path that was
+# cut without a word must not hang the renewal of every other lock.
+ANSWER_WAIT = 5
+
+# Seconds that a place in the queue is kept on the server. It bounds how long a waiter whose host
+# was cut off keeps its connection, and on PostgreSQL how long a waiter holds a snapshot.
+QUEUE_WAIT = 30
+
+# Microseconds for which a lock that was released is kept for the first in the queue. Who has not
+# come for it by then has died or hangs: anybody may take it. (A free row says by its `expiry`
+# since when it is; one that was cleared says: for so long already.)
+HANDOVER_US = 250_000
+
+# How often the row may come and go (purge) under one try before it is called busy.
+ROUNDS = 3
+
+PURGED = 500  # rows that one statement deletes, where nobody else can write meanwhile
+
+PAGE = 5_000  # rows that one statement reads for people, who rarely want all
+
+MAX_FENCE = 2**63 - 1
+
+Named = Mapping[str, Any]
+Asked = Named | Sequence[Any]
+Pair = tuple[str, str]  # key, owner
+Step = Literal["try", "join", "wait", "turn"]
+
+
+class Cursor(Protocol):
+    """What is used of a driver's cursor (PEP 249)."""
+
+    rowcount: int
+    lastrowid: Any
+
+    def execute(self, statement: str, asked: Any = ..., /) -> Any: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> Any: ...
+
+    def nextset(self) -> Any: ...
+
+
+class Dialect:
+    """The statements of one database, and the steps around them that all share."""
+
+    locks_rows = True  # not the whole database at once
+
+    INSERT: str  # a row that is ours from the start, unless there is a row
+    LOOK: str  # microseconds left, if the row is in the way
+    EXTEND: str
+    END_IN: str  # as EXTEND, but also sooner
+    RELEASE: str
+    EVICT: str  # who has the queue lock
+    RELEASED: str  # a row, if this is how our own release left it
+    HOLDERS: str
+    COUNT: str  # of the rows that HOLDERS would read
+    CLEAR: str
+    CLEAR_EXPIRED: str  # as CLEAR, whatever nobody renewed
+    OWNER: str  # of a live row with this fence
+    LEFT_OVER: str  # how many rows CLEAR_EXPIRED would change, and PURGE delete
+    PURGE: str
+
+    def __init__(self, table_name: str, table: str, database: str) -> None:
+        """Fill in the `table`, quoted; compiled once for all connections of a process."""
+        self.table_name = table_name
+        self.database = database
+        for word in dir(type(self)):
+            if word.isupper() and isinstance(text := getattr(self, word), str):
+                text = text.replace("{table}", table).replace("{handover_us}", str(HANDOVER_US))
+                text = text.replace("{purged}", str(PURGED))
+                setattr(self, word, text)
+
+    def adapt(self, settings: dict[str, Any]) -> None:
+        """Change our copy of the alias's settings before it connects."""
+
+    def begin(self, wrapper: Any) -> Cursor:
+        """Prepare a new session of Django's; return the driver's cursor to use on it."""
+        raise NotImplementedError
+
+    def crowded(self, error: Exception) -> bool:
+        """Tell whether others were at the same rows, so that another try may succeed."""
+        raise NotImplementedError
+
+    def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
+        """Run one statement; return the cursor."""
+        cursor.execute(statement, asked)
+        return cursor
+
+    def acquire(self, cursor: Cursor, claim: Claim, step: Step = "try") -> Grant | Busy:
+        """Take the row if it is free, expired or ours; make it if there is none.
+
+        With "join" and "wait" leave a row that is to be handed over to the queue, else take the
+        queue lock, too; "wait" says that a refused caller will line up.
+        """
+        asked = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "name": shown(claim.name),
+            "holder": claim.holder,
+            "ttl_us": round(claim.ttl * 1e6),
+            "queue": self.queue_of(claim.key),
+        }
+        for _ in range(ROUNDS):
+            answer = self.take(cursor, claim, asked, step)
+            if answer is None:
+                answer = self.insert(cursor, claim, asked, step)
+            if answer is not None:
+                return answer
+        return Busy()
+
+    def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
+        """Take the row if it is free, expired or ours; None if there is none."""
+        raise NotImplementedError
+
+    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
+        """Make the row; None if there is one meanwhile."""
+        raise NotImplementedError
+
+    def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
+        """Tell whether waiters can be served in order of arrival on such a session."""
+        return False
+
+    def queue_of(self, key: str) -> Any:
+        """Return the server's name of the queue lock."""
+        return None
+
+    def unlock(self, cursor: Cursor) -> None:
+        """Free the queue lock that this session holds."""
+        raise NotImplementedError
+
+    def line_up(self, wrapper: Any, key: str) -> int:
+        """Ask for the queue lock, without waiting for the answer; return what to wait on."""
+        raise NotImplementedError
+
+    def called(self, wrapper: Any) -> bool:
+        """Read the answer to line_up(): is it our turn, or did the server stop waiting?"""
+        raise NotImplementedError
+
+    def leave(self, wrapper: Any, cursor: Cursor) -> None:
+        """End the wait of a session, by the cursor of another one: closing it is noticed late."""
+
+    def look(self, cursor: Cursor, claim: Claim) -> Busy | None:
+        """Read, without a lock, whether the row is in the way."""
+        row = self.execute(cursor, self.LOOK, {"key": claim.key, "owner": claim.owner}).fetchone()
+        return busy(row[0]) if row else None
+
+    def extend(self, cursor: Cursor, claim: Claim, ttl: float, *, exactly: bool = False) -> bool:
+        """Move the expiry of a row that is still ours, also if it has passed.
+
+        Nobody had the row in between: taking it over would have changed the owner.
+        """
+        asked = {"key": claim.key, "owner": claim.owner, "ttl_us": round(ttl * 1e6)}
+        statement = self.END_IN if exactly else self.EXTEND
+        return self.execute(cursor, statement, asked).rowcount == 1
+
+    def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
+        """Extend many rows by one statement; return those that are ours."""
+        raise NotImplementedError
+
+    def release(self, cursor: Cursor, claim: Claim) -> bool:
+        """Free the row if it is still ours."""
+        asked = {"key": claim.key, "owner": claim.owner}
+        return self.execute(cursor, self.RELEASE, asked).rowcount == 1
+
+    def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
+        """Free the row if it is still ours and, if so, the queue lock of this session."""
+        raise NotImplementedError
+
+    def evict(self, cursor: Cursor, key: str) -> None:
+        """End the session that has the queue lock although we had the row.
+
+        It was called, or held the row before, and did not come: its process is stopped or cut
+        off, and as long as it has the queue lock everybody waits for the hand-over in vain. One
+        that lives lines up again.
+        """
+        with suppress(Exception):  # gone meanwhile, or another user's: then all go on as before
+            self.execute(cursor, self.EVICT, {"queue": self.queue_of(key)})
+
+    def released(self, cursor: Cursor, grant: Grant) -> bool:
+        """Tell whether the row is as a release of this grant leaves it."""
+        asked = {"key": grant.claim.key, "fence": grant.fence}
+        return self.execute(cursor, self.RELEASED, asked).fetchone() is not None
+
+    def holders(
+        self, cursor: Cursor, first: str, last: str, *, start: int = 0, count: int = PAGE
+    ) -> Any:
+        """Read `count` of the live rows with keys from `first` to `last`, in their order.
+
+        Each is key, name, fence, holder, microseconds left, microseconds held.
+        """
+        asked = {"first": first, "last": last, "start": start, "count": count}
+        return self.execute(cursor, self.HOLDERS, asked).fetchall()
+
+    def count(self, cursor: Cursor) -> int:
+        """Count the live rows."""
+        return int(self.execute(cursor, self.COUNT, {}).fetchone()[0])
+
+    def clear(self, cursor: Cursor, key: str, fences: tuple[int, int]) -> int:
+        """Free the row, whoever owns it, if its fence is in between; move the fence on."""
+        asked = {"key": key, "first": fences[0], "last": fences[1]}
+        return self.execute(cursor, self.CLEAR, asked).rowcount
+
+    def clear_expired(self, cursor: Cursor, part: str) -> int:
+        """Free the rows that nobody renewed, of keys that begin so; move the fences on."""
+        asked = {"first": part, "last": f"{part}g"}
+        return self.execute(cursor, self.CLEAR_EXPIRED, asked).rowcount
+
+    def owner_of(self, cursor: Cursor, key: str, fence: int) -> str | None:
+        """Read the owner of a live row, unless it has another fence."""
+        row = self.execute(cursor, self.OWNER, {"key": key, "fence": fence}).fetchone()
+        return row[0] if row else None
+
+    def left_over(self, cursor: Cursor, age: float) -> tuple[int, int]:
+        """Count the rows that nobody renewed, and those that ended `age` seconds ago."""
+        row = self.execute(cursor, self.LEFT_OVER, {"age_us": round(age * 1e6)}).fetchone()
+        return int(row[0]), int(row[1])
+
+    def purge(self, cursor: Cursor, age: float, part: str) -> int:
+        """Delete the rows that ended `age` seconds ago or earlier, of keys that begin so.
+
+        Where a statement has the database to itself, PURGED of them at most.
+        """
+        asked = {"age_us": round(age * 1e6), "first": part, "last": f"{part}g"}
+        return self.execute(cursor, self.PURGE, asked).rowcount
+
+
+def busy(left_us: int) -> Busy:
+    """Say how long the claim in the way has, by a clock that may have passed its end by now."""
+    return Busy(free_in=max(0, left_us) / 1e6)
+
+
+def refused(left_us: int) -> Busy:
+    """Say the same to a try; a row that is free already is kept for the queue."""
+    return busy(left_us) if left_us > 0 else Busy()
+
+
+def marked(statement: str, mark: str, pairs: Sequence[Pair]) -> tuple[str, list[str]]:
+    """Write as many `mark`s as there are pairs into a statement; return it and their values."""
+    text = statement.replace("{pairs}", ", ".join([mark] * len(pairs)))
+    return text, [value for pair in pairs for value in pair]

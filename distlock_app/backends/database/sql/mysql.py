@@ -1,0 +1,249 @@
+"""The lock table on MySQL and MariaDB.
+
+UTC_TIMESTAMP is the time at which its statement began: one that had to wait for a row sees too
+early a time, calls an expiring row busy, and gives a lease that ends too early, never too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ....claims import Busy, Claim, Grant
+from ....primitives.names import key_of
+from ...sessions.pool import LONG_WAITS
+from .base import (
+    ANSWER_WAIT,
+    QUEUE_WAIT,
+    ROW_WAIT,
+    Cursor,
+    Dialect,
+    Named,
+    Pair,
+    Step,
+    marked,
+    refused,
+)
+
+# Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
+CROWDED = frozenset({1213, 1205, 3572, 1020})
+
+# Seconds after which the server closes a session that says nothing: its host may be cut off.
+SILENCE = 600
+
+# A binary log of statements takes no change that was made at READ COMMITTED (error 1665).
+LOGGED = """/*M! , tx_isolation = IF(@@log_bin AND @@binlog_format = 'STATEMENT',
+    'REPEATABLE-READ', 'READ-COMMITTED') */"""
+
+MOST_KNOWN = 10_000
+
+
+class MySQL(Dialect):
+    """One statement for anything: an UPDATE locks the row before it looks at it (any isolation).
+
+    Its columns are assigned from left to right, so the owner comes last. LAST_INSERT_ID(fence)
+    is how an UPDATE answers a number. CASE, unlike AND, promises to leave out what is not asked:
+    the queue lock is taken together with the row, or not at all. What a function answers is always
+    used: MySQL folds `RELEASE_ALL_LOCKS() IS NOT NULL` to true and never calls it.
+    """
+
+    JOIN = """GET_LOCK(%(queue)s, 0) OR owner <> ''
+                    OR expiry <= UTC_TIMESTAMP(6) - INTERVAL {handover_us} MICROSECOND"""
+    TAKE = """
+        UPDATE {table}
+           SET fence = LAST_INSERT_ID(CASE WHEN owner = %(owner)s THEN fence ELSE GREATEST(
+                   fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))) END),
+               acquired_at = CASE WHEN owner = %(owner)s THEN acquired_at
+                   ELSE UTC_TIMESTAMP(6) END,
+               expiry = GREATEST(CASE WHEN owner = %(owner)s THEN expiry
+                   ELSE UTC_TIMESTAMP(6) END,
+                   UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND),
+               name = %(name)s, holder = %(holder)s, owner = %(owner)s
+         WHERE `key` = %(key)s
+           AND CASE WHEN owner = %(owner)s THEN TRUE
+                    WHEN owner <> '' AND expiry > UTC_TIMESTAMP(6) THEN FALSE
+                    ELSE {may} END"""
+    LEFT = """
+        SELECT TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expiry)
+          FROM {table}
+         WHERE `key` = %(key)s"""
+    INSERT = """
+        INSERT IGNORE INTO {table} (`key`, owner, fence, name, holder, acquired_at, expiry)
+        VALUES (%(key)s, %(owner)s, LAST_INSERT_ID(
+                TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))),
+                %(name)s, %(holder)s, UTC_TIMESTAMP(6),
+                UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND)"""
+    LOOK = """
+        SELECT TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expiry)
+          FROM {table}
+         WHERE `key` = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > UTC_TIMESTAMP(6)"""
+    EXTEND = """
+        UPDATE {table}
+           SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND)
+         WHERE `key` = %(key)s AND owner = %(owner)s"""
+    END_IN = """
+        UPDATE {table}
+           SET expiry = UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND
+         WHERE `key` = %(key)s AND owner = %(owner)s"""
+    EXTEND_PAIRS = """
+        UPDATE {table}
+           SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)
+         WHERE (`key`, owner) IN ({pairs})"""
+    OURS = """
+        SELECT `key`, owner FROM {table} WHERE (`key`, owner) IN ({pairs})"""
+    RELEASE = """
+        UPDATE {table}
+           SET owner = '', expiry = UTC_TIMESTAMP(6)
+         WHERE `key` = %(key)s AND owner = %(owner)s"""
+    RELEASE_TO_NEXT = """
+        UPDATE {table}
+           SET owner = '', expiry = UTC_TIMESTAMP(6)
+         WHERE `key` = %(key)s
+           AND CASE WHEN owner = %(owner)s
+                    THEN LAST_INSERT_ID(RELEASE_ALL_LOCKS()) >= 0 END"""
+    EVICT = """
+        KILL IS_USED_LOCK(%(queue)s)"""
+    RELEASED = """
+        SELECT 1 FROM {table} WHERE `key` = %(key)s AND owner = '' AND fence = %(fence)s"""
+    HOLDERS = """
+        SELECT `key`, name, fence, holder,
+               TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expiry),
+               TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6))
+          FROM {table}
+         WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)
+           AND `key` BETWEEN %(first)s AND %(last)s
+         ORDER BY `key`
+         LIMIT %(count)s OFFSET %(start)s"""
+    COUNT = """
+        SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)"""
+    _CLEARED = """
+        UPDATE {table}
+           SET owner = '', expiry = UTC_TIMESTAMP(6) - INTERVAL {handover_us} MICROSECOND,
+               fence = GREATEST(fence + 1,
+                   TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))"""
+    CLEAR = (
+        _CLEARED
+        + """
+         WHERE `key` = %(key)s AND owner <> '' AND fence BETWEEN %(first)s AND %(last)s"""
+    )
+    CLEAR_EXPIRED = (
+        _CLEARED
+        + """
+         WHERE owner <> '' AND expiry <= UTC_TIMESTAMP(6)
+           AND `key` BETWEEN %(first)s AND %(last)s"""
+    )
+    OWNER = """
+        SELECT owner
+          FROM {table}
+         WHERE `key` = %(key)s AND fence = %(fence)s AND owner <> ''
+           AND expiry > UTC_TIMESTAMP(6)"""
+    LEFT_OVER = """
+        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= UTC_TIMESTAMP(6)
+                                 THEN 1 ELSE 0 END), 0),
+               coalesce(sum(CASE WHEN expiry < UTC_TIMESTAMP(6) - INTERVAL %(age_us)s MICROSECOND
+                                 THEN 1 ELSE 0 END), 0)
+          FROM {table}"""
+    PURGE = """
+        DELETE FROM {table}
+         WHERE expiry < UTC_TIMESTAMP(6) - INTERVAL %(age_us)s MICROSECOND
+           AND `key` BETWEEN %(first)s AND %(last)s"""
+
+    def adapt(self, settings: dict[str, Any]) -> None:
+        options = settings["OPTIONS"]
+        options["isolation_level"] = "read committed"
+        options["charset"] = "utf8mb4"
+        for wait in ("connect_timeout", "read_timeout", "write_timeout"):
+            options.setdefault(wait, ANSWER_WAIT)
+
+    def begin(self, wrapper: Any) -> Cursor:
+        cursor: Cursor = wrapper.connection.cursor()
+        # Strict: a value that does not fit is an error, never cut short or turned into zero.
+        cursor.execute(
+            f"SET SESSION innodb_lock_wait_timeout = {ROW_WAIT}, sql_mode = 'STRICT_ALL_TABLES',"
+            f" wait_timeout = {SILENCE} {LONG_WAITS} {LOGGED}"
+        )
+        return cursor
+
+    def crowded(self, error: Exception) -> bool:
+        return bool(error.args) and error.args[0] in CROWDED
+
+    def __init__(self, table_name: str, table: str, database: str) -> None:
+        super().__init__(table_name, table, database)
+        self._takes = {
+            step: self.TAKE.replace("{may}", self.JOIN if step in ("join", "wait") else "TRUE")
+            for step in ("try", "join", "wait", "turn")
+        }
+        self._known: set[str] = set()  # keys that had a row when we asked last
+
+    def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
+        cursor.execute(self._takes[step], asked)
+        if cursor.rowcount == 1:
+            return Grant(claim, fence=cursor.lastrowid)
+        if step == "wait" and claim.key in self._known:
+            return Busy()  # A row that was purged is missed when it is our turn.
+        cursor.execute(self.LEFT, asked)
+        row = cursor.fetchone()
+        if row is None:
+            return None
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known.add(claim.key)
+        return refused(row[0])
+
+    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
+        # A statement of its own: FOR UPDATE on a missing row and then INSERT in one transaction
+        # deadlock on InnoDB (279 of 320 with 8 sessions, even on different names).
+        cursor.execute(self.INSERT, asked)
+        if cursor.rowcount != 1:
+            return None
+        grant = Grant(claim, fence=cursor.lastrowid)
+        if step in ("join", "wait"):
+            cursor.execute("DO GET_LOCK(%(queue)s, 0)", asked)
+        return grant
+
+    def unlock(self, cursor: Cursor) -> None:
+        cursor.execute("DO RELEASE_ALL_LOCKS()")
+
+    def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
+        if not hasattr(wrapper.connection, "send_query"):  # not mysqlclient
+            return False
+        try:
+            cursor.execute("SELECT CONNECTION_ID(), GET_LOCK('distlock', 0), RELEASE_ALL_LOCKS()")
+        except wrapper.Database.Error:  # Galera
+            return False
+        # A proxy in between has numbers of its own, and may lend the session to others.
+        return bool(cursor.fetchone()[0] == wrapper.connection.thread_id())
+
+    def queue_of(self, key: str) -> str:
+        # A server has one set of these names for all of its databases.
+        return "distlock-q-" + key_of(f"{self.database}/{key}")
+
+    def line_up(self, wrapper: Any, key: str) -> int:
+        ask = f"SELECT GET_LOCK('{self.queue_of(key)}', {QUEUE_WAIT})"
+        wrapper.connection.send_query(ask.encode())
+        return int(wrapper.connection.fileno())
+
+    def called(self, wrapper: Any) -> bool:
+        wrapper.connection.read_query_result()
+        ((answer,),) = wrapper.connection.store_result().fetch_row()
+        return bool(answer)
+
+    def leave(self, wrapper: Any, cursor: Cursor) -> None:
+        # Not the connection: that is closed before its thread has left the queue.
+        cursor.execute(f"KILL QUERY {wrapper.connection.thread_id()}")
+
+    def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
+        # The next one is woken before the commit, and waits for it at the row.
+        asked = {"key": claim.key, "owner": claim.owner}
+        ours = self.execute(cursor, self.RELEASE_TO_NEXT, asked).rowcount == 1
+        if ours and not cursor.lastrowid:
+            self.evict(cursor, claim.key)
+        return ours
+
+    def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
+        statement, values = marked(self.EXTEND_PAIRS, "(%s, %s)", pairs)
+        cursor.execute(statement, [round(ttl * 1e6), *values])
+        if cursor.rowcount == len(pairs):
+            return set(pairs)
+        cursor.execute(*marked(self.OURS, "(%s, %s)", pairs))
+        return set(cursor.fetchall())

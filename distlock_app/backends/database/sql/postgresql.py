@@ -1,0 +1,310 @@
+"""The lock table on PostgreSQL.
+
+clock_timestamp(), never now(): the latter is the start of the transaction, which may have waited.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ....claims import Busy, Claim, Grant
+from ....errors import BackendError
+from ....primitives.names import key_of
+from ....primitives.timing import monotonic
+from .base import (
+    ANSWER_WAIT,
+    QUEUE_WAIT,
+    ROW_WAIT,
+    Asked,
+    Cursor,
+    Dialect,
+    Named,
+    Pair,
+    Step,
+    refused,
+)
+
+# Serialization failure, deadlock, lock timeout or NOWAIT.
+CROWDED = frozenset({"40001", "40P01", "55P03"})
+
+# A session that waits in a queue sees by itself that its client has died. (Not on Windows.)
+NOTICE_THE_DEAD = """
+    DO $$ BEGIN
+        PERFORM set_config('client_connection_check_interval', '2s', false);
+    EXCEPTION WHEN OTHERS THEN NULL;
+    END $$"""
+
+
+class PostgreSQL(Dialect):
+    """One statement for anything: SELECT ... FOR UPDATE and its UPDATE travel together.
+
+    The row lock is taken first, and a row that changed while we waited for it is read again
+    before anything is decided (READ COMMITTED), as in four statements; three round trips less.
+    """
+
+    JOIN = """pg_try_advisory_lock(%(queue)s::bigint) OR owner <> ''
+                       OR expiry <= clock_timestamp()
+                                   - {handover_us} * interval '1 microsecond'"""
+    TAKE = """
+        WITH locked AS MATERIALIZED (
+            SELECT key, owner, expiry
+              FROM {table}
+             WHERE key = %(key)s
+               FOR UPDATE
+        ), seen AS MATERIALIZED (
+            SELECT key,
+                   owner = %(owner)s AS mine,
+                   CASE WHEN owner = %(owner)s THEN true
+                        WHEN owner <> '' AND expiry > clock_timestamp() THEN false
+                        ELSE {may} END AS free,
+                   (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint AS left_us
+              FROM locked
+        ), taken AS (
+            UPDATE {table} AS lock
+               SET owner = %(owner)s, name = %(name)s, holder = %(holder)s,
+                   fence = CASE WHEN seen.mine THEN lock.fence
+                       ELSE greatest(lock.fence + 1,
+                           (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) END,
+                   acquired_at = CASE WHEN seen.mine THEN lock.acquired_at
+                       ELSE clock_timestamp() END,
+                   expiry = greatest(CASE WHEN seen.mine THEN lock.expiry END,
+                       clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
+              FROM seen
+             WHERE lock.key = seen.key AND seen.free
+         RETURNING lock.fence
+        )
+        SELECT taken.fence, seen.left_us FROM seen LEFT JOIN taken ON true"""
+    INSERT = """
+        INSERT INTO {table} (key, owner, fence, name, holder, acquired_at, expiry)
+        VALUES (%(key)s, %(owner)s,
+                (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+                %(name)s, %(holder)s, clock_timestamp(),
+                clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
+            ON CONFLICT (key) DO NOTHING
+     RETURNING fence, {may}"""
+    LOOK = """
+        SELECT (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint
+          FROM {table}
+         WHERE key = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > clock_timestamp()"""
+    EXTEND = """
+        UPDATE {table}
+           SET expiry = greatest(expiry,
+                   clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
+         WHERE key = %(key)s AND owner = %(owner)s"""
+    END_IN = """
+        UPDATE {table}
+           SET expiry = clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond'
+         WHERE key = %(key)s AND owner = %(owner)s"""
+    EXTEND_PAIRS = """
+        UPDATE {table} AS lock
+           SET expiry = greatest(expiry,
+                   clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
+          FROM unnest(%(keys)s::text[], %(owners)s::text[]) AS ours (key, owner)
+         WHERE lock.key = ours.key AND lock.owner = ours.owner
+     RETURNING lock.key, lock.owner"""
+    RELEASE = """
+        UPDATE {table}
+           SET owner = '', expiry = clock_timestamp()
+         WHERE key = %(key)s AND owner = %(owner)s"""
+    RELEASE_TO_NEXT = """
+        WITH locked AS MATERIALIZED (
+            SELECT key
+              FROM {table}
+             WHERE key = %(key)s AND owner = %(owner)s
+               FOR UPDATE
+        ), called AS MATERIALIZED (
+            SELECT key, pg_advisory_unlock(%(queue)s::bigint) AS next FROM locked
+        )
+        UPDATE {table} AS lock
+           SET owner = '', expiry = clock_timestamp()
+          FROM called
+         WHERE lock.key = called.key AND called.next IS NOT NULL
+     RETURNING called.next"""
+    EVICT = """
+        SELECT pg_terminate_backend(pid, 300)
+          FROM pg_locks
+         WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND pid <> pg_backend_pid()
+           AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+           AND classid = ((%(queue)s::bigint >> 32) & 4294967295)::oid
+           AND objid = (%(queue)s::bigint & 4294967295)::oid"""
+    RELEASED = """
+        SELECT 1 FROM {table} WHERE key = %(key)s AND owner = '' AND fence = %(fence)s"""
+    HOLDERS = """
+        SELECT key, name, fence, holder,
+               (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint,
+               (extract(epoch FROM clock_timestamp() - acquired_at) * 1000000)::bigint
+          FROM {table}
+         WHERE owner <> '' AND expiry > clock_timestamp()
+           AND key BETWEEN %(first)s AND %(last)s
+         ORDER BY key
+         LIMIT %(count)s OFFSET %(start)s"""
+    COUNT = """
+        SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > clock_timestamp()"""
+    _CLEARED = """
+        UPDATE {table}
+           SET owner = '', expiry = clock_timestamp() - {handover_us} * interval '1 microsecond',
+               fence = greatest(fence + 1,
+                   (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)"""
+    CLEAR = (
+        _CLEARED
+        + """
+         WHERE key = %(key)s AND owner <> ''
+           AND fence BETWEEN %(first)s::bigint AND %(last)s::bigint"""
+    )
+    CLEAR_EXPIRED = (
+        _CLEARED
+        + """
+         WHERE owner <> '' AND expiry <= clock_timestamp()
+           AND key BETWEEN %(first)s AND %(last)s"""
+    )
+    OWNER = """
+        SELECT owner
+          FROM {table}
+         WHERE key = %(key)s AND fence = %(fence)s AND owner <> ''
+           AND expiry > clock_timestamp()"""
+    LEFT_OVER = """
+        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= clock_timestamp()
+                                 THEN 1 ELSE 0 END), 0),
+               coalesce(sum(CASE WHEN expiry < clock_timestamp()
+                                      - %(age_us)s::bigint * interval '1 microsecond'
+                                 THEN 1 ELSE 0 END), 0)
+          FROM {table}"""
+    PURGE = """
+        DELETE FROM {table}
+         WHERE key IN (SELECT key
+                         FROM {table}
+                        WHERE expiry < clock_timestamp()
+                                       - %(age_us)s::bigint * interval '1 microsecond'
+                          AND key BETWEEN %(first)s AND %(last)s
+                          FOR UPDATE SKIP LOCKED)"""
+
+    def adapt(self, settings: dict[str, Any]) -> None:
+        options = settings["OPTIONS"]
+        options.pop("pool", None)
+        options.pop("isolation_level", None)
+        options.setdefault("connect_timeout", ANSWER_WAIT)
+        options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
+
+    def begin(self, wrapper: Any) -> Cursor:
+        cursor: Cursor = wrapper.connection.cursor()
+        # DISABLE_SERVER_SIDE_CURSORS is how Django is told of a pooler that lends sessions by
+        # the transaction: neither settings nor prepared statements may be left on those.
+        kept = not wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        self.kept = kept
+        if kept:
+            cursor.execute(f"SET lock_timeout = '{ROW_WAIT}s'")
+            cursor.execute(f"SET statement_timeout = '{QUEUE_WAIT}s'")
+            cursor.execute("SET tcp_keepalives_idle = 60")
+            cursor.execute("SET tcp_keepalives_interval = 10")
+            cursor.execute("SET default_transaction_isolation = 'read committed'")
+            cursor.execute(NOTICE_THE_DEAD)
+        if hasattr(wrapper.connection, "prepare_threshold"):  # not psycopg2
+            # The driver's cursor: Django's may write the values into the statement's text.
+            # Prepared, at the first use, a statement costs 25 % less.
+            cursor = wrapper.Database.Cursor(wrapper.connection)
+            wrapper.connection.prepare_threshold = 0 if kept else None
+            wrapper.connection.wait = partial(_wait, wrapper.connection)
+        return cursor
+
+    def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
+        if self.kept:
+            return super().execute(cursor, statement, asked)
+        bounds: Any = cursor
+        with bounds.connection.cursor() as around:
+            around.execute(
+                f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '{ROW_WAIT}s';"
+                f" SET LOCAL statement_timeout = '{ANSWER_WAIT}s'"
+            )
+            cursor.execute(statement, asked)
+            around.execute("COMMIT")
+        return cursor
+
+    def crowded(self, error: Exception) -> bool:
+        return (getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)) in CROWDED
+
+    def __init__(self, table_name: str, table: str, database: str) -> None:
+        super().__init__(table_name, table, database)
+        self.kept = True
+        joining = {"try": "true", "join": self.JOIN, "wait": self.JOIN, "turn": "true"}
+        self._takes = {step: self.TAKE.replace("{may}", may) for step, may in joining.items()}
+        joining |= dict.fromkeys(("join", "wait"), "pg_try_advisory_lock(%(queue)s::bigint)")
+        self._inserts = {step: self.INSERT.replace("{may}", may) for step, may in joining.items()}
+
+    def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
+        row = self.execute(cursor, self._takes[step], asked).fetchone()
+        if row is None:
+            return None
+        fence, left_us = row
+        return refused(left_us) if fence is None else Grant(claim, fence=fence)
+
+    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
+        row = self.execute(cursor, self._inserts[step], asked).fetchone()
+        return Grant(claim, fence=row[0]) if row else None
+
+    def unlock(self, cursor: Cursor) -> None:
+        cursor.execute("SELECT pg_advisory_unlock_all()")
+
+    def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
+        lent_by_transaction = wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        return not lent_by_transaction and hasattr(wrapper.connection, "pgconn")  # not psycopg2
+
+    def queue_of(self, key: str) -> int:
+        # Hashed again: advisory locks on the same name are somebody else's.
+        return int(key_of(f"queue/{key}")[:16], 16) - 2**63
+
+    def line_up(self, wrapper: Any, key: str) -> int:
+        # The time for rows is not for this one; statement_timeout ends it.
+        ask = (
+            f"SELECT set_config('lock_timeout', '0', true), pg_advisory_lock({self.queue_of(key)})"
+        )
+        wrapper.connection.pgconn.send_query(ask.encode())
+        return int(wrapper.connection.pgconn.socket)
+
+    def called(self, wrapper: Any) -> bool:
+        answered = False
+        while (result := wrapper.connection.pgconn.get_result()) is not None:
+            answered = result.status == wrapper.Database.pq.ExecStatus.TUPLES_OK
+        return answered
+
+    def leave(self, wrapper: Any, cursor: Cursor) -> None:
+        wrapper.connection.cancel()
+
+    def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
+        # The next one is woken before the commit, and waits for it at the row.
+        asked = {"key": claim.key, "owner": claim.owner, "queue": self.queue_of(claim.key)}
+        row = self.execute(cursor, self.RELEASE_TO_NEXT, asked).fetchone()
+        if row is not None and not row[0]:
+            self.evict(cursor, claim.key)
+        return row is not None
+
+    def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
+        keys, owners = zip(*pairs, strict=True)
+        asked = {"keys": list(keys), "owners": list(owners), "ttl_us": round(ttl * 1e6)}
+        return set(self.execute(cursor, self.EXTEND_PAIRS, asked).fetchall())
+
+
+def _wait(connection: Any, steps: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do as psycopg's Connection.wait(), but not for ever: a server that is frozen says nothing.
+
+    `steps` yields what to wait for on the socket, 1 to read and 2 to write, and is told the same.
+    """
+    end = monotonic() + ANSWER_WAIT
+    poll = select.poll()
+    try:
+        wanted = next(steps)
+        while True:
+            mask = (select.POLLIN if wanted & 1 else 0) | (select.POLLOUT if wanted & 2 else 0)
+            poll.register(connection.pgconn.socket, mask)
+            found = poll.poll(max(0.0, end - monotonic()) * 1000)
+            if not found:
+                raise BackendError(f"PostgreSQL did not answer within {ANSWER_WAIT} s")
+            # An end of the connection is found out by reading it.
+            ready = (1 if found[0][1] & ~select.POLLOUT else 0) | (
+                found[0][1] & select.POLLOUT
+            ) // 2
+            wanted = steps.send(ready & wanted or wanted)
+    except StopIteration as stop:
+        return stop.value

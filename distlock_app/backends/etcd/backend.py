@@ -1,0 +1,428 @@
+"""Locks in etcd (3.4 or newer): a queue of leased keys for each lock, first come first served."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.checks import CheckMessage, Error
+from django.core.exceptions import ImproperlyConfigured
+
+from ...claims import Busy, Claim, Grant, Holding
+from ...errors import BackendError
+from ...primitives.identity import holder_fields
+from ...primitives.names import shown
+from ...primitives.timing import monotonic
+from ..base import BaseLockBackend
+from .gateway import NOT_FOUND, Gateway, Lost, Refused, Watch, decoded, encoded
+from .leases import Lease, Leases
+
+PAGE = 1000  # keys in one answer of a listing
+# A waiter looks at the queue after so many seconds even if the watch says nothing: a connection
+# may die without a sign.
+LOOK_AGAIN = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a queue: the first one holds the lock, the others wait."""
+
+    key: str
+    created: int  # the revision that made it: the order of the queue
+    lease: int
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The queue of one lock as it was at one revision."""
+
+    asked_at: float
+    revision: int
+    queue: list[Entry]
+    epoch: int
+
+    def place_of(self, key: str) -> int | None:
+        """Return how many are before `key`; None: it is not in the queue."""
+        return next((at for at, entry in enumerate(self.queue) if entry.key == key), None)
+
+
+class Place:
+    """A claim that waits: its lease, and the key whose end wakes it, or what that begins with."""
+
+    __slots__ = ("awaits", "lease", "wake")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.awaits = ""
+        self.wake: Callable[[Grant | None], None] | None = None
+
+
+class EtcdBackend(BaseLockBackend):
+    """Leases in etcd. LOCATION is a URL, several with commas between, or a list of them.
+
+    A claim is a key with a lease. The oldest of a lock has it, and each of the others waits for
+    the end of the one before it, so that a release wakes one waiter. Only revisions decide.
+    """
+
+    fences = True
+    queues = True
+    pushes = True
+    poll_max = LOOK_AGAIN
+
+    def __init__(
+        self,
+        *,
+        alias: str,
+        location: Any = None,
+        prefix: str = "distlock",
+        user: str = "",
+        password: str = "",
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        timeout: float = 3.0,
+    ) -> None:
+        """`prefix` begins every key; `ca`, `cert`, `key` are files; `timeout` of an answer."""
+        super().__init__(alias=alias, location=location)
+        if not isinstance(prefix, str) or not prefix:
+            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text.")
+        self._prefix = prefix
+        self._epoch_key = f"{prefix}.epoch"
+        self._endpoints = _endpoints(alias, location)
+        self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}
+        self._files = (ca, cert, key)
+        self._start()
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
+        """Take the lock in one request if it is free, or a place in its queue."""
+        place = self._places.get((claim.owner, claim.key))
+        if place is None:
+            place = Place(self._leases.take(claim.ttl))
+        elif place.lease.due_in(LOOK_AGAIN) == 0:
+            self._leases.renew(place.lease)
+        if wait != 0:
+            # Whatever leaves the queue wakes us, until we know who is before us.
+            place.awaits, place.wake = self._queue_of(claim.key), claim.wake
+            self._places[claim.owner, claim.key] = place
+        try:
+            view = self._enter(claim, place.lease, stay=wait != 0)
+        except Refused as error:
+            if error.code != NOT_FOUND:
+                raise
+            # The lease has gone, and its key with it: the server lost it, or was told to.
+            place.lease = self._leases.new(claim.ttl)
+            view = self._enter(claim, place.lease, stay=wait != 0)
+        at = view.place_of(self._key(claim))
+        if at == 0:
+            return self._granted(claim, view, place.lease)
+        if at is not None:
+            place.lease = self._lease_of(view.queue[at], place.lease)
+        if wait == 0 or at is None:
+            return self._leave(claim, view, place.lease)
+        place.awaits = view.queue[at - 1].key
+        self._watch.start()
+        return Busy()
+
+    def look(self, claim: Claim) -> Busy | None:
+        """See whether the one before us is still there: one key, however long the queue."""
+        place = self._places.get((claim.owner, claim.key))
+        if place is None or not place.awaits or place.lease.due_in(LOOK_AGAIN) == 0:
+            return None
+        return Busy() if self._entry(place.awaits) else None
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        claim, lease = grant.claim, self._leases.of(grant.session)
+        while True:
+            alive = self._leases.renew(lease)
+            entry = self._entry(self._key(claim))
+            if entry is None:
+                return False
+            if entry.lease == lease.id:
+                break
+            lease = self._leases.of(entry.lease)  # it was given a longer one, or granted again
+        if not alive:
+            return False
+        if lease.seconds >= ttl:
+            return True
+        put = _put(entry.key, decoded(entry.value), self._leases.new(ttl))
+        return bool(self._txn([_created(entry)], [put], []).get("succeeded"))
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        entry = self._entry(self._key(grant.claim))
+        if entry is None:
+            return False
+        put = _put(entry.key, decoded(entry.value), self._leases.new(ttl))
+        if not self._txn([_created(entry)], [put], []).get("succeeded"):
+            return False
+        self._leases.give_back(entry.lease)
+        return True
+
+    def release(self, grant: Grant) -> bool:
+        claim = grant.claim
+        place = self._places.pop((claim.owner, claim.key), None)
+        deleted = self._delete(self._key(claim))
+        if deleted:
+            self._leases.give_back(place.lease.id if place else grant.session)
+        return deleted
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        start = f"{self._prefix}/" if key is None else self._queue_of(key)
+        epoch = self._epoch()
+        for _, keys in groupby(self._pages(start), lambda entry: entry.key.rpartition("/")[0]):
+            queue = sorted(keys, key=lambda entry: entry.created)
+            first = queue[0]
+            left = self._leases.remaining(first.lease)
+            if left is None:
+                continue
+            about = json.loads(decoded(first.value))
+            yield Holding(
+                name=about["name"],
+                key=first.key.split("/")[-2],
+                alias=self.alias,
+                seen=str(first.created),
+                fence=epoch + first.created,
+                expires_in=left,
+                waiters=len(queue) - 1,
+                holder=holder_fields(about["holder"]),
+            )
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        view = self._look(key)
+        if not view.queue or seen not in (None, str(view.queue[0].created)):
+            return 0
+        first = view.queue[0]
+        delete = {"request_delete_range": {"key": encoded(first.key)}}
+        return int(bool(self._txn([_created(first)], [delete], []).get("succeeded")))
+
+    def check(self, *, ask: bool = False) -> list[CheckMessage]:
+        if ask:
+            try:
+                self.ping()
+            except BackendError as error:
+                text = f"DISTLOCK[{self.alias!r}]: {error}"
+                return [Error(text, id="distlock_app.E015")]
+        return []
+
+    def ping(self) -> None:
+        self._epoch()
+
+    def close(self) -> None:
+        self._watch.end()
+        self._gateway.close()
+        self._start()
+
+    def after_fork(self) -> None:
+        self._watch.forget()
+        self._gateway.close()  # copies: the parent's connections live on
+        self._start()
+
+    def _start(self) -> None:
+        tls = None
+        if any(endpoint.startswith("https:") for endpoint in self._endpoints):
+            ca, cert, key = self._files
+            tls = ssl.create_default_context(cafile=ca)
+            if cert is not None:
+                tls.load_cert_chain(cert, key)
+        self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
+        self._leases = Leases(self._gateway)
+        # Of the claims that wait, by owner and key.
+        self._places: dict[tuple[str, str], Place] = {}
+        self._watch = Watch(
+            self._gateway,
+            _range(f"{self._prefix}/"),
+            partial(_wake, self._places),
+            f"distlock-watch-{self.alias}",
+        )
+
+    def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
+        """Take the lock if its queue is empty; else take the last place, if we `stay`.
+
+        Both may be repeated: a key that is there keeps its place, and its lease.
+        """
+        about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
+        put = _put(self._key(claim), about, lease)
+        read = [self._read_queue(claim.key), self._read_epoch()]
+        # etcd compares with each key of the range: there must be none.
+        whose = {"key": encoded(self._key(claim))} if stay else _range(self._queue_of(claim.key))
+        nobody = {**whose, "target": "CREATE", "create_revision": 0}
+        return self._view([nobody], [put, *read], read)
+
+    def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
+        """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
+        while at := view.place_of(self._key(claim)):
+            delete = {"request_delete_range": {"key": encoded(self._key(claim))}}
+            if self._txn([_created(view.queue[0])], [delete], []).get("succeeded"):
+                break
+            view = self._look(claim.key)
+        if at == 0:
+            return self._granted(claim, view, lease)
+        self._forget(claim)
+        self._leases.give_back(lease.id)
+        return Busy()
+
+    def _forget(self, claim: Claim) -> None:
+        self._places.pop((claim.owner, claim.key), None)
+
+    def _granted(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
+        first, asked_at = view.queue[0], view.asked_at
+        lease = self._lease_of(first, lease)
+        grant = Grant(claim, view.epoch + first.created, asked_at, lease.id)
+        if not lease.covers(claim.ttl, asked_at):
+            grant = replace(grant, asked_at=monotonic())
+            if not self.extend(grant, claim.ttl):
+                return Busy()
+        self._forget(claim)
+        return grant
+
+    def _lease_of(self, entry: Entry, lease: Lease) -> Lease:
+        """Return the key's lease: another if an answer was lost, or the same owner was there."""
+        if entry.lease == lease.id:
+            return lease
+        self._leases.give_back(lease.id)
+        return self._leases.of(entry.lease)
+
+    def _delete(self, key: str) -> bool:
+        request = {"key": encoded(key)}
+        try:
+            return "deleted" in self._gateway.ask("/v3/kv/deleterange", request, repeat=False)
+        except Lost as error:
+            if "deleted" in self._gateway.ask("/v3/kv/deleterange", request):
+                return True
+            raise BackendError(
+                f"etcd {self.alias!r} lost the answer: the lock is not ours any more, "
+                "whether it was until then is not known."
+            ) from error
+
+    def _key(self, claim: Claim) -> str:
+        return self._queue_of(claim.key) + claim.owner
+
+    def _queue_of(self, key: str) -> str:
+        return f"{self._prefix}/{key}/"
+
+    def _read_queue(self, key: str) -> dict[str, Any]:
+        order = {"sort_order": "ASCEND", "sort_target": "CREATE", "keys_only": True}
+        return {"request_range": {**_range(self._queue_of(key)), **order}}
+
+    def _read_epoch(self) -> dict[str, Any]:
+        return {"request_range": {"key": encoded(self._epoch_key)}}
+
+    def _look(self, key: str) -> View:
+        return self._view([], [self._read_queue(key), self._read_epoch()], [])
+
+    def _view(self, *txn: list[dict[str, Any]]) -> View:
+        """Run a transaction that reads the queue and the epoch last."""
+        asked_at = monotonic()
+        answer = self._txn(*txn)
+        queue, epoch = (
+            response["response_range"].get("kvs", []) for response in answer["responses"][-2:]
+        )
+        return View(
+            asked_at,
+            int(answer["header"]["revision"]),
+            [_entry(kv) for kv in queue],
+            int(decoded(epoch[0]["value"])) if epoch else self._new_epoch(),
+        )
+
+    def _txn(self, *txn: list[dict[str, Any]]) -> dict[str, Any]:
+        body = dict(zip(("compare", "success", "failure"), txn, strict=True))
+        return self._gateway.ask("/v3/kv/txn", body)
+
+    def _epoch(self) -> int:
+        found = self._gateway.ask("/v3/kv/range", self._read_epoch()["request_range"])
+        return int(decoded(found["kvs"][0]["value"])) if "kvs" in found else self._new_epoch()
+
+    def _new_epoch(self) -> int:
+        """Note, once for each data directory, where its fences begin.
+
+        Revisions start at 1 when the data is lost. So fences are counted from the time, in
+        microseconds, at which the first lock was taken: etcd makes no million revisions a
+        second, and so later data has greater fences. Nothing else relies on that clock.
+        """
+        key = encoded(self._epoch_key)
+        put = {"request_put": {"key": key, "value": encoded(str(time.time_ns() // 1000))}}
+        missing = {"key": key, "target": "VERSION", "version": 0}
+        read = self._read_epoch()
+        answer = self._txn([missing], [put, read], [read])
+        return int(decoded(answer["responses"][-1]["response_range"]["kvs"][0]["value"]))
+
+    def _entry(self, key: str) -> Entry | None:
+        found = self._gateway.ask("/v3/kv/range", {"key": encoded(key)})
+        return _entry(found["kvs"][0]) if "kvs" in found else None
+
+    def _pages(self, start: str) -> Iterator[Entry]:
+        """Yield the keys that begin with `start`, in their own order."""
+        request = {**_range(start), "limit": PAGE}
+        while True:
+            page = self._gateway.ask("/v3/kv/range", request)
+            entries = [_entry(kv) for kv in page.get("kvs", [])]
+            yield from entries
+            if not page.get("more"):
+                return
+            request["key"] = encoded(entries[-1].key + "\0")
+
+
+def _wake(places: dict[tuple[str, str], Place], gone: str | None) -> bool:
+    """Wake those who await the end of the key `gone`, None: all; return whether anybody waits."""
+    now = monotonic()
+    for claim, place in list(places.items()):
+        if place.wake is not None and (gone is None or gone.startswith(place.awaits)):
+            if gone is not None:
+                place.awaits = ""  # no need to look
+            with suppress(RuntimeError):  # its event loop was closed: that has it given back
+                place.wake(None)
+        elif place.lease.seconds and not place.lease.covers(0, now):
+            places.pop(claim, None)  # nobody renews it: a stable owner who went
+    return bool(places)
+
+
+def _endpoints(alias: str, location: Any) -> list[str]:
+    urls = location.split(",") if isinstance(location, str) else list(location or ())
+    urls = [str(url).strip().rstrip("/") for url in urls]
+    if not urls or not all(_is_url(url) for url in urls):
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: LOCATION must be a URL such as http://etcd.example:2379, "
+            "or several."
+        )
+    if any("@" in url for url in urls):
+        raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: USER and PASSWORD belong in OPTIONS.")
+    return urls
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # whose message quotes what may be a password
+        return False
+
+
+def _range(prefix: str) -> dict[str, Any]:
+    """Return the keys that begin with `prefix`, which ends with "/"."""
+    return {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + "0")}
+
+
+def _put(key: str, value: str, lease: Lease) -> dict[str, Any]:
+    put = {"key": encoded(key), "value": encoded(value), "lease": lease.id}
+    return {"request_put": put}
+
+
+def _created(entry: Entry) -> dict[str, Any]:
+    return {"key": encoded(entry.key), "target": "CREATE", "create_revision": entry.created}
+
+
+def _entry(kv: dict[str, Any]) -> Entry:
+    return Entry(
+        decoded(kv["key"]),
+        int(kv["create_revision"]),
+        int(kv.get("lease", 0)),
+        kv.get("value", ""),
+    )

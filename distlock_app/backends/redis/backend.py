@@ -1,0 +1,467 @@
+"""Locks on Redis or Valkey (6.0 or newer): a script each way, waiters in order of arrival.
+
+On one server, on the master that a Sentinel names, or on the masters of a Cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from django.core.checks import CheckMessage
+from django.core.exceptions import ImproperlyConfigured
+
+from ...claims import Busy, Claim, Grant, Holding
+from ...errors import BackendError
+from ...primitives.names import SHOWN_LENGTH, shown
+from ...primitives.timing import monotonic
+from ..base import BaseLockBackend
+from .alias import where
+from .checks import check_server, check_sharing
+from .cluster import Cluster, slot_of
+from .latches import COUNT_DOWN, PASS
+from .listening import Listener
+from .pool import Lost, Pool, Servers
+from .scripts import (
+    ACQUIRE,
+    CLEAR,
+    END_IN,
+    EXTEND,
+    GUARDED_SET,
+    RELEASE,
+    Script,
+    acquire_all,
+    fill,
+    pack,
+)
+
+# Requests in one round trip: their answers fit any socket buffer, and others get a turn.
+BATCH = 500
+# Parts of the index: Redis keeps a ZSET of up to 128 members without pointers, which takes 60
+# bytes for a held lock instead of 170, up to about 100,000 of them. In a Cluster each part has a
+# hash slot of its own, with the locks in it; a single server has them all in one.
+PARTS = 1024
+# People are shown so many of those who wait.
+MOST_QUEUED = 50
+# How long the first waiter of a process waits for its subscription to be confirmed.
+SUBSCRIBE_SECONDS = 1.0
+
+
+class RedisBackend(BaseLockBackend):
+    """Leases in Redis. LOCATION is an alias of CACHES; only its server and options are used."""
+
+    fences = True
+    shares = True
+    queues = True
+    limits = True
+    latches = True
+    prolongs = True
+    pushes = True
+    # The scripts take a waiter who did not ask again for three seconds for dead.
+    poll_max = 1.0
+
+    def __init__(
+        self,
+        *,
+        alias: str,
+        location: Any = None,
+        prefix: str = "distlock",
+        cluster: Sequence[str] = (),
+        replicas: int = 0,
+        replicas_timeout: float = 0.5,
+    ) -> None:
+        """Keep the settings.
+
+        `prefix` begins every key and channel; the cache's own KEY_PREFIX is not used. `cluster`
+        are URLs of nodes, instead of LOCATION. A lock that `replicas` did not confirm within
+        `replicas_timeout` seconds is not granted.
+        """
+        super().__init__(alias=alias, location=location)
+        self._prefix = prefix
+        self._channels = f"{prefix}:wake:"
+        try:
+            self._recipe, self._nodes = where(location, cluster)
+            if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
+                raise ImproperlyConfigured("PREFIX must be text without braces and blanks.")
+            if type(replicas) is not int or replicas < 0:
+                raise ImproperlyConfigured("REPLICAS must be a number of servers.")
+            longest = self._recipe.connection_kwargs["socket_timeout"]
+            if replicas and not 0 < float(replicas_timeout) < longest:
+                raise ImproperlyConfigured(
+                    f"REPLICAS_TIMEOUT must be less than the {longest} s that a socket waits."
+                )
+        except (ImproperlyConfigured, TypeError, ValueError) as error:
+            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: {error}") from None
+        self._replicas = replicas
+        self._within = replicas_timeout
+        self._template = lru_cache(maxsize=4096)(self._make_template)
+        self._start()
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
+        """Take the lock, or a place in its queue; a woken caller has the lock already."""
+        asked = monotonic()
+        if wait == 0:
+            self._forget(claim)
+            return self._try(claim, asked)[0]
+        if claim.wake is None:
+            return self._try(claim, asked, channel="-")[0]
+        listener = self._listener(claim.key)
+        if not listener.running:
+            # Most locks are free: a process that never waits needs no thread. Not a try that
+            # leaves nothing behind, or a waiter would lose its place for a moment.
+            grant = self._try(claim, asked, "-", listener.place_of(claim))[0]
+            if grant:
+                return grant
+        channel = listener.channel if listener.works(SUBSCRIBE_SECONDS) else "-"
+        asked = monotonic()
+        waiter = listener.trying(claim, asked)
+        try:
+            result, server, arrived = self._try(claim, asked, channel, waiter.arrived)
+        except BaseException:
+            listener.failed(waiter)
+            raise
+        if result:
+            self._forget(claim)
+            return result
+        again = listener.waits(waiter, asked, server, arrived)
+        if isinstance(again, Grant):
+            return again
+        return Busy(free_in=0.0) if again else result
+
+    def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
+        mutexes = not any(claim.shared or claim.limit > 1 for claim in claims)
+        # In a Cluster a script sees the keys of one hash slot only.
+        if not mutexes or len({self._base(_part(claim.key)) for claim in claims}) > 1:
+            return None
+        asked = monotonic()
+        script = acquire_all(len(claims))
+        keys = [key for claim in claims for key in self._keys(claim.key)]
+        words: list[bytes] = []
+        for claim in claims:
+            words += [claim.key.encode(), claim.owner.encode()]
+            words += [_milliseconds(claim.ttl), _about(claim)]
+        granted, *fences = self._pool.run(script, fill(script.template(*keys), *words))
+        if not granted:
+            return None
+        pairs = zip(claims, fences, strict=True)
+        return [Grant(claim, fence=fence, asked_at=asked) for claim, fence in pairs]
+
+    def _try(
+        self, claim: Claim, asked: float, channel: str = "", arrived: int = 0
+    ) -> tuple[Grant | Busy, int, int]:
+        """Return the result of one try, the server's time, and that of the claim's arrival."""
+        script = PASS if claim.latch else ACQUIRE
+        answer = self._pool.run(
+            script,
+            fill(
+                self._template(script, claim.key),
+                claim.owner.encode(),
+                _milliseconds(claim.ttl),
+                _about(claim),
+                channel.encode(),
+                b"%d" % arrived,
+                b"0" if claim.shared else b"%d" % claim.limit,
+            ),
+        )
+        if answer[0]:
+            return Grant(claim, fence=answer[1], asked_at=asked), answer[2], 0
+        return Busy(free_in=max(answer[1], 1) / 1000), answer[2], answer[3]
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        return bool(self._pool.run(EXTEND, self._extend(grant, ttl)))
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        claim, template = grant.claim, self._template(END_IN, grant.claim.key)
+        request = fill(template, claim.owner.encode(), _milliseconds(ttl), b"exactly")
+        return bool(self._pool.run(END_IN, request))
+
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+        results: list[bool | Exception] = []
+        for start in range(0, len(work), BATCH):
+            batch = work[start : start + BATCH]
+            try:
+                answers = self._pool.run_all(EXTEND, [self._extend(*item) for item in batch])
+            except BackendError as error:
+                results += [error] * len(batch)
+            else:
+                results += [a if isinstance(a, Exception) else bool(a) for a in answers]
+        return results
+
+    def release(self, grant: Grant) -> bool:
+        """Give the lock to the next in the queue, or leave the queue."""
+        claim = grant.claim
+        self._forget(claim)
+        if claim.latch:
+            waiters = self._keys(claim.key)[2]
+            self._pool.ask(pack(b"HDEL", waiters, claim.owner.encode()))
+            return False
+        request = fill(self._template(RELEASE, claim.key), claim.owner.encode())
+        return self._run_once(RELEASE, request)
+
+    def count_down(self, claim: Claim) -> int:
+        request = fill(
+            self._template(COUNT_DOWN, claim.key),
+            claim.owner.encode(),
+            _milliseconds(claim.ttl),
+            b"%d" % claim.limit,
+        )
+        return int(self._pool.run(COUNT_DOWN, request))
+
+    def counted(self, key: str) -> int:
+        return int(self._pool.ask(pack(b"ZCARD", self._keys(key)[5]))[0])
+
+    def guarded_set(
+        self,
+        grant: Grant,
+        key: str,
+        value: str | bytes | int | float,
+        *,
+        release: bool = False,
+        ttl: float | None = None,
+    ) -> bool:
+        """Write `value` to the Redis key `key` only if the lock is still ours; return whether.
+
+        In the lock's database, under that very key, without a cache's prefix or serializer;
+        it expires after `ttl` seconds. `release` gives the lock up in the same step. In a
+        Cluster a key in another hash slot than the lock is a ValueError, which says what to do.
+        """
+        claim = grant.claim
+        if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):
+            raise ValueError(
+                "In a Redis Cluster the key must be in the hash slot of its lock: with "
+                f"'{{{_part(claim.key)}}}' in it, without other braces before."
+            )
+        data = value if isinstance(value, bytes) else str(value).encode()
+        request = fill(
+            GUARDED_SET.template(*self._keys(claim.key), key.encode(), claim.key.encode()),
+            claim.owner.encode(),
+            data,
+            b"0" if ttl is None else _milliseconds(ttl),
+            b"1" if release else b"0",
+        )
+        if release:
+            return self._run_once(GUARDED_SET, request)
+        return bool(self._pool.run(GUARDED_SET, request))
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        if key is not None:
+            yield from self._holdings([key])
+            return
+        # The index, never a scan over the keys of the server.
+        for start in range(0, PARTS, BATCH):
+            parts = range(start, min(start + BATCH, PARTS))
+            pages = self._pool.ask(
+                *[pack(b"ZRANGE", self._index(part), b"0", b"-1") for part in parts]
+            )
+            keys = [member.decode() for page in pages for member in page]
+            for at in range(0, len(keys), BATCH):
+                yield from self._holdings(keys[at : at + BATCH])
+
+    def queue(self, key: str) -> list[Mapping[str, Any]]:
+        _, queue, claims, *_ = self._keys(key)
+        owners = self._pool.ask(pack(b"ZRANGE", queue, b"0", b"%d" % (MOST_QUEUED - 1)))[0]
+        if not owners:
+            return []
+        entries = self._pool.ask(pack(b"HMGET", claims, *owners))[0]
+        # "heard ttl channel limit holder name", or "fence limit holder name" of who just got it.
+        words = [entry.decode().split(" ", 4) for entry in entries if entry]
+        return [_about_of(w[4])[0] for w in words if len(w) == 5 and not w[2].startswith("{")]
+
+    def page(self, start: int, count: int) -> tuple[list[Holding], int]:
+        seconds, micros = self._pool.ask(pack(b"TIME"))[0]
+        now_ms = b"%d" % ((int(seconds) * 1_000_000 + int(micros)) // 1000)
+        live = (now_ms, b"+inf")
+        counts = self._ask([pack(b"ZCOUNT", self._index(part), *live) for part in range(PARTS)])
+        ranges, skipped = [], 0
+        for part, size in enumerate(counts):
+            first = max(start - skipped, 0)
+            last = min(start + count - skipped, size)
+            if first < last:
+                window = (b"LIMIT", b"%d" % first, b"%d" % (last - first))
+                ranges.append(pack(b"ZRANGEBYSCORE", self._index(part), *live, *window))
+            skipped += size
+        keys = [member.decode() for page in self._ask(ranges) for member in page]
+        batches = (keys[at : at + BATCH] for at in range(0, len(keys), BATCH))
+        return [h for batch in batches for h in self._holdings(batch)], sum(counts)
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        request = fill(self._template(CLEAR, key), b"" if seen is None else seen.encode())
+        return int(self._pool.run(CLEAR, request))
+
+    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+        lock = self._lock(key)
+        requests = pack(b"GET", lock), pack(b"ZRANGE", lock + b":m", b"0", b"-1")
+        held, owners = self._pool.ask(*requests)
+        if held is not None:
+            owner, fence, _ = held.split(b" ", 2)
+            fences = {fence: owner}
+        elif owners:
+            entries = self._pool.ask(pack(b"HMGET", lock + b":w", *owners))[0]
+            fences = {e.split(b" ", 1)[0]: o for e, o in zip(entries, owners, strict=True) if e}
+        else:
+            fences = {}
+        if (owner := fences.get(seen.encode())) is None:
+            return False
+        request = fill(self._template(EXTEND, key), owner, _milliseconds(ttl))
+        return bool(self._pool.run(EXTEND, request))
+
+    def check(self, *, ask: bool = False) -> list[CheckMessage]:
+        messages = check_sharing(self.alias, self.location)
+        if ask:
+            messages += check_server(self.alias, self._pool, self._replicas)
+        return messages
+
+    def ping(self) -> None:
+        for node in self._pool.nodes():
+            node.ask(pack(b"PING"))
+
+    def close(self) -> None:
+        for listener in list(self._listeners.values()):
+            listener.close()
+        self._pool.close()
+        self._start()
+
+    def after_fork(self) -> None:
+        # redis-py shuts no socket down in another process than its own (Connection.pid): the
+        # child only loses its copies. Its locks are new too: a thread of the parent may have
+        # held the old ones.
+        self._start()
+
+    def _start(self) -> None:
+        make = partial(Pool, replicas=self._replicas, within=self._within)
+        self._pool: Servers = (
+            Cluster(self.alias, self._recipe, self._nodes, make)
+            if self._nodes
+            else make(self.alias, self._recipe)
+        )
+        self._listeners: dict[Pool, Listener] = {}
+
+    def _listener(self, key: str) -> Listener:
+        """Return the listener at the server of this lock.
+
+        A script knows who listens at the very server where it runs, so each has a listener of
+        its own, and what holds for one server holds in a Cluster.
+        """
+        node = self._pool.node(self._template(ACQUIRE, key))
+        listener = self._listeners.get(node)
+        if listener is None:
+            channel = self._channels + secrets.token_hex(8)
+            # A lock that a release gave us may not be on the replicas: another try asks them.
+            grants = not self._replicas
+            made = Listener(channel, node.connect, self.release, alias=self.alias, grants=grants)
+            listener = self._listeners.setdefault(node, made)
+        return listener
+
+    def _ask(self, requests: Sequence[bytes]) -> list[Any]:
+        """Do as the pool's `ask`, in round trips of a fair size."""
+        batches = (requests[at : at + BATCH] for at in range(0, len(requests), BATCH))
+        return [answer for batch in batches for answer in self._pool.ask(*batch)]
+
+    def _forget(self, claim: Claim) -> None:
+        # Of all: keys may have moved to another server while their claim waited.
+        for listener in list(self._listeners.values()):
+            listener.forget(claim)
+
+    def _base(self, part: int) -> str:
+        """Return how the keys of this part begin: with their hash tag."""
+        return f"{self._prefix}:{{{part if self._nodes else 0}}}:"
+
+    def _lock(self, key: str) -> bytes:
+        return f"{self._base(_part(key))}{key}".encode()
+
+    def _index(self, part: int) -> bytes:
+        return f"{self._base(part)}held:{part}".encode()
+
+    def _keys(self, key: str) -> list[bytes]:
+        lock, part = self._lock(key), _part(key)
+        counter = f"{self._base(part)}fence".encode()
+        return [lock, lock + b":q", lock + b":w", self._index(part), counter, lock + b":m"]
+
+    def _make_template(self, script: Script, key: str) -> bytes:
+        return script.template(*self._keys(key), key.encode())
+
+    def _extend(self, grant: Grant, ttl: float) -> bytes:
+        claim = grant.claim
+        template = self._template(EXTEND, claim.key)
+        return fill(template, claim.owner.encode(), _milliseconds(ttl))
+
+    def _run_once(self, script: Script, request: bytes) -> bool:
+        """Run a script whose repetition finds its own work done, and so cannot say True."""
+        try:
+            return bool(self._pool.run(script, request, repeat=False))
+        except Lost as error:
+            if self._pool.run(script, request):
+                return True
+            raise BackendError(
+                f"Redis {self.alias!r} lost the answer: the lock is not ours any more, "
+                "whether it was until then is not known."
+            ) from error
+
+    def _holdings(self, keys: Iterable[str]) -> Iterator[Holding]:
+        locks = {key: self._lock(key) for key in keys}
+        requests = []
+        for lock in locks.values():
+            requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
+            requests.append(pack(b"ZRANGE", lock + b":m", b"0", b"-1", b"WITHSCORES"))
+        if not requests:
+            return
+        seconds, micros = (answers := self._pool.ask(pack(b"TIME"), *requests))[0]
+        now = int(seconds) + int(micros) / 1e6
+        for at, (key, lock) in enumerate(locks.items()):
+            held, left, waiters, members = answers[1 + 4 * at : 5 + 4 * at]
+            if held is not None and left > 0:
+                _, fence, about = held.decode().split(" ", 2)
+                yield self._holding(key, "1", fence, about, left / 1000, waiters, now)
+            elif members:
+                tokens, ends = members[::2], members[1::2]
+                entries = self._pool.ask(pack(b"HMGET", lock + b":w", *tokens))[0]
+                for entry, end in zip(entries, ends, strict=True):
+                    if entry is not None and (ends_in := int(end) / 1000 - now) > 0:
+                        fence, limit, about = entry.decode().split(" ", 2)
+                        yield self._holding(key, limit, fence, about, ends_in, waiters, now)
+
+    def _holding(
+        self, key: str, limit: str, fence: str, about: str, left: float, waiters: int, now: float
+    ) -> Holding:
+        holder, name = _about_of(about)
+        return Holding(
+            name=name,
+            key=key,
+            alias=self.alias,
+            seen=fence,
+            kind={"0": "shared", "1": "exclusive"}.get(limit, "permit"),
+            fence=int(fence),
+            expires_in=left,
+            # A fence is the server's time unless its clock was set back.
+            held_for=max(0.0, now - int(fence) / 1e6),
+            waiters=waiters,
+            holder=holder,
+        )
+
+
+def _part(key: str) -> int:
+    return int(key[:4], 16) % PARTS
+
+
+def _about(claim: Claim) -> bytes:
+    """Return what people are told of the claim."""
+    name = claim.name
+    if len(name) > SHOWN_LENGTH or not name.isprintable():
+        name = shown(name)
+    return f"{claim.holder} {name}".encode()
+
+
+def _about_of(text: str) -> tuple[Mapping[str, Any], str]:
+    """Return holder and name of what `_about` wrote."""
+    try:
+        holder, end = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        holder, end = {}, text.find(" ")
+    return holder, text[end + 1 :]
+
+
+def _milliseconds(seconds: float) -> bytes:
+    return b"%d" % max(1, int(seconds * 1000))

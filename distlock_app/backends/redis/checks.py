@@ -1,0 +1,66 @@
+"""System checks of the Redis engine: what would make locks vanish."""
+
+from __future__ import annotations
+
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, Warning
+
+from ...errors import BackendError
+from .alias import place
+from .pool import Pool, Servers
+from .scripts import pack
+
+
+def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
+    """Warn if a cache lives in the database of the locks: its clear() is a FLUSHDB."""
+    if location is None:
+        return []
+    here = place(location)
+    others = [other for other in settings.CACHES if other != location and place(other) == here]
+    if here is None or (location != "default" and not others):
+        return []
+    return [
+        Warning(
+            f"The locks of DISTLOCK[{alias!r}] are in the Redis database of the cache "
+            f"{(others or [location])[0]!r}: clearing that cache drops them all.",
+            hint="Give the locks an alias of their own in CACHES, with another database number "
+            "or another server, and never clear it.",
+            id="distlock_app.W013",
+        )
+    ]
+
+
+def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckMessage]:
+    """Ask whether the servers are there, and whether they may throw locks away."""
+    try:
+        facts = {node.name: _facts(node) for node in servers.nodes()}
+    except BackendError as error:
+        return [Error(f"DISTLOCK[{alias!r}]: {error}", id="distlock_app.E013")]
+    messages: list[CheckMessage] = []
+    policies = {fact.get("maxmemory_policy", "noeviction") for fact in facts.values()}
+    for policy in sorted(policies - {"noeviction"}):
+        messages.append(
+            Warning(
+                f"The Redis of DISTLOCK[{alias!r}] throws locks away when its memory is full "
+                f"(maxmemory-policy {policy}).",
+                hint="Set maxmemory-policy to noeviction, or give the locks a server of their own.",
+                id="distlock_app.W014",
+            )
+        )
+    for name, fact in facts.items():
+        if int(fact.get("connected_slaves", 0)) < replicas:
+            messages.append(
+                Warning(
+                    f"Redis {name!r} has {fact['connected_slaves']} replicas, but REPLICAS of "
+                    f"DISTLOCK[{alias!r}] asks for {replicas}: it grants no lock.",
+                    hint="Add replicas, or lower REPLICAS.",
+                    id="distlock_app.W016",
+                )
+            )
+    return messages
+
+
+def _facts(node: Pool) -> dict[str, str]:
+    texts = node.ask(pack(b"INFO", b"memory"), pack(b"INFO", b"replication"))
+    lines = [line for text in texts for line in text.decode().splitlines() if ":" in line]
+    return dict(line.split(":", 1) for line in lines)

@@ -1,0 +1,155 @@
+"""Requests to a Redis Cluster: each to the master that has its keys, wherever that is by now."""
+
+from __future__ import annotations
+
+import threading
+from binascii import crc_hqx
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from ...errors import BackendError
+from .pool import Lost, Pool, Servers, Unreached, code_of
+from .scripts import Script, pack
+
+SLOTS = 16384
+# How often a request follows its keys: there is a new map each time.
+FOLLOW = 3
+
+# Refusals of a node that does not serve the keys: nothing was carried out. redis-py before 7 has
+# no classes for them. After MOVED that node is the first to be asked for the map, else the last.
+MOVED = {"MOVED", "MovedError"}
+ELSEWHERE = {*MOVED, "CLUSTERDOWN", "ClusterDownError", "MASTERDOWN", "MasterDownError"}
+Address = tuple[str, int]
+Slots = list[Pool | None]
+
+
+def slot_of(key: bytes) -> int:
+    """Return the hash slot of a key: of what is between its first braces, if anything is."""
+    start = key.find(b"{") + 1
+    end = key.find(b"}", start)
+    return crc_hqx(key[start:end] if 0 < start < end else key, 0) % SLOTS
+
+
+class Cluster(Servers):
+    """The masters of a Cluster, and which of them has which slots.
+
+    Not redis-py's RedisCluster: that one connects when it is made and repeats requests by
+    itself. The map is asked for at first, and again when a master refuses or is gone.
+
+    An ASK is not followed: its slot is being moved, and as long as it is, scripts with several
+    keys are refused by both sides (TRYAGAIN). That is an error, for a moment.
+    """
+
+    def __init__(
+        self, name: str, recipe: Any, first: Sequence[Address], make: Callable[[str, Any], Pool]
+    ) -> None:
+        """`first` are the nodes to ask first; `make` makes the pool of one."""
+        super().__init__(name)
+        self._recipe = recipe
+        self._make = make
+        self._first = self._known = list(first)
+        self._pools: dict[Address, Pool] = {}
+        self._map: Slots = []
+        # One thread asks for the map; guards the three above. Reentrant: a signal handler may lock
+        # or release in the middle of it.
+        self._lock = threading.RLock()
+
+    def node(self, request: bytes) -> Pool:
+        return self._node(self._map or self._learn([]), request)
+
+    def nodes(self) -> list[Pool]:
+        # Not those of an old map: one of them may be gone, and all be well.
+        return [pool for pool in dict.fromkeys(self._learn(self._map)) if pool]
+
+    def close(self) -> None:
+        for pool in list(self._pools.values()):
+            pool.close()
+
+    def exchange(
+        self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
+    ) -> list[Any]:
+        """Ask every master for its part; see Servers. Raise BackendError if nobody has a map."""
+        answers: list[Any] = [None] * len(requests)
+        left: Sequence[int] = range(len(requests))
+        for _ in range(FOLLOW):
+            slots = self._map or self._learn([])
+            groups: dict[Pool, list[int]] = {}
+            for at in left:
+                groups.setdefault(self._node(slots, requests[at]), []).append(at)
+            left, order = [], {}
+            for pool, group in groups.items():
+                try:
+                    got = pool.exchange(script, [requests[at] for at in group], repeat)
+                except BackendError as error:
+                    got, order[pool] = [error] * len(group), 2
+                    if isinstance(error, Unreached) or (repeat and isinstance(error, Lost)):
+                        left += group
+                for at, answer in zip(group, got, strict=True):
+                    answers[at] = answer
+                    if isinstance(answer, ResponseError) and code_of(answer) in ELSEWHERE:
+                        order[pool] = 0 if code_of(answer) in MOVED else 2
+                        left.append(at)
+            if not order:
+                break
+            try:
+                new = self._learn(slots, order)
+            except BackendError:
+                break
+            left = [
+                at
+                for at in left
+                if self._node(new, requests[at]) is not self._node(slots, requests[at])
+            ]
+        return answers
+
+    def _node(self, slots: Slots, request: bytes) -> Pool:
+        # The first tag in it is that of its first key. Without keys, any server will do.
+        pool = slots[slot_of(request)]
+        if pool is None:
+            raise Unreached(f"Redis {self.name!r} has no server for these keys.")
+        return pool
+
+    def _learn(self, old: Slots, order: Mapping[Pool, int] | None = None) -> Slots:
+        """Return another map than `old`, or the same news; ask the nodes in this order."""
+        with self._lock:
+            if self._map and self._map is not old:  # another thread was faster
+                return self._map
+            order = order or {}
+            nodes = {address: self._pool(address) for address in self._known}
+            error: BackendError | None = None
+            for address in sorted(nodes, key=lambda address: order.get(nodes[address], 1)):
+                try:
+                    [parts] = nodes[address].ask(pack(b"CLUSTER", b"SLOTS"))
+                except BackendError as failed:
+                    error = error or failed
+                    continue
+                self._read(parts, address)
+                return self._map
+            raise error or Unreached(f"Redis {self.name!r} has no nodes.")
+
+    def _read(self, parts: Any, asked: Address) -> None:
+        """Take the answer to CLUSTER SLOTS: [first slot, last, master, replica...] each."""
+        slots: Slots = [None] * SLOTS
+        known = [asked]
+        for first, last, *nodes in parts:
+            # A node may not know its own name: then it is the one we used.
+            found = [(node[0].decode() if node[0] else asked[0], node[1]) for node in nodes]
+            slots[first : last + 1] = [self._pool(found[0])] * (last + 1 - first)
+            known += found
+        self._known = list(dict.fromkeys([*known, *self._first]))
+        self._map = slots
+
+    def _pool(self, address: Address) -> Pool:
+        pool = self._pools.get(address)
+        if pool is None:
+            host, port = address
+            kwargs = {**self._recipe.connection_kwargs, "host": host, "port": port}
+            recipe = SimpleNamespace(
+                connection_class=self._recipe.connection_class, connection_kwargs=kwargs
+            )
+            name = f"{self.name} ({host}:{port})"
+            pool = self._pools.setdefault(address, self._make(name, recipe))
+        return pool

@@ -1,0 +1,335 @@
+"""One thread per process that hears from Redis whose turn has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from ...claims import Claim, Grant
+from ...primitives.logs import fields, logger
+from ...primitives.timing import monotonic
+
+# A connection that is silent for so long is asked for a sign of life, and given up if it shows
+# none for twice as long again.
+HEARTBEAT = 0.5
+# Without waiters for so long, thread and connection go; the next waiter brings them back.
+IDLE_SECONDS = 60.0
+# First and longest pause between two attempts to connect.
+RETRY_MIN, RETRY_MAX = 0.05, 1.0
+# What the clocks of two hosts may differ in rate (as in `timing.drift`).
+RATE_DRIFT = 0.01
+
+
+class Message(NamedTuple):
+    """What a hand-over says: a lease began at a server's time, and lasts so many seconds."""
+
+    fence: int
+    began: int
+    ttl: float
+    heard: float
+
+
+class Waiter:
+    """What is known about one claim that waits, from its first try to its grant."""
+
+    __slots__ = ("again", "armed", "arrived", "asked", "claim", "given", "server")
+
+    def __init__(self, claim: Claim, asked: float) -> None:
+        self.claim = claim
+        self.arrived = 0  # place in the queue: server time of arrival, 0 before the first answer
+        # When a try was sent that found the lock taken, and the server's time when it ran.
+        self.asked = asked
+        self.server: int | None = None
+        self.armed = False  # the caller pauses: its wake may be called
+        self.given: Message | None = None  # that overtook the answer
+        self.again = False  # messages may have been lost while the try was under way
+
+    def outdates(self, message: Message) -> bool:
+        """Tell whether the lock was taken by somebody else after that lease began."""
+        return self.server is not None and message.began < self.server
+
+    def grant(self, message: Message) -> Grant:
+        """Return the grant that a message brought.
+
+        The message may be hours old (a stopped process reads it when it goes on). The lease
+        cannot have begun before `asked`, since the try that was sent then found the lock
+        taken, and it began `began - server` later, by the server's clock.
+        """
+        asked_at = self.asked
+        if self.server is not None:
+            asked_at += (message.began - self.server) / 1e6 * (1 - RATE_DRIFT)
+        asked_at = min(asked_at, message.heard)
+        return Grant(self.claim, fence=message.fence, asked_at=asked_at, ttl=message.ttl or None)
+
+
+class _Waits(Protocol):
+    claim: Claim
+
+
+AnyWaiter = TypeVar("AnyWaiter", bound=_Waits)
+
+
+class Waiters(Generic[AnyWaiter]):
+    """The waiters of this process, by owner and key: what a message names.
+
+    Several of a kind when threads share a stable owner. A signal handler may wait and stop
+    waiting in the middle of any method: so a list is replaced, never changed.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[str, str], list[AnyWaiter]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._lists)
+
+    def __iter__(self) -> Iterator[AnyWaiter]:
+        return (waiter for waiters in list(self._lists.values()) for waiter in waiters)
+
+    def named(self, owner: str, key: str) -> list[AnyWaiter]:
+        """Return those whom a message is for."""
+        return self._lists.get((owner, key), [])
+
+    def find(self, claim: Claim) -> AnyWaiter | None:
+        """Return the one of this very claim."""
+        waiters = self.named(claim.owner, claim.key)
+        return next((waiter for waiter in waiters if waiter.claim is claim), None)
+
+    def add(self, waiter: AnyWaiter) -> None:
+        """Take one in whose claim has none yet."""
+        owner, key = waiter.claim.owner, waiter.claim.key
+        self._lists[owner, key] = [*self.named(owner, key), waiter]
+
+    def drop(self, claim: Claim) -> None:
+        """Forget the one of this very claim, if there is one."""
+        owner, key = claim.owner, claim.key
+        others = [waiter for waiter in self.named(owner, key) if waiter.claim is not claim]
+        if others:
+            self._lists[owner, key] = others
+        else:
+            self._lists.pop((owner, key), None)
+
+
+class Listener:
+    """The channel of this process, and the claims that wait for a message on it."""
+
+    def __init__(
+        self,
+        channel: str,
+        connect: Callable[[], Any],
+        refused: Callable[[Grant], Any],
+        *,
+        alias: str = "",
+        grants: bool = True,
+    ) -> None:
+        """`connect` makes a connection; `refused` gets a grant that its caller failed to take.
+
+        With `grants=False` a message is no grant yet: the claim that it is for tries again.
+        """
+        self.channel = channel
+        self._alias = alias
+        self._grants = grants
+        self._connect = connect
+        self._refused = refused
+        # Guards the three below and every Waiter. Reentrant: a signal handler may lock or release
+        # in the middle of any method.
+        self._lock = threading.RLock()
+        self._waiters: Waiters[Waiter] = Waiters()
+        self._thread: threading.Thread | None = None
+        self._connection: Any = None
+        self._closed = threading.Event()
+        self._subscribed: bool | None = None  # None: not known yet
+        self._told = threading.Condition()  # is reentrant too, an Event is not
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has been started."""
+        return self._thread is not None
+
+    def works(self, timeout: float) -> bool:
+        """Start the thread if need be; tell whether it has subscribed, within `timeout` seconds."""
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._subscribed = None
+                self._thread = threading.Thread(
+                    target=self._run, name=f"distlock {self.channel}", daemon=True
+                )
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no more threads, or the interpreter is ending
+                    self._thread = None
+                    return False
+        with self._told:
+            self._told.wait_for(lambda: self._subscribed is not None, timeout)
+        return bool(self._subscribed)
+
+    def trying(self, claim: Claim, asked: float) -> Waiter:
+        """Note, before its request is sent, that `claim` is about to wait."""
+        with self._lock:
+            waiter = self._waiters.find(claim)
+            if waiter is None:
+                waiter = Waiter(claim, asked)
+                self._waiters.add(waiter)
+            waiter.armed = False
+            waiter.given = None
+            waiter.again = False
+            return waiter
+
+    def place_of(self, claim: Claim) -> int:
+        """Return the place of a claim that was trying() before, 0 if it has none."""
+        waiter = self._waiters.find(claim)
+        return 0 if waiter is None else waiter.arrived
+
+    def waits(self, waiter: Waiter, asked: float, server: int, arrived: int) -> Grant | bool:
+        """Let messages wake the claim, whose try has failed.
+
+        Return its grant if the message has come already, or whether to try again at once.
+        """
+        with self._lock:
+            waiter.asked, waiter.server, waiter.arrived = asked, server, arrived
+            if waiter.given and self._granted(waiter) and not waiter.outdates(waiter.given):
+                self._waiters.drop(waiter.claim)
+                return waiter.grant(waiter.given)
+            waiter.armed = not waiter.again
+            return waiter.again
+
+    def failed(self, waiter: Waiter) -> None:
+        """Let messages wake the claim although nobody knows what became of its try."""
+        with self._lock:
+            waiter.armed = True
+
+    def forget(self, claim: Claim) -> None:
+        """Expect no message for the claim any more."""
+        if self._waiters:
+            with self._lock:
+                self._waiters.drop(claim)
+
+    def close(self) -> None:
+        """End the thread; the callers who wait ask again by themselves."""
+        self._closed.set()
+        with self._lock:
+            thread, connection = self._thread, self._connection
+        if connection is not None:
+            connection.disconnect()  # its shutdown() ends the thread's poll()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(2 * HEARTBEAT)
+
+    def _run(self) -> None:
+        pause, failing_since = RETRY_MIN, monotonic()
+        while True:
+            try:
+                self._listen()
+                return
+            except Exception as error:  # whatever it is: without this thread waiting is slow
+                if self._subscribed:  # it did work, and will again in a moment
+                    self._subscribed = None
+                    pause, failing_since = RETRY_MIN, monotonic()
+                else:
+                    if pause == RETRY_MIN and not self._closed.is_set():
+                        logger.warning(
+                            "cannot listen for locks: %s",
+                            type(error).__name__,
+                            extra=fields("not_listening", self._alias),
+                        )
+                    self._tell(subscribed=False)
+                    pause = min(2 * pause, RETRY_MAX)
+            self._closed.wait(pause)
+            if self._ends(idle=monotonic() - failing_since):
+                return
+
+    def _tell(self, *, subscribed: bool) -> None:
+        with self._told:
+            self._subscribed = subscribed
+            self._told.notify_all()
+
+    def _ends(self, *, idle: float) -> bool:
+        """Whether the thread is to end; from then on the next waiter starts another one."""
+        with self._lock:
+            if self._thread is not threading.current_thread():  # a signal handler was faster
+                return True
+            if self._closed.is_set() or (idle > IDLE_SECONDS and not self._waiters):
+                self._thread = None
+                return True
+        return False
+
+    def _listen(self) -> None:
+        """Subscribe and hand out messages; return when there is nothing to do, else raise."""
+        connection = self._connect()
+        try:
+            self._connection = connection
+            connection.send_command("SUBSCRIBE", self.channel, check_health=False)
+            connection.read_response(disconnect_on_error=True)
+            self._wake_all()  # before anybody counts on this connection: they have lost nothing
+            self._tell(subscribed=True)
+            self._hear(connection)
+        finally:
+            self._connection = None
+            connection.disconnect()
+
+    def _hear(self, connection: Any) -> None:
+        needed, pinged = monotonic(), 0.0
+        while not self._ends(idle=monotonic() - needed):
+            if self._waiters:
+                needed = monotonic()
+            if connection.can_read(timeout=HEARTBEAT):
+                self._handle(connection.read_response(disconnect_on_error=True))
+                pinged = 0.0
+            elif pinged:
+                # Looked at again: a process that was stopped finds its time over, not its answer.
+                late = monotonic() - pinged > 2 * HEARTBEAT
+                if late and not connection.can_read(timeout=0):
+                    raise ConnectionError("no answer to PING")
+            elif self._waiters:
+                connection.send_command("PING", check_health=False)
+                pinged = monotonic()
+
+    def _handle(self, answer: Any) -> None:
+        """Take one message: "token key fence began ttl"."""
+        if answer[0] != b"message":
+            return
+        owner, key, fence, began, ttl_ms = answer[2].decode().split(" ")
+        message = Message(int(fence), int(began), int(ttl_ms) / 1000, monotonic())
+        woken = []
+        with self._lock:
+            # Nobody waits with this token any more: its last try got the lock as an answer, or
+            # its release has passed the lock on or is about to.
+            for waiter in self._waiters.named(owner, key):
+                if not waiter.armed:
+                    waiter.given = message
+                    waiter.again = not self._granted(waiter)
+                elif not waiter.outdates(message):
+                    waiter.armed = False
+                    woken.append(waiter)
+                    if self._granted(waiter):
+                        self._waiters.drop(waiter.claim)
+        taken = [self._wake(w, w.grant(message) if self._granted(w) else None) for w in woken]
+        if woken and not any(taken):
+            self._refused(woken[0].grant(message))
+
+    def _granted(self, waiter: Waiter) -> bool:
+        """Whether a message is a grant for it; if not, it tries again."""
+        return self._grants and waiter.claim.renew
+
+    def _wake_all(self) -> None:
+        """Let everybody try again: messages to the connection before this one are lost."""
+        with self._lock:
+            armed = [waiter for waiter in self._waiters if waiter.armed]
+            for waiter in self._waiters:
+                waiter.again = not waiter.armed
+                waiter.armed = False
+                # It may be another server's now, with another clock.
+                waiter.server = None
+        for waiter in armed:
+            self._wake(waiter, None)
+
+    def _wake(self, waiter: Waiter, grant: Grant | None) -> bool:
+        """Tell whether the waiter could be woken."""
+        try:
+            if waiter.claim.wake is not None:
+                waiter.claim.wake(grant)
+        except Exception:  # such as that its event loop was closed
+            logger.exception(
+                "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
+            )
+            return False
+        return True

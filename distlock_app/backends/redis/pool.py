@@ -1,0 +1,297 @@
+"""Requests to one Redis server over connections that are kept, and what their failures mean."""
+
+from __future__ import annotations
+
+import re
+import select
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    NoScriptError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
+
+from ...errors import BackendError
+from ...primitives.timing import monotonic
+from .scripts import Script, pack
+
+# Connections kept after a burst of threads; each is out only for one round trip.
+KEEP_IDLE = 64
+# One that nobody needed for so many seconds is closed after the next request.
+IDLE_SECONDS = 60.0
+# A connection that was idle for less is used without looking whether it was closed meanwhile.
+TRUST_SECONDS = 0.5
+# The Sentinels are asked so often who the master is, and after no answer so much later.
+MASTER_SECONDS = 1.0
+SENTINELS_AWAY_SECONDS = 10.0
+
+
+class Lost(BackendError):
+    """The connection broke under a request: nobody knows whether it was carried out."""
+
+
+class Unreached(BackendError):
+    """There is no connection: nothing was asked."""
+
+
+class Link:
+    """One connection, and a way to see that the server has closed it."""
+
+    __slots__ = ("_poll", "connection", "used")
+
+    def __init__(self, recipe: Any) -> None:
+        self.connection: Any = recipe.connection_class(**recipe.connection_kwargs)
+        self.connection.connect()  # not left to the first command: this one asks the sentinels
+        self.used: float | None = None  # when it was kept, None: it is new
+        self._poll = None
+        if hasattr(select, "poll"):
+            self._poll = select.poll()
+            self._poll.register(self.connection._sock, select.POLLIN)
+
+    @property
+    def server(self) -> tuple[str, int]:
+        """Where it leads, over TCP."""
+        return self.connection.host, self.connection.port
+
+    def usable(self) -> bool:
+        """Tell whether the idle connection is as we left it: nothing to read, no end of file."""
+        if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
+            return True
+        return self._poll is None or not self._poll.poll(0)
+
+
+class Servers:
+    """Who is asked: one server (Pool), or the masters of a Cluster."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # for messages
+
+    def exchange(
+        self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
+    ) -> list[Any]:
+        """Return the answers; a ResponseError of the server or a BackendError is one, too.
+
+        When a kept connection breaks under requests, they are repeated once on a new one.
+        """
+        raise NotImplementedError
+
+    def node(self, request: bytes) -> Pool:
+        """Return the server that has the keys of this request, or of this "{tag}"."""
+        raise NotImplementedError
+
+    def nodes(self) -> list[Pool]:
+        """Return every server that has keys."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Disconnect what is idle; what is in use is kept when it comes back."""
+        raise NotImplementedError
+
+    def run(self, script: Script, request: bytes, *, repeat: bool = True) -> Any:
+        """Send one packed EVALSHA and return its answer; raise BackendError.
+
+        Every script may be repeated. With `repeat=False`, or when that fails, too, `Lost`.
+        """
+        [answer] = self.exchange(script, (request,), repeat)
+        return self._value(answer)
+
+    def run_all(self, script: Script, requests: Sequence[bytes]) -> list[Any]:
+        """Send many in one round trip; an answer is a value or a BackendError."""
+        answers = self.exchange(script, requests)
+        return [self._refusal(a) if isinstance(a, ResponseError) else a for a in answers]
+
+    def ask(self, *requests: bytes) -> list[Any]:
+        """Send packed commands that only read, in one round trip; raise BackendError."""
+        return [self._value(answer) for answer in self.exchange(None, requests)]
+
+    def _value(self, answer: Any) -> Any:
+        if isinstance(answer, BackendError):
+            raise answer
+        if isinstance(answer, ResponseError):
+            raise self._refusal(answer) from answer
+        return answer
+
+    def _refusal(self, error: ResponseError) -> BackendError:
+        return BackendError(f"Redis {self.name!r} refused the request: {code_of(error)}.")
+
+
+class Pool(Servers):
+    """The connections of this process to one server: last in, first out."""
+
+    def __init__(self, name: str, recipe: Any, *, replicas: int = 0, within: float = 1.0) -> None:
+        """With `replicas`, a lock counts only when so many have it, at most `within` s later."""
+        super().__init__(name)
+        self._recipe = recipe
+        self._replicas = replicas
+        self._wait = pack(b"WAIT", b"%d" % replicas, b"%d" % max(1, int(within * 1000)))
+        self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+        self._ask_master = getattr(recipe, "get_master_address", None)  # behind Sentinels
+        self._master: tuple[str, int] | None = None
+        self._ask_again = 0.0
+
+    def node(self, request: bytes) -> Pool:
+        return self
+
+    def nodes(self) -> list[Pool]:
+        return [self]
+
+    def connect(self) -> Any:
+        """Return a new connection that is nobody else's."""
+        return self._connect().connection
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().connection.disconnect()
+
+    def exchange(
+        self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
+    ) -> list[Any]:
+        """Ask over one connection; see Servers. Raise BackendError when it fails."""
+        link = None
+        try:
+            link = self._take()
+            try:
+                return self._exchange(link, script, requests)
+            except ConnectionError:
+                if link.used is None or not repeat:
+                    raise
+            # The server had closed it, or was restarted, or a sentinel has a new master.
+            self.close()
+            link = None
+            link = self._connect()
+            return self._exchange(link, script, requests)
+        except RedisError as error:
+            # A server that does not answer may have been replaced: a new connection asks.
+            self.close()
+            raise self._failure(error, sent=link is not None) from error
+        except OSError as error:  # such as a name that does not resolve, at a sentinel
+            raise Unreached(f"Redis {self.name!r} could not be reached at {self._at}.") from error
+
+    @property
+    def _at(self) -> str:
+        """Where the server is, for messages: never with a user or a password."""
+        kwargs = self._recipe.connection_kwargs
+        if service := getattr(self._recipe, "service_name", None):
+            return f"the master of {service!r}"
+        return kwargs.get("path") or f"{kwargs.get('host')}:{kwargs.get('port', 6379)}"
+
+    def _connect(self) -> Link:
+        for _ in range(3):
+            link = Link(self._recipe)
+            # The Sentinels named its server before we reached it: it may have died meanwhile, lost
+            # its place and come back, empty and a master in its own eyes. So they are asked again.
+            self._master, self._ask_again = link.server, 0.0
+            if self._leads_to_master(link):
+                return link
+            link.connection.disconnect()
+        raise ConnectionError("the Sentinels name another master each time")
+
+    def _take(self) -> Link:
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                return self._connect()
+            if link.usable() and self._leads_to_master(link):
+                return link
+            link.connection.disconnect()
+
+    def _leads_to_master(self, link: Link) -> bool:
+        """Tell whether the Sentinels, if there are any, still call its server the master.
+
+        An old one that lives is told ten seconds after the failover, and grants locks until then.
+        """
+        if self._ask_master is None:
+            return True
+        if monotonic() >= self._ask_again:
+            self._ask_again = monotonic() + MASTER_SECONDS  # other threads do not wait for it
+            try:
+                self._master = self._ask_master()
+            except (RedisError, OSError):  # no reason to give up a connection that works
+                self._ask_again = monotonic() + SENTINELS_AWAY_SECONDS
+        return link.server == self._master
+
+    def _exchange(self, link: Link, script: Script | None, requests: Sequence[bytes]) -> list[Any]:
+        """Send requests and return their answers; an error of the server is an answer."""
+        connection = link.connection
+        try:
+            answers, refused = _talk(connection, requests)
+            if refused and script is not None:
+                again = [at for at, a in enumerate(answers) if type(a) is NoScriptError]
+                if again:  # the server was restarted, or somebody flushed its scripts
+                    _talk(connection, [script.load])
+                    rest, refused = _talk(connection, [requests[at] for at in again])
+                    for at, answer in zip(again, rest, strict=True):
+                        answers[at] = answer
+            if self._replicas and script is not None and script.promises:
+                self._confirm(connection, answers)
+        except BaseException:  # half an exchange: what comes next would be read as our answer
+            connection.disconnect()
+            raise
+        if refused:
+            # Such as READONLY: whoever connects anew may find the new master.
+            connection.disconnect()
+            self.close()
+            return answers
+        link.used = monotonic()
+        if len(self._idle) < KEEP_IDLE:
+            self._idle.append(link)
+        else:
+            connection.disconnect()
+        with suppress(IndexError):  # another thread has taken it
+            while (self._idle[0].used or 0.0) < link.used - IDLE_SECONDS:
+                self._idle.popleft().connection.disconnect()
+        return answers
+
+    def _confirm(self, connection: Any, answers: list[Any]) -> None:
+        """Make errors of the promises that the replicas have not heard of in time.
+
+        On the same connection: WAIT asks for what this one wrote.
+        """
+        promises = [at for at, a in enumerate(answers) if (a[0] if type(a) is list else a) == 1]
+        if not promises:
+            return
+        heard = self._value(_talk(connection, [self._wait])[0][0])
+        if heard < self._replicas:
+            error = BackendError(
+                f"Redis {self.name!r}: {heard} of {self._replicas} replicas have the lock in time, "
+                "so it does not count."
+            )
+            for at in promises:
+                answers[at] = error
+
+    def _failure(self, error: RedisError, *, sent: bool) -> BackendError:
+        """Say what happened; no URL, and none of the texts that may quote our request."""
+        who, why = f"Redis {self.name!r}", type(error).__name__
+        if isinstance(error, AuthenticationError):
+            return BackendError(f"{who} did not let us in: check user and password in CACHES.")
+        if not sent:
+            return Unreached(f"{who} could not be reached at {self._at}: {why}.")
+        kind = Lost if isinstance(error, ConnectionError) else BackendError
+        return kind(f"{who} did not answer: {why}.")
+
+
+def code_of(error: ResponseError) -> str:
+    """Return what kind of refusal it is: "OOM", or "MovedError" where redis-py has a class."""
+    code = re.match(r"[A-Z]+(?= )", str(error))
+    return code[0] if code else type(error).__name__
+
+
+def _talk(connection: Any, requests: Sequence[bytes]) -> tuple[list[Any], bool]:
+    """Return an answer for each request, and whether one says that another server may be better."""
+    connection.send_packed_command(requests, check_health=False)
+    answers, refused = [], False
+    for _ in requests:
+        try:
+            answers.append(connection.read_response(disconnect_on_error=True))
+        except ResponseError as error:
+            answers.append(error)
+            refused |= not isinstance(error, OutOfMemoryError)
+    return answers, refused

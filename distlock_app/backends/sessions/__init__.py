@@ -1,0 +1,1 @@
+"""Sessions of our own on a database server, for what ends with its connection."""

@@ -1,0 +1,299 @@
+"""Sessions of our own on a database server, for locks that live as long as their session.
+
+A question is sent, and its answer is waited for with poll(): so a wait on the server can be
+interrupted (Ctrl-C) or ended by another thread, and many sessions can be asked at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from time import sleep
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
+
+from ...claims import Claim
+from ...primitives.timing import monotonic
+
+# Seconds to wait for the server's answer to a question that needs no wait.
+ANSWER_WAIT = 5
+
+# The server ends a session that asked nothing for the ttl of its lock and so much longer: a
+# client that is cut off or stopped keeps no lock for ever. Beyond the ttl, because the answer
+# that brings a lock after a wait may have been under way.
+GRACE = 2.0
+
+# Sessions that nobody needed for so long are closed, before the server does it for their ttl.
+IDLE = 15.0
+
+# After SET: the server's limit for any statement would end a wait. The comments with M! are for
+# MariaDB alone, those with a version from 5.7 on for MySQL alone.
+LONG_WAITS = "/*M! , max_statement_time = 0 */ /*!50708 , max_execution_time = 0 */"
+
+# How often a wait on the server notes that nothing has come yet, in seconds.
+LOOK = 1.0
+
+Rows = list[tuple[Any, ...]]
+Value = str | int | float
+Values = tuple[Value, ...]
+
+
+def database_of(alias: str, location: Any) -> str:
+    """Return the alias of DATABASES that LOCATION names; raises ImproperlyConfigured."""
+    if location is None:
+        return DEFAULT_DB_ALIAS
+    if location not in list(connections):
+        # Not what it says: that may be a URL with a password.
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES "
+            f"(it has: {', '.join(connections)})"
+        )
+    return str(location)
+
+
+class Trouble(Exception):
+    """The server refused a question, or the session is gone; `code` is the server's."""
+
+    def __init__(self, code: Any, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Silence(Exception):
+    """The server did not answer in time."""
+
+
+class ServerSession:
+    """One session; a question at a time, by whoever has its `mutex` or was lent it."""
+
+    def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
+        """Connect; raises Django's database errors, Trouble and Silence."""
+        self.wrapper: Any = wrapper
+        self.epoch = epoch
+        self.mutex = threading.Lock()
+        self.kept = False  # it has been idle, and the server may have closed it meanwhile
+        self.used_at = 0.0
+        self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
+        self.asked_at = 0.0  # when the last question was asked that was answered
+        self.owes = False  # an answer
+        self.claim: Claim | None = None  # what it holds, or waits for
+        self.fence: int | None = None
+        self.waits = False
+        wrapper.settings_dict["AUTOCOMMIT"] = True
+        self.adapt(wrapper.settings_dict)
+        wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
+        try:
+            self.fd = self.descriptor()
+            self._poll = select.poll()
+            self._poll.register(self.fd, select.POLLIN)
+            self.number = self.begin()  # the session's, as the server counts
+        except BaseException:
+            self.close()
+            raise
+
+    def adapt(self, settings: dict[str, Any]) -> None:
+        """Change our copy of the alias's settings before it connects."""
+        raise NotImplementedError
+
+    def descriptor(self) -> int:
+        """Return the number of the socket's file."""
+        raise NotImplementedError
+
+    def begin(self) -> int:
+        """Prepare the new session; return its number on the server."""
+        raise NotImplementedError
+
+    def send(self, question: str, values: Values) -> None:
+        """Send one statement, its values apart, without waiting; raise Trouble."""
+        raise NotImplementedError
+
+    def receive(self) -> Rows:
+        """Return the whole answer, which has begun to arrive, or raise it as Trouble.
+
+        When it was read to its end nothing is owed any more.
+        """
+        raise NotImplementedError
+
+    def heard(self, seconds: float) -> bool:
+        """Wait until there is something to read, which may be the end of the session."""
+        return bool(self._poll.poll(seconds * 1000))
+
+    def ask(self, question: str, *values: Value) -> Rows:
+        """Return the rows that answer `question`; raise Trouble or Silence."""
+        return self.wait(question, ANSWER_WAIT, *values)[0]
+
+    def wait(self, question: str, seconds: float, *values: Value) -> tuple[Rows, float]:
+        """Do as `ask`, for a statement that waits; also return a time before the answer came."""
+        if self.owes:
+            self._settle()
+        asked_at = began = monotonic()
+        self.owes = True
+        self.send(question, values)
+        end = began + seconds
+        while not self.heard(min(LOOK, max(0.0, end - began))):
+            if began >= end:
+                raise Silence(f"no answer within {seconds:g} s")
+            began = monotonic()
+        rows = self.receive()
+        self.asked_at = asked_at
+        return rows, began
+
+    def begin_to_ask(self, question: str, *values: Value) -> None:
+        """Send `question`, unless an earlier one is still unanswered (Silence)."""
+        if self.owes:
+            if not self.heard(0):
+                raise Silence("still no answer")
+            self._settle()  # it comes too late to be worth anything
+        self.owes = True
+        self.send(question, values)
+
+    def finish_asking(self, asked_at: float) -> Rows:
+        """Return the answer, which has begun to arrive."""
+        rows = self.receive()
+        self.asked_at = asked_at
+        return rows
+
+    def _settle(self) -> None:
+        if not self.heard(ANSWER_WAIT):
+            raise Silence("still no answer")
+        self.receive()
+
+    def hang_up(self) -> None:
+        """End the session from another thread than the one that waits on it."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection whatever its state: the server frees what it holds."""
+        with suppress(Exception):  # closed before, by the server or by us
+            self.wrapper.connection.close()
+
+
+class ServerSessions:
+    """The sessions of one process on one database: lent, kept while they are in demand."""
+
+    def __init__(self, using: str, kind: type[ServerSession]) -> None:
+        self.using = using
+        self._kind = kind
+        self._epoch = 0
+        self._sweeper: threading.Thread | None = None
+        self._begin()
+        _pools.add(self)
+        connection_created.connect(self._make_way)
+
+    def lend(self) -> ServerSession:
+        """Return the session used last that still lives, or a new one; raise what it raises."""
+        while True:
+            try:
+                session = self._idle.pop()
+            except IndexError:
+                return self._connect()
+            if not session.heard(0):  # or its end has arrived, for nothing was asked
+                session.kept = True
+                return session
+            self.drop(session)
+
+    def give_back(self, session: ServerSession) -> None:
+        """Keep a session on which nothing went wrong and that holds nothing."""
+        session.claim = None
+        if session.epoch != self._epoch:
+            self.drop(session)
+            return
+        session.used_at = monotonic()
+        self._idle.append(session)
+        if self._sweeper is None or not self._sweeper.is_alive():
+            self._sweeper = threading.Thread(target=self._sweep, name="distlock-idle", daemon=True)
+            with suppress(RuntimeError):  # no thread to be had: the server will close them
+                self._sweeper.start()
+
+    def drop(self, session: ServerSession) -> None:
+        """Close a session."""
+        session.close()
+        self._open.discard(session)
+
+    def close(self) -> None:
+        """Close what is idle now, and what is lent as soon as it comes back."""
+        self._epoch += 1
+        while (session := self._take_oldest()) is not None:
+            self.drop(session)
+
+    def forget(self) -> None:
+        """Leave the sessions of a parent process alone: neither use nor close them."""
+        for session in list(self._open):
+            sever(session.fd)
+        _graveyard.append(self._open)
+        self._epoch += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._idle: deque[ServerSession] = deque()
+        self._open: set[ServerSession] = set()
+        self._sweeper = None
+        weakref.finalize(self, _close_all, self._open, os.getpid())
+
+    def _connect(self) -> ServerSession:
+        ours = connections[self.using].copy()
+        ours.inc_thread_sharing()
+        session = self._kind(ours, self._epoch)
+        self._open.add(session)
+        return session
+
+    def _take_oldest(self) -> ServerSession | None:
+        try:
+            return self._idle.popleft()
+        except IndexError:
+            return None
+
+    def _sweep(self) -> None:
+        while (session := self._take_oldest()) is not None:
+            # Half of the ttl at most: by then the server has not closed it yet.
+            left = session.used_at + min(IDLE, session.ttl / 2) - monotonic()
+            if left <= 0:
+                self.drop(session)
+            else:
+                self._idle.appendleft(session)
+                sleep(left)
+
+    def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
+        # Django makes and drops test databases from a connection to none, and PostgreSQL
+        # drops no database that somebody is connected to.
+        if connection.alias == NO_DB_ALIAS:
+            self.close()
+
+
+def sever(fd: int) -> None:
+    """Let go of the socket that a child of fork() inherited, without a word to the server.
+
+    The driver will say goodbye when its object is freed, in the name of the parent, whose locks
+    would end: let it say so to nobody. And an open copy of the socket would keep the locks of a
+    parent that died.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
+
+
+def _close_all(open_sessions: set[ServerSession], pid: int) -> None:
+    """Say goodbye when a pool is dropped or the process ends, but not in the parent's name."""
+    if pid == os.getpid():
+        while open_sessions:
+            open_sessions.pop().close()
+
+
+def _forget_all() -> None:
+    for pool in list(_pools):
+        pool.forget()
+
+
+_pools: weakref.WeakSet[ServerSessions] = weakref.WeakSet()
+_graveyard: list[Any] = []  # of objects that a child of fork() must not free
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,403 @@
+"""Locks in ZooKeeper (3.5 or newer): a queue of ephemeral nodes, first come first served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from django.core.checks import CheckMessage, Error
+from django.core.exceptions import ImproperlyConfigured
+
+from ...claims import Busy, Claim, Grant, Holding
+from ...errors import BackendError
+from ...primitives.identity import holder_fields
+from ...primitives.names import shown
+from ...primitives.timing import monotonic
+from ..base import BaseLockBackend
+from .session import Gone, Session
+
+# Directories of nodes. One for each lock would be left behind by every name ever used: only
+# servers that are told to remove empty directories by themselves.
+SHARDS = 1024
+BATCH = 500  # requests on their way at the same time
+# A waiter looks at the queue again after so many seconds, even if its watch says nothing.
+LOOK_AGAIN = 10.0
+# A waiter who looks at the queue proves that its session lives, unless that was proved so little
+# of the ttl before.
+PROVED_BEFORE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node's name tells all: `key-session-kind owner-number`."""
+
+    name: str
+    key: str
+    kind: str  # "w" alone, "r" shared
+    owner: str
+    number: int  # given by the server, in order of arrival
+
+    @classmethod
+    def of(cls, name: str) -> Node:
+        """Read a name."""
+        return cls(name, name[:40], name[58], name[59:91], int(name[92:]))
+
+
+class Place:
+    """The node of one claim that waits or holds."""
+
+    __slots__ = ("awaits", "czxid", "path", "session", "woken_by")
+
+    def __init__(self, path: str, czxid: int, session: int) -> None:
+        self.path = path
+        self.czxid = czxid
+        self.session = session
+        self.woken_by = 0.0  # a monotonic time: by then it looks at the queue again
+        self.awaits: Departure | None = None
+
+
+class Departure:
+    """Wakes those who wait until a node goes: one watch for all, which kazoo keeps until then."""
+
+    __slots__ = ("_forget", "wakes")
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self._forget = forget
+        self.wakes: dict[Place, Callable[[Grant | None], None] | None] = {}
+
+    def __call__(self, event: Any) -> None:
+        self._forget()
+        while self.wakes:
+            try:
+                place, wake = self.wakes.popitem()
+            except KeyError:  # the last one has just left
+                return
+            place.woken_by = 0.0
+            if wake is not None:
+                with suppress(RuntimeError):  # its event loop was closed: that has it given back
+                    wake(None)
+
+
+class ZooKeeperBackend(BaseLockBackend):
+    """Locks that live as long as the session of their process; LOCATION lists hosts.
+
+    A claim is an ephemeral node with a number. The lowest of a lock has it, and each of the
+    others watches the one that is in its way, so that a release wakes one waiter.
+    """
+
+    expires = False
+    fences = True
+    shares = True
+    queues = True
+    pushes = True
+    poll_max = 1.0
+
+    def __init__(
+        self,
+        *,
+        alias: str,
+        location: Any = None,
+        prefix: str = "distlock",
+        user: str = "",
+        password: str = "",
+        tls: bool = False,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        timeout: float = 3.0,
+        session: float = 30.0,
+    ) -> None:
+        """`timeout` of an answer and length of a `session`, in seconds; files for `tls`."""
+        super().__init__(alias=alias, location=location)
+        if not isinstance(location, str) or not location.strip():
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: LOCATION must be text like 'zk1:2181,zk2:2181/chroot'."
+            )
+        if not isinstance(prefix, str) or not prefix or "/" in prefix:
+            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text without '/'.")
+        self._root = f"/{prefix}"
+        self._session = Session(
+            alias,
+            location,
+            login=(user, password) if user else None,
+            tls={"ca": ca, "certfile": cert, "keyfile": key} if tls else None,
+            timeout=timeout,
+            seconds=session,
+        )
+        self._start()
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
+        """Take a place in the queue, and the lock if nobody is in the way."""
+        session = self._session.id()
+        place = self._places.get(claim.owner)
+        if place is not None and (place.session != session or not place.path):
+            place = None  # it ended with that session, or the answer to its creation was lost
+        if place is not None and monotonic() < place.woken_by and wait != 0:
+            return Busy()
+        # It may be trusted no longer than its session, whatever the claim asks for.
+        ttl = min(claim.ttl, self._session.trusted)
+        proved_since = monotonic() - ttl * PROVED_BEFORE
+        while True:
+            if place is None:
+                place, names = self._enter(claim, session)
+            else:
+                if self._session.proved_at < proved_since:
+                    self._session.prove(self._root)
+                names = self._session.ask("get_children", self._shard(claim.key))
+            ahead = self._ahead(claim, place, names)
+            if ahead is None:  # taken away
+                self._places.pop(claim.owner, None)
+                return Busy()
+            if not ahead:
+                return self._granted(replace(claim, ttl=ttl), place)
+            if wait == 0:
+                self.release(Grant(claim))
+                return Busy()
+            if self._watch(claim, place, ahead[-1]):
+                return Busy()
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        self._session.prove(self._root)
+        return self._outcome(self._extend(grant, ttl))
+
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
+        results: list[Any] = []
+        self._session.prove(self._root)  # once for all
+        for start in range(0, len(work), BATCH):
+            sent: list[Any] = []
+            for item in work[start : start + BATCH]:
+                try:
+                    sent.append(self._extend(*item))
+                except BackendError as error:
+                    sent.append(error)
+            for one in sent:
+                try:
+                    results.append(self._outcome(one))
+                except BackendError as error:
+                    results.append(error)
+        return results
+
+    def release(self, grant: Grant) -> bool:
+        claim = grant.claim
+        place = self._places.get(claim.owner) or grant.session
+        if place is None or self._session.closed(place.session):
+            deleted = False  # nothing was sent, or it ended with that session
+        elif place.path:
+            deleted = self._delete(place.path)
+        else:  # The answer to its creation was lost.
+            shard = self._shard(claim.key)
+            ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
+            deleted = sum(self._delete(f"{shard}/{name}") for name in ours) > 0
+        if place is not None:
+            self._unwatch(place)
+        self._places.pop(claim.owner, None)  # only now: what failed is tried again
+        return deleted
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        if key is None:
+            shards = [f"{self._root}/{name}" for name in self._list(self._root)]
+        else:
+            shards = [self._shard(key)]
+        epoch = self._session.epoch(self._root)
+        for names in self._ask_all("get_children", shards):
+            nodes = sorted(map(Node.of, names or ()), key=lambda node: node.key)
+            for found, queue in groupby(nodes, lambda node: node.key):
+                if key in (None, found):
+                    yield from self._holdings(_in_line(list(queue)), epoch)
+
+    def clear(self, key: str, seen: str | None = None) -> int:
+        shard = self._shard(key)
+        nodes = [node for node in map(Node.of, self._list(shard)) if node.key == key]
+        paths = [f"{shard}/{node.name}" for node in _holding(_in_line(nodes))]
+        stats = self._ask_all("exists", paths)
+        return sum(
+            self._delete(path)
+            for path, stat in zip(paths, stats, strict=True)
+            if stat is not None and seen in (None, str(stat.czxid))
+        )
+
+    def check(self, *, ask: bool = False) -> list[CheckMessage]:
+        if ask:
+            try:
+                self.ping()
+            except BackendError as error:
+                text = f"DISTLOCK[{self.alias!r}]: {error}"
+                return [Error(text, id="distlock_app.E016")]
+        return []
+
+    def ping(self) -> None:
+        self._session.ask("exists", self._root)
+
+    def close(self) -> None:
+        self._session.close()
+        self._start()
+
+    def after_fork(self) -> None:
+        self._session.forget()
+        self._start()
+
+    def _start(self) -> None:
+        self._places: dict[str, Place] = {}  # of the claims that wait or hold, by owner
+        self._departures: dict[str, Departure] = {}  # of nodes that are waited for, by path
+
+    def _shard(self, key: str) -> str:
+        return f"{self._root}/{int(key[:4], 16) % SHARDS:03x}"
+
+    def _enter(self, claim: Claim, session: int) -> tuple[Place, list[str]]:
+        """Make the claim's node; return its place, and what is in the directory then.
+
+        Both in one round trip: ZooKeeper answers requests in the order in which they came.
+        """
+        shard = self._shard(claim.key)
+        kind = "r" if claim.shared else "w"
+        path = f"{shard}/{claim.key}-{session:016x}-{kind}{claim.owner}-"
+        about = json.dumps({"name": shown(claim.name), "holder": claim.holder}).encode()
+        options = {"ephemeral": True, "sequence": True, "include_data": True}
+        sent_at = monotonic()
+        # Before it is sent: so release() knows that there may be a node.
+        place = self._places[claim.owner] = Place("", 0, session)
+        for first in (True, False):
+            made = self._session.send("create", path, about, **options)
+            listed = self._session.send("get_children", shard)
+            try:
+                names = self._session.answer(listed)  # the later of the two
+                name, stat = self._session.answer(made)
+            except Gone:
+                if not first:
+                    raise BackendError(f"ZooKeeper {self.alias!r} has lost {shard}.") from None
+                self._session.ask("ensure_path", shard)
+                continue
+            if stat.ephemeralOwner & (1 << 64) - 1 != session:
+                self._delete(name)
+                raise BackendError(f"ZooKeeper {self.alias!r}: another session began meanwhile.")
+            place.path, place.czxid = name, stat.czxid
+            self._session.proved_at = max(self._session.proved_at, sent_at)
+            return place, names
+        raise AssertionError("unreachable")
+
+    def _ahead(self, claim: Claim, place: Place, names: list[str]) -> list[Node] | None:
+        """Return who is in the way, in order; None: our node is not there."""
+        queue = _in_line([Node.of(name) for name in names if name.startswith(claim.key)])
+        ours = place.path.rpartition("/")[2]
+        at = next((at for at, node in enumerate(queue) if node.name == ours), None)
+        if at is None:
+            return None
+        for node in queue:  # made by an earlier try whose answer was lost
+            if node.owner == claim.owner and node.name != ours:
+                self._delete(f"{self._shard(claim.key)}/{node.name}")
+        before = [node for node in queue[:at] if node.owner != claim.owner]
+        return [node for node in before if node.kind == "w"] if claim.shared else before
+
+    def _granted(self, claim: Claim, place: Place) -> Grant | Busy:
+        proved_at = self._session.proved_at
+        fence = self._session.epoch(self._root) + place.czxid
+        if self._session.id() != place.session:  # what was proved may be of the next one
+            return Busy()
+        return Grant(claim, fence, proved_at, place)
+
+    def _watch(self, claim: Claim, place: Place, node: Node) -> bool:
+        """Have the claim woken when `node` goes; False: it has gone."""
+        path = f"{self._shard(claim.key)}/{node.name}"
+        self._unwatch(place)
+        place.woken_by = monotonic() + LOOK_AGAIN
+        forget = partial(self._departures.pop, path, None)
+        place.awaits = self._departures.setdefault(path, Departure(forget))
+        place.awaits.wakes[place] = claim.wake
+        try:
+            # Not exists(): that would leave a watch for a node that never comes.
+            self._session.ask("get", path, watch=place.awaits)
+        except BaseException as error:
+            forget()  # kazoo may never call it
+            self._unwatch(place)
+            place.woken_by = 0.0
+            if isinstance(error, Gone):
+                return False
+            raise
+        return True
+
+    def _unwatch(self, place: Place) -> None:
+        if place.awaits is not None:
+            place.awaits.wakes.pop(place, None)
+            place.awaits = None
+
+    def _delete(self, path: str) -> bool:
+        try:
+            self._session.ask("delete", path)
+        except Gone:
+            return False
+        return True
+
+    def _extend(self, grant: Grant, ttl: float) -> tuple[Any, Any]:
+        place = grant.session or self._places.get(grant.claim.owner)
+        if place is None or place.session != self._session.id():
+            return None, None
+        if ttl > self._session.trusted:
+            raise BackendError(
+                f"ZooKeeper {self.alias!r}: a session is good for "
+                f"{self._session.trusted:.1f} seconds at most (OPTIONS: SESSION)."
+            )
+        return place, self._session.send("exists", place.path)
+
+    def _outcome(self, sent: Any) -> bool:
+        if isinstance(sent, BackendError):
+            raise sent
+        place, result = sent
+        if place is None:
+            return False
+        stat = self._session.answer(result)  # by one server, which may be cut off: see prove()
+        # Not the session of before: its node may be there yet, and goes any moment.
+        return stat is not None and stat.ephemeralOwner & (1 << 64) - 1 == self._session.id()
+
+    def _list(self, path: str) -> list[str]:
+        try:
+            names: list[str] = self._session.ask("get_children", path)
+        except Gone:
+            return []
+        return names
+
+    def _ask_all(self, method: str, paths: list[str]) -> Iterator[Any]:
+        """Yield an answer for each path, None for one that has gone."""
+        for start in range(0, len(paths), BATCH):
+            sent = [self._session.send(method, path) for path in paths[start : start + BATCH]]
+            for one in sent:
+                try:
+                    yield self._session.answer(one)
+                except Gone:
+                    yield None
+
+    def _holdings(self, queue: list[Node], epoch: int) -> Iterator[Holding]:
+        holding = _holding(queue)
+        paths = [f"{self._shard(node.key)}/{node.name}" for node in holding]
+        for node, found in zip(holding, self._ask_all("get", paths), strict=True):
+            if found is None:
+                continue
+            about = json.loads(found[0])
+            yield Holding(
+                name=about["name"],
+                key=node.key,
+                alias=self.alias,
+                seen=str(found[1].czxid),
+                kind="shared" if node.kind == "r" else "exclusive",
+                fence=epoch + found[1].czxid,
+                waiters=len(queue) - len(holding),
+                holder=holder_fields(about["holder"]),
+            )
+
+
+def _in_line(queue: list[Node]) -> list[Node]:
+    """Sort by arrival. The numbers have 32 bits: after 2147483647 comes -2147483648."""
+    if not queue:
+        return queue
+    first = queue[0].number
+    return sorted(queue, key=lambda node: (node.number - first + 2**31) % 2**32)
+
+
+def _holding(queue: list[Node]) -> list[Node]:
+    """Return those of the queue who have the lock: one, or the readers before a writer."""
+    readers = next((at for at, node in enumerate(queue) if node.kind == "w"), len(queue))
+    return queue[: max(1, readers)]

@@ -1,0 +1,230 @@
+"""The one ZooKeeper session of a process: kazoo's client, asked with a time limit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import select
+import threading
+from typing import Any
+
+from kazoo import exceptions, security
+from kazoo.client import KazooClient
+from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
+from kazoo.protocol.serialization import Connect
+from kazoo.protocol.states import KazooState
+from kazoo.retry import KazooRetry
+
+from ...errors import BackendError
+from ...primitives.timing import monotonic
+
+# How much of a session is left after a write, at least. To the leader a write that a follower
+# passed on is no sign of life: the follower tells whom it has heard half a tick later at most, if
+# it is not cut off before. Then the sign before that counts, and kazoo gives one in each third of
+# a session. So 2/3 less half a tick: this is enough for sessions of eight ticks and more.
+TRUSTED = 3 / 5
+
+# At the level DEBUG kazoo writes whole requests, with the tokens of owners and the password.
+_kazoo_says = logging.getLogger("distlock_app.zookeeper")
+if not _kazoo_says.level:
+    _kazoo_says.setLevel(logging.INFO)
+
+# The clients that a child of fork() inherited: nothing of them may run or be closed.
+_graveyard: list[Any] = []
+
+
+class Gone(Exception):
+    """There is no such node."""
+
+
+class Handler(SequentialThreadingHandler):  # type: ignore[misc]
+    """kazoo's threads, with a select() that makes no new epoll object for each of five calls."""
+
+    def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
+        poll = select.poll()
+        for one in readers:
+            poll.register(one, select.POLLIN)
+        for one in writers:
+            poll.register(one, select.POLLOUT)
+        found = poll.poll(None if timeout is None else math.ceil(timeout * 1000))
+        ready = {fd for fd, _ in found}
+        return tuple([one for one in x if one.fileno() in ready] for x in (readers, writers, ()))
+
+
+class Session:
+    """Connects at the first request, and again, in kazoo's threads, for as long as it is open."""
+
+    def __init__(
+        self,
+        alias: str,
+        hosts: str,
+        *,
+        login: tuple[str, str] | None,
+        tls: dict[str, Any] | None,
+        timeout: float,
+        seconds: float,
+    ) -> None:
+        """`timeout` is for an answer; the session is to last `seconds` without a sign of life."""
+        self._alias = alias
+        self._timeout = timeout
+        self._options: dict[str, Any] = {"hosts": hosts, "timeout": seconds}
+        if login is not None:
+            self._options["auth_data"] = [("digest", ":".join(login))]
+            self._options["default_acl"] = security.CREATOR_ALL_ACL
+        if tls is not None:
+            self._options |= {"use_ssl": True, "check_hostname": True, **tls}
+        self._reset()
+
+    def _reset(self) -> None:
+        # Reentrant: a signal handler may lock or release while the client is made.
+        self._opening = threading.RLock()
+        # kazoo's client, and its event that is set while there is a connection.
+        self._client: tuple[Any, Any] | None = None
+        self._granted = 0.0  # seconds that the server lets the session live
+        self._cut_at = float("inf")  # a monotonic time: there is no connection since then
+        self._epoch: tuple[int, int] | None = None  # of which session, and its value
+        # When a write was sent that was carried out: a majority knew the session then.
+        self.proved_at = float("-inf")
+        self._numbers: set[int] = set()  # of the sessions since the client was made
+
+    @property
+    def trusted(self) -> float:
+        """The seconds for which the session surely lives after `proved_at`."""
+        if not self._granted:
+            raise BackendError("this release of kazoo does not tell how long its sessions live")
+        return self._granted * TRUSTED
+
+    def id(self) -> int:
+        """Return the number of the session, waiting for the connection; raise BackendError."""
+        found = self._connected().client_id
+        if found is None:
+            raise BackendError(f"ZooKeeper {self._alias!r} is not connected.")
+        number = int(found[0]) & (1 << 64) - 1
+        self._numbers.add(number)
+        return number
+
+    def closed(self, number: int) -> bool:
+        """Tell whether we closed that session: its nodes are gone, or go without us."""
+        return number not in self._numbers
+
+    def epoch(self, root: str) -> int:
+        """Return what makes numbers of changes (zxid) fences: they start again with new data.
+
+        So they are counted from the time, in microseconds by the server's clock, at which the
+        directory `root` was made. Data that was lost takes its sessions along.
+        """
+        session = self.id()
+        if self._epoch is None or self._epoch[0] != session:
+            stat = self.ask("exists", root)
+            if stat is None:
+                self.ask("ensure_path", root)
+                stat = self.ask("exists", root)
+            self._epoch = (session, stat.ctime * 1000 - stat.czxid)
+        return self._epoch[1]
+
+    def prove(self, path: str) -> None:
+        """Prove that the session lives, by a write that changes nothing; raise BackendError.
+
+        A question proves nothing: a server answers it alone, also while it is cut off from a
+        leader that has ended the session.
+        """
+        sent_at = monotonic()
+        write = self._connected().transaction()
+        write.check(path, -1)
+        self.answer(write.commit_async())
+        self.proved_at = max(self.proved_at, sent_at)
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Send one request and return its answer; raise Gone or BackendError."""
+        return self.answer(self.send(method, *args, **kwargs))
+
+    def send(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Send a request, in order after all before it; `answer` waits for what it returns.
+
+        Never while there is no connection: kazoo would keep the request, and send it when
+        its caller has given up.
+        """
+        return getattr(self._connected(), f"{method}_async")(*args, **kwargs)
+
+    def answer(self, result: Any) -> Any:
+        """Return the answer to a request; raise Gone or BackendError."""
+        try:
+            return result.get(timeout=self._timeout)
+        except exceptions.NoNodeError as error:
+            raise Gone from error
+        except KazooTimeoutError as error:
+            raise BackendError(f"ZooKeeper {self._alias!r} did not answer in time.") from error
+        except exceptions.KazooException as error:
+            raise BackendError(f"ZooKeeper {self._alias!r}: {type(error).__name__}.") from error
+
+    def close(self) -> None:
+        """End the session, and with it all of its nodes."""
+        found = self._client
+        self._reset()
+        if found is None:
+            return
+        client, live = found
+        if live.is_set():
+            _end(client)
+        else:  # kazoo waits until its attempt to connect has ended
+            _end_later(client)
+
+    def forget(self) -> None:
+        """Leave, in a child of fork(), the parent's session alone."""
+        if self._client is not None:
+            _graveyard.append(self._client)
+            atexit.unregister(self._client[0].handler.stop)
+        self._reset()
+
+    def _connected(self) -> Any:
+        found = self._client
+        if found is None:
+            with self._opening:
+                found = self._client or self._open()
+        client, live = found
+        if not live.wait(self._timeout):
+            if client.client_state == "AUTH_FAILED":  # kazoo has given up
+                self.close()
+                raise BackendError(f"ZooKeeper {self._alias!r} did not let us in.")
+            if monotonic() - self._cut_at > self._granted:
+                # The session is over. A server that lost its data would refuse this client for
+                # ever, which has seen later changes than there are: a new one has seen none.
+                self.close()
+            raise BackendError(f"ZooKeeper {self._alias!r} could not be reached.")
+        return client
+
+    def _open(self) -> tuple[Any, Any]:
+        retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
+        more = {"connection_retry": retry, "handler": Handler(), "logger": _kazoo_says}
+        client = KazooClient(**more, **self._options)
+        invoke = client._connection._invoke
+
+        def listen(timeout: float, request: Any, xid: Any = None) -> Any:
+            """Note what kazoo keeps to itself: how long the server lets the session live."""
+            answer = invoke(timeout, request, xid)
+            if isinstance(request, Connect) and answer[0].time_out > 0:
+                self._granted = answer[0].time_out / 1000
+            return answer
+
+        def note(state: str) -> None:
+            if self._client is not None and self._client[0] is client:
+                self._cut_at = float("inf") if state == KazooState.CONNECTED else monotonic()
+
+        client._connection._invoke = listen
+        client.add_listener(note)
+        live = client.start_async()
+        if self._client is None:
+            self._client = (client, live)
+        else:  # a signal handler has made one meanwhile
+            _end_later(client)
+        return self._client
+
+
+def _end_later(client: Any) -> None:
+    threading.Thread(target=_end, args=(client,), daemon=True).start()
+
+
+def _end(client: Any) -> None:
+    client.stop()
+    client.close()

@@ -1,0 +1,1 @@
+"""`Lock` and `Hold`: acquiring, waiting, renewing, releasing and losing, on any backend."""

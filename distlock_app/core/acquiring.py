@@ -1,0 +1,180 @@
+"""One call of acquire: what it asks the engine for, and what its runner holds already."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+from ..claims import Claim, Grant
+from ..errors import LockBusy, LockLost
+from ..primitives import identity, names, transactions
+from ..primitives.logs import SLOW_WAIT, fields, logger
+from ..primitives.timing import monotonic
+from .hold import Hold
+from .lease import Lease, by_runner
+from .registry import checked_wait, registry
+from .renewal import renewer
+from .waiting import AsyncBell, Bell
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<as the alias says>"
+
+    def __reduce__(self) -> str:
+        return "UNSET"  # the same one after a copy or in another process
+
+
+UNSET: Any = _Unset()
+
+
+class Attempt:
+    """What one call of acquire works with."""
+
+    __slots__ = ("alias", "backend", "key", "lock", "place", "runner", "started", "ttl", "wait")
+
+    def __init__(self, lock: Any, wait: float | None) -> None:
+        entry = registry[lock.using]
+        if wait is UNSET:
+            wait = lock.wait
+        self.wait = entry.wait if wait is UNSET else checked_wait(wait)
+        self.ttl = entry.ttl if lock.ttl is UNSET else lock.ttl
+        if lock.max_hold is not None:
+            self.ttl = min(self.ttl, lock.max_hold)
+        self.lock = lock
+        self.alias = lock.using
+        self.backend = entry.backend
+        self.key = names.key_of(lock.name)
+        self.runner = identity.current_runner()
+        self.place = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
+        self.started = monotonic()
+
+    def reenter(self, *, entered: bool = False) -> Hold | None:
+        """Return another hold of what this runner has already, without asking the engine.
+
+        `entered`: it is for a `with`.
+        """
+        release_now = self.lock.release == "now"
+        lease = self.lease()
+        # Without a hold it only waits for a commit, or for its release after a rollback.
+        if lease is not None and (lease.entered or not lease.handles or self._same_owner(lease)):
+            if lease.handles > 0 and not self.lock.reentrant:
+                raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
+            hold = Hold(lease, release_now=release_now, released=True)
+            hold.entered = entered
+            if lease.join(hold):
+                return hold
+            renewer.settle(lease)
+        transactions.check_before_lock(self.lock.name, release_now=release_now)
+        return None
+
+    def _same_owner(self, lease: Lease) -> bool:
+        """Whether the engine would grant it again: two leases of it would end with one release."""
+        return self.lock.owner is not None and lease.grant.claim.owner == _stable_owner(self.lock)
+
+    def lease(self) -> Lease | None:
+        """Return what this runner has already, unless it was lost."""
+        lease = by_runner.get(self.place)
+        if lease is not None and lease.runner() is self.runner and not lease.lost:
+            return lease
+        return None
+
+    def claim(self, bell: Bell | AsyncBell) -> Claim:
+        """Return what the engine is asked for."""
+        lock = self.lock
+        return Claim(
+            name=lock.name,
+            key=self.key,
+            owner=secrets.token_hex(16) if lock.owner is None else _stable_owner(lock),
+            ttl=self.ttl,
+            holder=identity.holder_text(),
+            shared=lock.shared,
+            fair=lock.fair,
+            limit=lock.limit,
+            stable=lock.owner is not None,
+            renew=lock.renew,
+            wake=bell.ring,
+        )
+
+    def hold(self, grant: Grant, asked_at: float, *, entered: bool = False) -> Hold:
+        """Return the hold of what was granted, renewed from now on."""
+        lease = Lease(
+            self.alias,
+            self.backend,
+            grant,
+            asked_at=asked_at,
+            renew=self.lock.renew,
+            max_hold=self.lock.max_hold,
+        )
+        lease.runner = identity.reference(self.runner)
+        hold = Hold(lease, release_now=self.lock.release == "now")
+        hold.entered = entered
+        lease.entered = int(entered)
+        by_runner[self.place] = lease
+        renewer.watch(lease)
+        if lease.since - self.started >= SLOW_WAIT:
+            self.note_wait("slow_wait", grant)
+        return hold
+
+    def resumed(self, grant: Grant, still_ours: bool) -> Hold:
+        """Return the hold of what another process handed over, or raise LockLost."""
+        if not still_ours:
+            raise LockLost(f"the lock {names.shown(self.lock.name)!r} was not resumed in time")
+        return self.hold(grant, self.started)
+
+    def note_wait(self, event: str, grant: Grant | None = None) -> None:
+        """Log how it ended, if it took long."""
+        waited = monotonic() - self.started
+        if waited >= SLOW_WAIT:
+            name = names.shown(self.lock.name)
+            logger.info(
+                "%s the lock %r (alias %r) after %.3f s",
+                *("got" if grant else "gave up waiting for", name, self.alias, waited),
+                extra=fields(event, self.alias, grant, name=name, key=self.key, waited=waited),
+            )
+
+    def explain(self, busy: LockBusy) -> None:
+        """Let the error say so if this runner itself is in the way."""
+        for mode in ((False, 1), (True, 1), (False, self.lock.limit)):
+            lease = by_runner.get((*self.place[:3], *mode))
+            if lease is None or lease.runner() is not self.runner:
+                continue
+            if not lease.handles or lease.lost:
+                continue
+            name = names.shown(self.lock.name)
+            text = f"the lock {name!r} was taken by this thread or task itself"
+            if (self.lock.shared, self.lock.limit) != mode:
+                kind = "shared" if mode[0] else "exclusively" if mode[1] == 1 else "as a permit"
+                text += f", {kind}: release it before it is taken in another mode"
+            else:
+                text += " by acquire(), and is held: only inside a `with` it may be taken again"
+            busy.args = (text,)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the signals of its beginning say of the lock."""
+        return {
+            "sender": type(self.backend),
+            "alias": self.alias,
+            "name": self.lock.name,
+            "waited": monotonic() - self.started,
+        }
+
+
+def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:
+    """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
+    runner = identity.current_runner()
+    place = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
+    lease = by_runner.get(place)
+    return lease if lease is not None and lease.runner() is runner and lease.handles else None
+
+
+def _stable_owner(lock: Any) -> str:
+    # A reader is not granted the writer's lock because it has the same owner.
+    kind = "shared:" if lock.shared else "permit:" if lock.limit > 1 else ""
+    return stable_token(kind + lock.owner)
+
+
+def stable_token(owner: str) -> str:
+    """Return the token of a stable owner, in which its name cannot be read."""
+    return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,0 +1,68 @@
+"""Several locks by one request, where the engine can and all of them are free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..backends.base import BaseLockBackend
+from ..claims import Claim, Grant
+from ..primitives.timing import drift, monotonic
+from .acquiring import Attempt
+from .hold import Hold
+from .registry import registry
+from .renewal import renewer
+from .waiting import Bell
+
+
+class Together:
+    """One try to take several locks of one alias at once, and what came of it."""
+
+    __slots__ = ("attempts", "backend", "claims", "holds")
+
+    def __init__(self, backend: BaseLockBackend, attempts: list[Attempt]) -> None:
+        self.backend = backend
+        self.attempts = attempts
+        self.claims: list[Claim] = [attempt.claim(Bell()) for attempt in attempts]
+        self.holds: list[Hold] = []
+
+    @classmethod
+    def of(cls, locks: Sequence[Any]) -> Together | None:
+        """Return the try, or None if they have to be taken one after the other."""
+        backend = registry[locks[0].using].backend
+        if type(backend).acquire_all is BaseLockBackend.acquire_all:
+            return None
+        several = len({lock.name for lock in locks}) == len(locks) > 1
+        if not several or len({lock.using for lock in locks}) > 1:
+            return None
+        attempts = [Attempt(lock, 0) for lock in locks]
+        if any(attempt.lease() for attempt in attempts):
+            return None
+        for attempt in attempts:
+            attempt.reenter()  # there is nothing to enter: this checks the open transactions
+        return cls(backend, attempts)
+
+    def hold(self, grants: Sequence[Grant] | None) -> list[Hold] | None:
+        """Return the holds of what was granted; None: nothing, or it came too late."""
+        if grants is None:
+            return None
+        for grant in grants:
+            ttl = grant.claim.ttl
+            if grant.asked_at is None or monotonic() >= grant.asked_at + ttl - drift(ttl):
+                self.give_back()
+                return None
+        for attempt, grant in zip(self.attempts, grants, strict=True):
+            self.holds.append(attempt.hold(grant, grant.asked_at or 0.0))
+        return self.holds
+
+    def give_back(self, *, at_once: bool = False) -> None:
+        """Have released what may have been granted; `at_once` if this process may end soon."""
+        for hold in self.holds:
+            hold.abandon()
+        for claim in self.claims if at_once else self.claims[len(self.holds) :]:
+            if not at_once:
+                renewer.give_back(self.backend, Grant(claim))
+            elif not claim.stable:
+                with suppress(Exception):
+                    self.backend.release(Grant(claim))

@@ -1,0 +1,277 @@
+"""Several locks at once: all or nothing, in one order for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+
+from ..errors import LockBusy, LockTimeout
+from ..primitives import identity, names
+from ..primitives.timing import Deadline
+from ..signals import atell, lock_acquired, tell
+from .acquiring import UNSET
+from .batch import Together
+from .entered import enter, entered, forget
+from .hold import Hold
+from .lock import Lock
+from .registry import checked_wait, registry
+from .waiting import in_thread
+
+
+class Holds(tuple[Hold, ...]):
+    """The holds of several locks, in the order in which the locks were named."""
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Raise LockLost if any of the locks may no longer be ours."""
+        for hold in self:
+            hold.check()
+
+    def release(self) -> None:
+        """Release all; raise the first error when every one was tried."""
+        self.leave(None)
+
+    async def arelease(self) -> None:
+        """Do as `release`, without blocking the event loop."""
+        await self.aleave(None)
+
+    def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
+        """Release all at the end of a `with` whose body raised `exc`; see `Hold.leave`."""
+        error: BaseException | None = None
+        for hold in reversed(self):
+            try:
+                hold.leave(exc, unused=unused)
+            except BaseException as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+
+    async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
+        """Do as `leave`, without blocking the event loop."""
+        error: BaseException | None = None
+        for hold in reversed(self):
+            try:
+                await hold.aleave(exc, unused=unused)
+            except BaseException as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+
+    def enter(self) -> Holds:
+        """Do as `Hold.enter` with each."""
+        for hold in self:
+            hold.enter()
+        return self
+
+    def bare(self, taken_at: tuple[CodeType, int]) -> Holds:
+        """Note that each was taken there, and for no `with`."""
+        for hold in self:
+            hold.enter(inside=False)
+            hold.taken_at = taken_at
+        return self
+
+    def __enter__(self) -> Holds:
+        return self.enter()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.leave(exc)
+
+    async def __aenter__(self) -> Holds:
+        return self.enter()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aleave(exc)
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Several locks to be taken together; a description, to be shared as a Lock is."""
+
+    locks: tuple[Lock, ...]
+
+    def acquire(self, wait: float | None = UNSET) -> Holds:
+        """Take all locks within `wait` seconds, or none; raise what `Lock.acquire` raises.
+
+        By default it waits as long as the most patient of the locks.
+        """
+        taken_at = identity.place_of_caller()
+        return self._acquire(wait).bare(taken_at)
+
+    def _acquire(self, wait: float | None = UNSET) -> Holds:
+        if asyncio._get_running_loop() is not None:
+            identity.refuse_to_block("`async with`, or `await locks.aacquire()`")
+        deadline = Deadline(self._wait(wait))
+        taken: dict[int, Hold] = {}
+        try:
+            if (holds := self._at_once()) is not None:
+                return holds
+            for place, lock in self._order():
+                # Entered, for the same lock may come twice.
+                taken[place] = lock._acquire(deadline.remaining(), entered=True)
+            return _in_order(taken)
+        except BaseException as error:
+            Holds(taken.values()).leave(error, unused=True)
+            raise _as_timeout(error, deadline) from error.__cause__
+
+    async def aacquire(self, wait: float | None = UNSET) -> Holds:
+        """Do as `acquire`, without blocking the event loop."""
+        taken_at = identity.place_of_caller()
+        return (await self._aacquire(wait)).bare(taken_at)
+
+    async def _aacquire(self, wait: float | None = UNSET) -> Holds:
+        deadline = Deadline(self._wait(wait))
+        taken: dict[int, Hold] = {}
+        try:
+            if (holds := await self._aat_once()) is not None:
+                return holds
+            for place, lock in self._order():
+                taken[place] = await lock._aacquire(deadline.remaining(), entered=True)
+            return _in_order(taken)
+        except BaseException as error:
+            await Holds(taken.values()).aleave(error, unused=True)
+            raise _as_timeout(error, deadline) from error.__cause__
+
+    def try_acquire(self) -> Holds | None:
+        """Take all in one try, or none and return None."""
+        try:
+            return self.acquire(wait=0)
+        except LockBusy:
+            return None
+
+    async def atry_acquire(self) -> Holds | None:
+        """Do as `try_acquire`, without blocking the event loop."""
+        try:
+            return await self.aacquire(wait=0)
+        except LockBusy:
+            return None
+
+    def __enter__(self) -> Holds:
+        holds = self._acquire()
+        try:
+            enter(self, holds.enter(), None, sys._getframe(1))
+        except BaseException as error:
+            holds.leave(error, unused=True)
+            forget(self, sys._getframe(1))
+            raise
+        return holds
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            entered(self, sys._getframe(1)).hold.leave(exc)
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            entered(self, sys._getframe(1)).hold.leave(interrupt)
+            raise
+        finally:
+            forget(self, sys._getframe(1))
+
+    async def __aenter__(self) -> Holds:
+        holds = await self._aacquire()
+        enter(self, holds.enter(), None, sys._getframe(1))
+        return holds
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        frame = sys._getframe(1)
+        holds = entered(self, frame).hold
+        forget(self, frame)
+        await holds.aleave(exc)
+
+    def _at_once(self) -> Holds | None:
+        """Take all by one request if the engine can and all are free, else none."""
+        together = Together.of(self.locks)
+        if together is None:
+            return None
+        try:
+            holds = together.hold(together.backend.acquire_all(together.claims))
+            if holds is None:
+                return None
+            if lock_acquired.receivers:
+                for hold, attempt in zip(holds, together.attempts, strict=True):
+                    tell(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+            return Holds(holds)
+        except BaseException as error:
+            together.give_back(at_once=not isinstance(error, Exception))
+            raise
+
+    async def _aat_once(self) -> Holds | None:
+        """Do as `_at_once`, without blocking the event loop."""
+        together = Together.of(self.locks)
+        if together is None:
+            return None
+        try:
+            grants = await in_thread(
+                together.backend,
+                together.backend.acquire_all,
+                together.claims,
+                cancelled=together.give_back,
+            )
+            holds = together.hold(grants)
+            if holds is None:
+                return None
+            if lock_acquired.receivers:
+                for hold, attempt in zip(holds, together.attempts, strict=True):
+                    await atell(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+            return Holds(holds)
+        except BaseException as error:
+            # Cancelled while the request is under way: in_thread() gives back when it has ended.
+            if together.holds or isinstance(error, Exception):
+                together.give_back()
+            raise
+
+    def _wait(self, wait: float | None) -> float | None:
+        if wait is not UNSET:
+            return checked_wait(wait)
+        waits = [registry[x.using].wait if x.wait is UNSET else x.wait for x in self.locks]
+        return None if None in waits else max(w for w in waits if w is not None)
+
+    def _order(self) -> list[tuple[int, Lock]]:
+        # The same order for everybody, by what the engines compare: otherwise A-B and B-A
+        # wait for each other.
+        return sorted(
+            enumerate(self.locks), key=lambda x: (x[1].using, names.key_of(x[1].name), x[0])
+        )
+
+
+def _in_order(taken: dict[int, Hold]) -> Holds:
+    return Holds(taken[place] for place in sorted(taken))
+
+
+def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:
+    """Return what to raise: whoever waited for the first locks was not merely busy at the last."""
+    waited = deadline.wait != 0 and deadline.remaining() == 0
+    if type(error) is LockBusy and waited:
+        return LockTimeout(error.args[0], free_in=error.free_in)
+    return error
+
+
+def all_of(*locks: Lock) -> AllOf:
+    """Return what takes all of `locks` or none: `with all_of(a, b) as (hold_a, hold_b)`."""
+    if not locks:
+        raise ValueError("all_of() needs at least one lock")
+    if any(lock.atomic for lock in locks):
+        raise ValueError("all_of() takes no atomic locks: open atomic() inside its `with`")
+    return AllOf(locks)

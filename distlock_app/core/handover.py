@@ -1,0 +1,32 @@
+"""A claim as signed text, by which another process goes on holding it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core import signing
+
+from ..claims import Grant
+
+SALT = "distlock_app.handover"
+# Of a claim, what the next process does not know by itself.
+FIELDS = ("name", "owner", "ttl", "shared", "fair", "limit", "stable")
+
+
+def packed(alias: str, grant: Grant) -> str:
+    """Return `grant` as text for `unpacked`. Whoever has the text can release the lock."""
+    claim = {field: getattr(grant.claim, field) for field in FIELDS}
+    # An object, such as a connection, stays behind.
+    session = grant.session if isinstance(grant.session, (int, str)) else None
+    return signing.dumps([alias, claim, grant.fence, session], salt=SALT)
+
+
+def unpacked(text: str) -> tuple[str, dict[str, Any], int | None, Any]:
+    """Return the alias, the fields of the claim, the fence and the session, or raise ValueError."""
+    try:
+        alias, claim, fence, session = signing.loads(text, salt=SALT)
+    except signing.BadSignature:
+        raise ValueError(
+            "this is no text of Hold.dump(), or of a project with another SECRET_KEY"
+        ) from None
+    return alias, claim, fence, session

@@ -1,0 +1,121 @@
+"""Latches: wait until so many others are done."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
+
+from ..backends.base import BaseLockBackend
+from ..claims import Claim, Grant
+from ..errors import LockBusy
+from ..primitives import identity, names
+from .acquiring import UNSET, stable_token
+from .registry import checked_ttl, checked_wait, registry
+from .renewal import renewer
+from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Latch:
+    """A gate that opens when `count` parties have counted down, and stays open.
+
+    Only a description, free of I/O, to be shared. Everybody gives the same name and count. What
+    was counted is forgotten `ttl` seconds after the last count_down(): then it is closed again,
+    so a new round wants a new name. A latch and a lock of one name have nothing in common.
+
+    Raise TypeError, ValueError or ImproperlyConfigured when it is made.
+    """
+
+    name: str
+    count: int
+    _: KW_ONLY
+    ttl: float = 3600.0
+    using: str = "default"
+
+    def __post_init__(self) -> None:
+        names.checked(self.name)
+        checked_ttl(self.ttl)
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"count must be a whole number from 1, not {self.count!r}")
+        if not self._backend.latches:
+            engine = type(self._backend).__name__
+            raise ValueError(f"a Latch is not possible with {engine} (alias {self.using!r})")
+
+    def count_down(self, *, by: str | None = None) -> int:
+        """Tell that one more is done; return how many are left.
+
+        `by` names who is done, and counts once however often it is told, such as a task that
+        is run again.
+        """
+        return self._left(self._backend.count_down(self._claim(by)))
+
+    async def acount_down(self, *, by: str | None = None) -> int:
+        """Do as `count_down`, without blocking the event loop."""
+        return self._left(await in_thread(self._backend, self._backend.count_down, self._claim(by)))
+
+    def wait(self, timeout: float | None = UNSET) -> bool:
+        """Wait until it is open; return whether it is within `timeout` seconds.
+
+        By default as long as the alias's WAIT, with None for ever. Raise BackendError.
+        """
+        if asyncio._get_running_loop() is not None:
+            identity.refuse_to_block("`await latch.await_()`")
+        bell = Bell()
+        claim = self._claim(None, bell)
+        try:
+            acquired(self._backend, claim, self._timeout(timeout), bell)
+        except LockBusy:
+            return False
+        except BaseException:
+            renewer.give_back(self._backend, Grant(claim))
+            raise
+        return True
+
+    async def await_(self, timeout: float | None = UNSET) -> bool:
+        """Do as `wait`, without blocking the event loop: a waiting task costs no thread."""
+        bell = AsyncBell()
+        claim = self._claim(None, bell)
+        give_back = partial(renewer.give_back, self._backend, Grant(claim))
+        try:
+            steps = acquiring(self._backend, claim, self._timeout(timeout))
+            await arun(self._backend, steps, bell, cancelled=give_back)
+        except LockBusy:
+            return False
+        except Exception:
+            give_back()
+            raise
+        return True
+
+    def left(self) -> int:
+        """Ask the engine how many have to count down yet."""
+        return self._left(self._backend.counted(names.key_of(self.name, b"latch")))
+
+    async def aleft(self) -> int:
+        """Do as `left`, without blocking the event loop."""
+        key = names.key_of(self.name, b"latch")
+        return self._left(await in_thread(self._backend, self._backend.counted, key))
+
+    @property
+    def _backend(self) -> BaseLockBackend:
+        return registry[self.using].backend
+
+    def _left(self, counted: int) -> int:
+        return max(0, self.count - counted)
+
+    def _timeout(self, timeout: Any) -> float | None:
+        return registry[self.using].wait if timeout is UNSET else checked_wait(timeout)
+
+    def _claim(self, by: str | None, bell: Bell | AsyncBell | None = None) -> Claim:
+        return Claim(
+            name=self.name,
+            key=names.key_of(self.name, b"latch"),
+            owner=secrets.token_hex(16) if by is None else stable_token(by),
+            ttl=self.ttl,
+            holder=identity.holder_text(),
+            limit=self.count,
+            latch=True,
+            wake=None if bell is None else bell.ring,
+        )

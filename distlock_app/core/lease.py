@@ -1,0 +1,223 @@
+"""One granted claim in this process: how long it is trusted, and whether it was lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..backends.base import BaseLockBackend
+from ..claims import Grant
+from ..primitives import identity
+from ..primitives.timing import drift, monotonic
+
+# Changes in a forked child: what the parent holds is not the child's.
+_process = object()
+
+
+def _after_fork() -> None:
+    global _process
+    _process = object()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+# The leases of this process by runner, engine, key and mode (shared, limit).
+by_runner: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
+
+# A hold, weakly: else its callback would keep it from being dropped, and renewed for ever.
+Callback = tuple["weakref.ref[Any]", Callable[[Any], None]]
+
+
+class Lease:
+    """The claim behind one or several holds of the same runner.
+
+    Its runner may take it again only inside a `with`. A hold without one may have been passed
+    on, and nobody can tell: a worker that began its next job would have the lock beside it.
+
+    It is *trusted* while the engine cannot have given the claim to anybody else, by this
+    process's monotonic clock. It ends by release or by loss, once.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_process",
+        "alias",
+        "backend",
+        "due",
+        "ended",
+        "ends_by",
+        "entered",
+        "grant",
+        "handles",
+        "lock",
+        "lost_because",
+        "owed",
+        "pins",
+        "release_asked",
+        "renews",
+        "runner",
+        "since",
+        "term",
+        "trusted_until",
+        "ttl",
+        "unended_blocks",
+    )
+
+    def __init__(
+        self,
+        alias: str,
+        backend: BaseLockBackend,
+        grant: Grant,
+        *,
+        asked_at: float,
+        renew: bool,
+        max_hold: float | None,
+    ) -> None:
+        ttl = grant.claim.ttl
+        self.alias = alias
+        self.backend = backend
+        self.grant = grant
+        self.ttl = ttl
+        self.since = monotonic()
+        self.term = grant.ttl or ttl  # what it was given last
+        self.trusted_until = asked_at + self.term - drift(self.term)
+        self.renews = renew
+        self.ends_by = float("inf") if max_hold is None else self.since + max_hold
+        self.due: float | None = None  # when the renewer looks at it next
+        self.handles = 1  # holds that need it
+        self.entered = 0  # those of them that are in a `with`: only there it may be taken again
+        self.pins = 0  # transactions that keep everybody else from the claim
+        self.unended_blocks: set[int] = set()  # whose end the release waits for: id(connection)
+        self.ended = False  # released or given up: nothing more to renew
+        self.owed: int | None = None  # the number of its release on a worker thread
+        self.release_asked = False  # in time, but the answer did not come
+        self.lost_because: str | None = None
+        self.runner: Any = None
+        self._process = _process
+        self._callbacks: list[Callback] | None = []
+        # Reentrant: a finalizer may part or end in the middle of any of the methods below.
+        self.lock = threading.RLock()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether a parent process took it: then it is not ours to renew or release."""
+        return self._process is not _process
+
+    @property
+    def lost(self) -> bool:
+        """Whether the claim may belong to somebody else by now."""
+        if self.lost_because is not None or self.foreign:
+            return True
+        return not self.pins and monotonic() >= self.trusted_until
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it is lost, or its release was asked for and may have been done."""
+        return self.release_asked or self.lost
+
+    def extended(self, ttl: float, *, asked_at: float) -> None:
+        """Trust it for `ttl` seconds from `asked_at`: engines never shorten a claim.
+
+        An answer that comes when the trust is over changes nothing: what was lost stays so.
+        """
+        with self.lock:
+            if not self.lost:
+                self.trusted_until = max(self.trusted_until, asked_at + ttl - drift(ttl))
+                self.term = self.ttl
+
+    def pin(self) -> None:
+        """Trust it, whatever the time, until `unpin`."""
+        with self.lock:
+            self.pins += 1
+
+    def unpin(self) -> None:
+        with self.lock:
+            self.pins -= 1
+
+    def capped(self, ttl: float) -> float:
+        """Return `ttl`, or what `max_hold` leaves of it."""
+        return max(0.001, min(ttl, self.ends_by - monotonic()))
+
+    def lose(self, reason: str, *, at_release: bool = False) -> list[Callback] | None:
+        """Note the loss, once; return the callbacks to run, None if there is nothing to tell."""
+        with self.lock:
+            if self.lost_because is not None or (self.ended and not at_release):
+                return None
+            self.lost_because = reason
+            callbacks, self._callbacks = self._callbacks or [], None
+            return callbacks
+
+    def end(self) -> None:
+        """Stop renewing it and telling of its loss."""
+        with self.lock:
+            self.ended = True
+
+    def join(self, hold: Any) -> bool:
+        """Add a hold, unless the lease has ended."""
+        with self.lock:
+            if self.ended:
+                return False
+            # No call in between: a signal must not leave one without the other.
+            self.handles += 1
+            self.entered += hold.entered
+            hold.released = False
+            return True
+
+    def part(self, hold: Any, *, blocks: Iterable[int] = ()) -> bool | None:
+        """Take a hold away; return whether it was the last, and the lease has ended with it.
+
+        None: it was, but now the release waits for `blocks` too, which were not waited for.
+        """
+        with self.lock:
+            self.handles -= 1
+            self.entered -= hold.entered
+            hold.released = True
+            answer = None
+            if self.handles > 0 or (self.unended_blocks and (self.ended or not blocks)):
+                answer = False
+            elif blocks and not self.ended:
+                self.unended_blocks.update(blocks)
+            else:
+                self.ended = True
+                return True
+            if self._callbacks:
+                self._callbacks = [x for x in self._callbacks if x[0]() is not hold]
+            return answer
+
+    def enter(self, hold: Any, *, inside: bool) -> None:
+        """Note that the running thread or task is in the `with` of a hold, or no longer."""
+        with self.lock:
+            if hold.released or hold.entered is inside:
+                return
+            hold.entered = inside
+            self.entered += 1 if inside else -1
+        runner, claim = identity.current_runner(), self.grant.claim
+        if self.runner() is not runner:
+            self.runner = identity.reference(runner)
+            by_runner[id(runner), self.backend, claim.key, claim.shared, claim.limit] = self
+
+    def rejoin(self) -> None:
+        """Add the hold again whose release failed; the lease has ended all the same."""
+        with self.lock:
+            self.handles += 1
+            self.entered = 0
+
+    def end_unheld(self) -> bool:
+        """End it after the last transaction; False if it was taken again or ended meanwhile."""
+        with self.lock:
+            if self.handles > 0 or self.unended_blocks or self.ended or self.foreign:
+                return False
+            self.ended = True
+            return True
+
+    def call_when_lost(self, hold: Any, callback: Callable[[Any], None]) -> bool:
+        """Keep `callback` for the loss, as long as `hold` is; False: it is lost already."""
+        with self.lock:
+            if self._callbacks is None:
+                return False
+            self._callbacks.append((weakref.ref(hold), callback))
+            return True

@@ -1,0 +1,334 @@
+"""Named locks: what a caller wants to hold, and how it gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
+
+from ..backends.base import BaseLockBackend
+from ..claims import Grant, Holding
+from ..errors import LockBusy, LockError, NotHeld
+from ..primitives import identity, names
+from ..primitives.logs import fields, logger
+from ..primitives.transactions import check_caller
+from ..signals import atell, lock_acquired, lock_busy, lock_cleared, tell
+from .acquiring import UNSET, Attempt, lease_of_runner
+from .entered import enter, entered, forget
+from .handover import unpacked
+from .hold import Hold
+from .lease import Lease
+from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
+from .renewal import renewer
+from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """A named lock: only a description, free of I/O, to be shared by threads and modules.
+
+    `ttl`, `wait`: seconds; by default what the alias says. `wait=None` waits for ever, 0 is
+    one try. `renew=False` makes it a fixed lease; `max_hold` caps the renewal. `atomic`
+    (True, or the alias of a database) opens `transaction.atomic(durable=True)` inside the
+    lock, and commits only if the lock is still held. `owner` names a stable owner instead
+    of a random one: whoever uses the same name shares the lock. `release="now"` does not
+    wait for the end of an open transaction.
+
+    Raise TypeError, ValueError or ImproperlyConfigured when it is made.
+    """
+
+    name: str
+    _: KW_ONLY
+    ttl: float = UNSET
+    wait: float | None = UNSET
+    renew: bool = True
+    max_hold: float | None = None
+    reentrant: bool = True
+    shared: bool = False
+    fair: bool = False
+    limit: int = 1
+    owner: str | None = None
+    atomic: bool | str = False
+    release: Literal["transaction_end", "now"] = "transaction_end"
+    using: str = "default"
+
+    def __post_init__(self) -> None:
+        names.checked(self.name)
+        if self.ttl is not UNSET and checked_ttl(self.ttl) > LONG_TTL and self.renew:
+            text = f"ttl counts seconds: after a crash, {self.ttl:g} of them keep the lock"
+            warnings.warn(f"{text} for {self.ttl / 3600:.1f} hours", stacklevel=3)
+        if self.wait is not UNSET:
+            checked_wait(self.wait)
+        if self.max_hold is not None:
+            _check_max_hold(self.max_hold)
+        if not isinstance(self.limit, int) or self.limit < 1:
+            raise ValueError(f"limit must be a whole number from 1, not {self.limit!r}")
+        if self.shared and self.limit > 1:
+            raise ValueError("shared=True and limit= exclude each other")
+        if self.release not in ("transaction_end", "now"):
+            raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
+        if self.owner is not None and not (isinstance(self.owner, str) and self.owner):
+            raise ValueError(f"owner must be a name, not {self.owner!r}")
+        if isinstance(self.atomic, str) and self.atomic not in list(connections):
+            raise ImproperlyConfigured(f"atomic={self.atomic!r} is no alias of DATABASES")
+        backend = registry[self.using].backend
+        if self.shared or self.fair or self.limit > 1 or self.owner is not None:
+            self._check_engine(backend)
+
+    def _check_engine(self, backend: BaseLockBackend) -> None:
+        for wanted, able, what in (
+            (self.shared, backend.shares, "shared=True"),
+            (self.fair, backend.queues, "fair=True"),
+            (self.limit > 1, backend.limits, "limit above 1"),
+            # No other process can take a session over.
+            (self.owner is not None, backend.expires, "owner="),
+        ):
+            if wanted and not able:
+                engine = type(backend).__name__
+                raise ValueError(f"{what} is not possible with {engine} (alias {self.using!r})")
+
+    def acquire(self, wait: float | None = UNSET) -> Hold:
+        """Take the lock; raise LockBusy (wait=0), LockTimeout or BackendError."""
+        self._no_atomic()
+        taken_at = identity.place_of_caller()
+        hold = self._acquire(wait)
+        hold.taken_at = taken_at
+        return hold
+
+    def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
+        if asyncio._get_running_loop() is not None:
+            identity.refuse_to_block("`async with`, or `await lock.aacquire()`")
+        attempt = Attempt(self, wait)
+        if (hold := attempt.reenter(entered=entered)) is not None:
+            return hold
+        bell = Bell()
+        claim = attempt.claim(bell)
+        try:
+            grant, asked_at = acquired(attempt.backend, claim, attempt.wait, bell)
+            hold = attempt.hold(grant, asked_at, entered=entered)
+            if lock_acquired.receivers:
+                tell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+            return hold
+        except LockBusy as busy:
+            attempt.explain(busy)
+            attempt.note_wait("timeout")
+            if lock_busy.receivers:
+                tell(lock_busy, attempt.facts())
+            raise
+        except BaseException as error:
+            # It may have been granted without our hearing of it.
+            if hold is not None:
+                hold.leave(error, unused=True)
+            elif isinstance(error, Exception):
+                renewer.give_back(attempt.backend, Grant(claim))
+            else:  # Ctrl-C: the process may end before a worker could do it
+                with suppress(Exception):
+                    attempt.backend.release(Grant(claim))
+            raise
+
+    async def aacquire(self, wait: float | None = UNSET) -> Hold:
+        """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
+        taken_at = identity.place_of_caller()
+        hold = await self._aacquire(wait)
+        hold.taken_at = taken_at
+        return hold
+
+    async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
+        self._no_atomic()
+        attempt = Attempt(self, wait)
+        if self.release != "now":
+            await check_caller(self.name)
+        if (hold := attempt.reenter(entered=entered)) is not None:
+            return hold
+        bell = AsyncBell()
+        claim = attempt.claim(bell)
+        give_back = partial(renewer.give_back, attempt.backend, Grant(claim))
+        try:
+            steps = acquiring(attempt.backend, claim, attempt.wait)
+            grant, asked_at = await arun(attempt.backend, steps, bell, cancelled=give_back)
+            hold = attempt.hold(grant, asked_at, entered=entered)
+            if lock_acquired.receivers:
+                await atell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+            return hold
+        except LockBusy as busy:
+            attempt.explain(busy)
+            attempt.note_wait("timeout")
+            if lock_busy.receivers:
+                await atell(lock_busy, attempt.facts())
+            raise
+        except BaseException as error:
+            if hold is not None:  # cancelled meanwhile: no time to wait for an engine
+                hold.abandon()
+            elif isinstance(error, Exception):
+                give_back()
+            raise
+
+    def try_acquire(self) -> Hold | None:
+        """Take the lock in one try, or return None if somebody else holds it."""
+        try:
+            return self.acquire(wait=0)
+        except LockBusy:
+            return None
+
+    async def atry_acquire(self) -> Hold | None:
+        """Do as `try_acquire`, without blocking the event loop."""
+        try:
+            return await self.aacquire(wait=0)
+        except LockBusy:
+            return None
+
+    @classmethod
+    def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
+        """Go on holding, here, the lock that `Hold.dump()` handed over; only once.
+
+        Nobody notices a second time: both would have the lock, with the same fence.
+
+        Raise LockLost if nobody resumed it in time, ValueError for any other text, and
+        BackendError if the engine cannot tell: then try again.
+        """
+        attempt, grant = cls._resuming(text, renew, max_hold)
+        return attempt.resumed(grant, attempt.backend.extend(grant, attempt.ttl))
+
+    @classmethod
+    async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
+        """Do as `resume`, without blocking the event loop."""
+        attempt, grant = cls._resuming(text, renew, max_hold)
+        backend = attempt.backend
+        return attempt.resumed(grant, await in_thread(backend, backend.extend, grant, attempt.ttl))
+
+    @classmethod
+    def _resuming(cls, text: str, renew: bool, max_hold: float | None) -> tuple[Attempt, Grant]:
+        alias, known, fence, session = unpacked(text)
+        token = {field: known.pop(field) for field in ("owner", "stable")}
+        attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
+        return attempt, Grant(replace(attempt.claim(Bell()), **token), fence, session=session)
+
+    def locked(self) -> bool:
+        """Ask the engine whether anybody holds the lock."""
+        return bool(self.holders())
+
+    def holders(self) -> list[Holding]:
+        """Ask the engine who holds the lock."""
+        return list(registry[self.using].backend.holders(names.key_of(self.name)))
+
+    def clear(self, *, seen: str | None = None, user: str = "", reason: str = "") -> int:
+        """Take the lock away from whoever holds it; return from how many.
+
+        With `seen` (of `holders()`) only from that holder. Their next renewal tells them,
+        and their fences are stale at once.
+        """
+        return clear(self.using, names.key_of(self.name), self.name, seen, user, reason)
+
+    def __enter__(self) -> Hold:
+        hold = self._acquire(entered=True)
+        block = None
+        try:
+            if self.atomic:
+                using = None if self.atomic is True else self.atomic
+                block = transaction.atomic(using, durable=True)
+                block.__enter__()
+            enter(self, hold, block, sys._getframe(1))
+        except BaseException as error:
+            try:
+                if block and block in transaction.get_connection(block.using).atomic_blocks:
+                    hold.end_block(block, type(error), error, error.__traceback__)
+            finally:
+                hold.leave(error, unused=True)
+                forget(self, sys._getframe(1), hold)
+            raise
+        return hold
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            frame = sys._getframe(1)
+            entry = entered(self, frame)
+            if entry.block is not None:
+                entry.hold.end_block(entry.block, exc_type, exc, traceback)
+            entry.hold.leave(exc)
+        except BaseException as error:
+            # The commit failed, or Ctrl-C came anywhere in the lines that release.
+            if not isinstance(error, NotHeld):
+                entered(self, sys._getframe(1)).hold.leave(error)
+            raise
+        finally:
+            forget(self, sys._getframe(1))
+
+    async def __aenter__(self) -> Hold:
+        hold = await self._aacquire(entered=True)
+        enter(self, hold, None, sys._getframe(1))
+        return hold
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        frame = sys._getframe(1)
+        hold = entered(self, frame).hold
+        forget(self, frame)
+        await hold.aleave(exc)
+
+    def _no_atomic(self) -> None:
+        if self.atomic:
+            raise LockError("atomic= needs a synchronous `with`: it has to see the block's end")
+
+
+def _check_max_hold(seconds: Any) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"max_hold must be a number of seconds, not {seconds!r}")
+    if not seconds >= MIN_TTL:
+        raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")
+
+
+def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: str) -> int:
+    """Take the lock of `key` away; return from how many holders. Logged and signalled."""
+    cleared = registry[alias].backend.clear(key, seen)
+    if cleared:
+        facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
+        name, user, reason = map(names.shown, (name, user, reason))
+        logger.warning(
+            "%r (alias %r) cleared by %s%s",
+            *(name, alias, user or "a program", f": {reason}" if reason else ""),
+            extra=fields("cleared", alias, name=name, key=key, user=user, reason=reason),
+        )
+        tell(lock_cleared, {"sender": type(registry[alias].backend), **facts})
+    return cleared
+
+
+def prolong(alias: str, key: str, name: str, seen: str, ttl: float, user: str) -> bool:
+    """Let the holder `seen` of `key` have it for `ttl` seconds or more; False: it is gone."""
+    done = registry[alias].backend.prolong(key, seen, ttl)
+    if done:
+        name, user = map(names.shown, (name, user))
+        logger.warning(
+            "%r (alias %r) extended to %g s by %s",
+            *(name, alias, ttl, user),
+            extra=fields("prolonged", alias, name=name, key=key, user=user, ttl=ttl),
+        )
+    return done
+
+
+def release_half_taken(lock: Lock, held_before: Lease | None) -> None:
+    """Release what was granted when a signal came before we had it in our hands.
+
+    The traceback of the signal's exception still refers to it.
+    """
+    lease = lease_of_runner(lock.using, lock.name, shared=lock.shared)
+    if lease is not None and lease is not held_before:
+        renewer.unwatch(lease)
+        with suppress(Exception):
+            lease.backend.release(lease.grant)

@@ -1,0 +1,224 @@
+"""Settings to engines: one backend for each alias and process."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from django.conf import settings
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+from ..backends.base import BaseLockBackend
+from ..primitives.logs import fields, logger
+
+DEFAULT_SETTING: dict[str, dict[str, Any]] = {
+    "default": {
+        "BACKEND": "distlock_app.backends.database.DatabaseBackend",
+        "LOCATION": "default",
+    }
+}
+KEYS = frozenset({"BACKEND", "LOCATION", "TTL", "WAIT", "OPTIONS"})
+# The extra of distlock_app that installs what an engine imports.
+EXTRAS = {
+    "redis": "redis",
+    "django_redis": "redis",
+    "MySQLdb": "mysql",
+    "psycopg": "postgresql",
+    "kazoo": "zookeeper",
+}
+DEFAULT_TTL = 30.0
+DEFAULT_WAIT = 10.0
+
+# Engines count milliseconds, and a renewal has to fit in several times: no ttl below that.
+# The upper bound keeps a mistake (milliseconds for seconds) from locking for ever.
+MIN_TTL = 0.1
+MAX_TTL = 31 * 24 * 3600.0
+
+
+# A longer one is more likely a mistake than meant: renewal covers longer work.
+LONG_TTL = 3600.0
+
+
+def checked_ttl(ttl: Any) -> float:
+    """Return `ttl` as seconds, or raise TypeError / ValueError: always finite, within bounds."""
+    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)):
+        raise TypeError(f"ttl must be a number of seconds, not {ttl!r}")
+    if not MIN_TTL <= ttl <= MAX_TTL:
+        raise ValueError(f"ttl must be {MIN_TTL} to {MAX_TTL:.0f} seconds, not {ttl!r}")
+    return float(ttl)
+
+
+def checked_wait(wait: Any) -> float | None:
+    """Return `wait` as seconds or None (for ever), or raise TypeError / ValueError."""
+    if wait is None:
+        return None
+    if isinstance(wait, bool) or not isinstance(wait, (int, float)):
+        raise TypeError(f"wait must be a number of seconds or None (for ever), not {wait!r}")
+    if not wait >= 0:
+        raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
+    return None if wait > sys.float_info.max else float(wait)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One alias of the setting, ready for use."""
+
+    alias: str
+    backend: BaseLockBackend
+    ttl: float
+    wait: float | None
+
+
+def check_deployed(entry: Entry) -> Iterator[checks.CheckMessage]:
+    """Warn of an engine that excludes no other process, unless DEBUG is on."""
+    if entry.backend.local and not settings.DEBUG:
+        yield checks.Warning(
+            f"DISTLOCK[{entry.alias!r}] uses {type(entry.backend).__name__}: "
+            "no other process is excluded.",
+            hint="Name an engine that all processes share, such as the lock table.",
+            id="distlock_app.W003",
+        )
+
+
+class Registry:
+    """The aliases of `settings.DISTLOCK`; backends are made at first use, once per process."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def __getitem__(self, alias: str) -> Entry:
+        """Return the entry of `alias`, or raise ImproperlyConfigured."""
+        try:
+            entry = self._entries.get(alias)
+        except TypeError:  # no hash
+            raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r}.") from None
+        if entry is None:
+            # Not under a lock: it imports a module, which may make locks or be imported by
+            # another thread. Of two that were made at once, neither connected yet.
+            entry = self._entries.setdefault(alias, self._make(alias))
+        return entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.setting())
+
+    def misconfigured(self, alias: Any) -> bool:
+        """Whether settings name `alias`, and are wrong: `manage.py check` tells (E001)."""
+        try:
+            if alias in list(self.setting()):  # not in the dict: an alias without a hash is wrong
+                self[alias]
+        except Exception:  # whatever an engine's own code raises
+            return True
+        return False
+
+    def made(self) -> list[Entry]:
+        """Return the entries in use so far, without making any."""
+        return list(self._entries.values())
+
+    def setting(self) -> dict[str, dict[str, Any]]:
+        """Return `settings.DISTLOCK`, or the lock table on the default database."""
+        value = getattr(settings, "DISTLOCK", None)
+        if value is None:
+            return DEFAULT_SETTING
+        if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
+            raise ImproperlyConfigured("DISTLOCK must be a dict of alias to dict, as CACHES is.")
+        return value
+
+    def reset(self) -> None:
+        """Forget the backends, after closing their connections."""
+        entries, self._entries = self._entries, {}
+        for entry in entries.values():
+            _robustly(entry.backend.close, entry.alias)
+
+    def after_fork(self) -> None:
+        """Make the backends usable in a child process."""
+        for entry in self._entries.values():
+            _robustly(entry.backend.after_fork, entry.alias)
+
+    def add(self, alias: str, params: dict[str, Any]) -> None:
+        """Make an alias that settings do not name, for this process."""
+        if alias not in self._entries:
+            self._entries[alias] = self._entry(alias, params)
+
+    def _make(self, alias: str) -> Entry:
+        setting = self.setting()
+        if alias not in setting:
+            known = ", ".join(sorted(setting)) or "none"
+            raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r} (it has: {known}).")
+        return self._entry(alias, setting[alias])
+
+    def _entry(self, alias: str, params: dict[str, Any]) -> Entry:
+        where = f"DISTLOCK[{alias!r}]"
+        if unknown := set(params) - KEYS:
+            raise ImproperlyConfigured(
+                f"{where}: unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(KEYS))}."
+            )
+        try:
+            ttl = checked_ttl(params.get("TTL", DEFAULT_TTL))
+            wait = checked_wait(params.get("WAIT", DEFAULT_WAIT))
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(f"{where}: {error}.") from error
+        return Entry(alias, _backend(alias, params, where), ttl, wait)
+
+
+def _robustly(call: Callable[[], None], alias: str) -> None:
+    try:
+        call()
+    except Exception:  # the other backends have to do it all the same
+        logger.exception(
+            "the lock engine of alias %r failed", alias, extra=fields("engine_failed", alias)
+        )
+
+
+def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
+    try:
+        cls = import_string(params["BACKEND"])
+    except KeyError:
+        raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.") from None
+    except (ImportError, AttributeError, TypeError) as error:  # the last two of what is no text
+        raise ImproperlyConfigured(
+            f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
+        ) from error
+    options = params.get("OPTIONS") or {}
+    if not isinstance(options, dict):
+        raise ImproperlyConfigured(f"{where}: 'OPTIONS' must be a dict.")
+    known = set(inspect.signature(cls).parameters) - {"alias", "location"}
+    for key in options:
+        if str(key).lower() not in known:
+            names = ", ".join(sorted(k.upper() for k in known)) or "none"
+            raise ImproperlyConfigured(f"{where}: unknown option {key!r}; known are: {names}.")
+    kwargs = {str(key).lower(): value for key, value in options.items()}
+    try:
+        backend: BaseLockBackend = cls(alias=alias, location=params.get("LOCATION"), **kwargs)
+    except ImportError as error:
+        raise ImproperlyConfigured(f"{where}: {cls.__name__}: {_why(error)}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ImproperlyConfigured(
+            f"{where}: {cls.__name__} cannot use this LOCATION or these OPTIONS: {error}"
+        ) from error
+    return backend
+
+
+def _why(error: Exception) -> str:
+    """Return what it says, and what to install."""
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    extra = EXTRAS.get(missing) if isinstance(error, ModuleNotFoundError) else None
+    return f"{error}" + (f": install distlock_app with the extra {extra!r}" if extra else "")
+
+
+registry = Registry()
+
+
+def _on_setting_changed(*, setting: str, **kwargs: Any) -> None:
+    if setting in {"DISTLOCK", "CACHES", "DATABASES"}:
+        registry.reset()
+
+
+setting_changed.connect(_on_setting_changed)
+os.register_at_fork(after_in_child=registry.after_fork)

@@ -1,0 +1,1 @@
+"""Functions, views and management commands that run under a lock."""

@@ -1,0 +1,60 @@
+"""Transactions of a request that begin inside its lock, instead of Django's around the view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from django.db import connections, transaction
+
+from ..errors import LockError
+
+
+class OutOfAtomicRequests(set[str]):
+    """What a view has as `_non_atomic_requests` to be exempt from ATOMIC_REQUESTS everywhere.
+
+    Django asks only whether an alias is in it. It holds the aliases that the view named itself.
+    """
+
+    def __contains__(self, alias: object) -> bool:
+        return True
+
+    def aliases(self, atomic: str | None) -> tuple[str, ...]:
+        """Return on which databases the view is to run in a transaction, the outermost first."""
+        settings = connections.settings
+        own = set(iter(self))
+        found = [a for a in settings if settings[a]["ATOMIC_REQUESTS"] and a not in own]
+        if atomic is not None and atomic not in found:
+            found.append(atomic)
+        return tuple(reversed(found))
+
+
+def mark(wrapper: Any, view: Any) -> OutOfAtomicRequests:
+    """Take `wrapper`, a wrapped `view`, out of ATOMIC_REQUESTS; return what it carries for that."""
+    exempt = OutOfAtomicRequests(getattr(view, "_non_atomic_requests", ()))
+    wrapper._non_atomic_requests = exempt
+    return exempt
+
+
+@contextmanager
+def in_transactions(aliases: tuple[str, ...]) -> Iterator[None]:
+    """Open `atomic()` on each alias, as ATOMIC_REQUESTS would; commit or roll back all."""
+    with ExitStack() as blocks:
+        for alias in aliases:
+            blocks.enter_context(transaction.atomic(using=alias, durable=True))
+        yield
+
+
+def refuse_open(aliases: tuple[str, ...]) -> None:
+    """Raise LockError if a transaction that began before the lock is still open."""
+    for alias in aliases:
+        blocks = connections[alias].atomic_blocks
+        if blocks and not getattr(blocks[-1], "_from_testcase", False):
+            raise LockError(
+                f"locked_view was called inside a transaction of {alias!r}, which began before "
+                "the lock and would end after it. Under ATOMIC_REQUESTS a decorator outside of "
+                "it hides from Django that it brings its own transaction: put locked_view "
+                "outermost (on the class, not on one of its methods), or "
+                "@transaction.non_atomic_requests outside of both."
+            )

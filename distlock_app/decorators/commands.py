@@ -1,0 +1,307 @@
+"""Management commands that run once at a time, on however many hosts they are started."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+from django.apps import apps
+from django.conf import settings
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from ..core.acquiring import lease_of_runner
+from ..core.hold import Hold
+from ..core.lock import Lock, release_half_taken
+from ..core.registry import checked_ttl, checked_wait, registry
+from ..errors import BackendError, LockBusy, LockError, LockLost
+from ..primitives import identity
+from ..primitives.logs import logger
+from ..primitives.names import shown
+from ..primitives.timing import monotonic
+from ..primitives.transactions import open_blocks
+from .functions import probe, sorted_out
+from .naming import NameTemplate
+
+# sysexits.h: "service unavailable", "temporary failure; user is invited to retry".
+EX_UNAVAILABLE = 69
+EX_TEMPFAIL = 75
+# 128 + 15, as shells report a process that SIGTERM ended.
+TERMINATED = 143
+
+
+class Terminated(SystemExit):
+    """SIGTERM came while the command ran."""
+
+
+def locked_command(
+    template: Any = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    wait: float | None = 0,
+    busy_exit: int = EX_TEMPFAIL,
+    at_least: float = 0.0,
+    **lock_options: Any,
+) -> Any:
+    """Let a management command run once at a time: a decorator for its class.
+
+    The fields of the template are the command's options: `"settle:{shop}"`. `name=` is a
+    function of them (as keyword arguments). Without either the name is the command's.
+    Adds --lock-wait, --lock-ttl and --no-lock. Busy: a message that names the holder, and
+    exit code `busy_exit`; 0 skips the run in silence. With the engine down: exit code 69.
+    `call_command` gets a CommandError.
+    `at_least` seconds after its start nobody runs it again, however soon it ends, by the
+    engine's clock: for jobs that are quicker than the clocks of hosts are alike.
+    SIGTERM and Ctrl-C release the lock. Further options are those of Lock; `using=` may be a
+    function of the command's options, too.
+    """
+    template, name, command = sorted_out(template, name, bool(lock_options))
+    using = lock_options.get("using", "default")
+    if callable(using):
+        probe({**lock_options, "wait": wait, "using": "default"})
+    else:
+        probe({**lock_options, "wait": wait})
+        if at_least:
+            _check_at_least(at_least, using)
+    atomic = lock_options.pop("atomic", False)
+    guard = _Guard(
+        template=None if template is None else NameTemplate(template),
+        name=name,
+        lock_options={**lock_options, "wait": wait},
+        atomic=DEFAULT_DB_ALIAS if atomic is True else atomic or None,
+        busy_exit=busy_exit,
+        at_least=at_least,
+    )
+
+    def decorate(command: Any) -> Any:
+        if not (isinstance(command, type) and issubclass(command, BaseCommand)):
+            raise TypeError(f"locked_command is for classes of commands, not for {command!r}")
+        _wrap(guard, command)
+        return command
+
+    return decorate if command is None else decorate(command)
+
+
+def _check_at_least(at_least: float, alias: str) -> None:
+    checked_ttl(at_least)
+    if not settings.configured or registry.misconfigured(alias):
+        return
+    if not registry[alias].backend.expires:
+        engine = type(registry[alias].backend).__name__
+        raise ValueError(
+            f"at_least= is not possible with {engine} (alias {alias!r}): its locks end with the "
+            "session of the process"
+        )
+
+
+def _wrap(guard: _Guard, command: Any) -> None:
+    create_parser, handle = command.create_parser, command.handle
+
+    @wraps(create_parser)
+    def create_parser_and_options(self: Any, *args: Any, **kwargs: Any) -> CommandParser:
+        parser: CommandParser = create_parser(self, *args, **kwargs)
+        if guard.template is not None:
+            known = {action.dest for action in parser._actions} - {"help", "version"}
+            guard.template.check(known, "options of the command")
+        _add_options(parser)
+        return parser
+
+    @wraps(handle)
+    def handle_under_lock(self: Any, *args: Any, **options: Any) -> Any:
+        lock_options = dict(guard.lock_options)
+        if (wait := options.pop("lock_wait", None)) is not None:
+            lock_options["wait"] = checked_wait(wait)
+        if (ttl := options.pop("lock_ttl", None)) is not None:
+            lock_options["ttl"] = ttl
+        if options.pop("no_lock", False):
+            return handle(self, *args, **options)
+        if callable(using := lock_options.get("using")):
+            lock_options["using"] = using(**options)
+        lock = Lock(guard.name_of(type(self), options), **lock_options)
+        with identity.activity(f"manage.py {_command_name(type(self))}"):
+            try:
+                return guard.run(lock, lambda: handle(self, *args, **options))
+            except _Busy as busy:
+                return guard.tell(self, lock, busy, options)
+
+    command.create_parser = create_parser_and_options
+    command.handle = handle_under_lock
+
+
+def _add_options(parser: CommandParser) -> None:
+    group = parser.add_argument_group("lock")
+    group.add_argument(
+        "--lock-wait",
+        type=_checked(checked_wait),
+        metavar="SECONDS",
+        help="Wait up to SECONDS while it runs elsewhere; 0 is one try, inf waits for ever.",
+    )
+    group.add_argument(
+        "--lock-ttl",
+        type=_checked(checked_ttl),
+        metavar="SECONDS",
+        help="How long after a crash the lock stays taken.",
+    )
+    group.add_argument(
+        "--no-lock", action="store_true", help="Run even if it runs elsewhere, without the lock."
+    )
+
+
+def _checked(check: Callable[[Any], float | None]) -> Callable[[str], float]:
+    def seconds(text: str) -> float:
+        value = float(text)
+        check(value)
+        return value
+
+    return seconds
+
+
+class _Busy(Exception):
+    """Our own lock is busy; not one that the command itself wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Guard:
+    """What `locked_command` was told; shared by all runs, and never changed."""
+
+    template: NameTemplate | None
+    name: Callable[..., str] | None
+    lock_options: dict[str, Any]
+    atomic: str | None
+    busy_exit: int
+    at_least: float
+
+    def name_of(self, command: type, options: dict[str, Any]) -> str:
+        """Return the name of the lock of this run."""
+        if self.name is not None:
+            return self.name(**options)
+        if self.template is not None:
+            return self.template.fill(options)
+        app = apps.get_containing_app_config(command.__module__)
+        if app is None:
+            return f"command:{command.__module__}"
+        return f"command:{app.label}.{_command_name(command)}"
+
+    def run(self, lock: Lock, handle: Callable[[], Any]) -> Any:
+        """Call `handle` under the lock, and give the lock up whatever happens."""
+        if self.at_least and open_blocks():
+            raise LockError("at_least= is not possible inside atomic()")
+        held_before = lease_of_runner(lock.using, lock.name, shared=lock.shared)
+        hold: Hold | None = None
+        with _Termination() as termination:
+            started = monotonic()
+            # Twice, since the signal may come on the way into the first `finally`.
+            try:
+                try:
+                    hold = lock.acquire()
+                    hold.enter()
+                    with _committed_under(hold, self.atomic):
+                        result = handle()
+                finally:
+                    termination.shielded = True
+            except BaseException as error:
+                termination.shielded = True
+                if hold is not None:
+                    self._end(hold, started, error)
+                elif isinstance(error, LockBusy):
+                    raise _Busy from error
+                else:
+                    release_half_taken(lock, held_before)
+                    if isinstance(error, BackendError):
+                        text = f"cannot take the lock {shown(lock.name)!r}: {error}"
+                        raise CommandError(text, returncode=EX_UNAVAILABLE) from error
+                raise
+            self._end(hold, started, None)
+        return result
+
+    def tell(self, command: Any, lock: Lock, busy: _Busy, options: dict[str, Any]) -> None:
+        """Say that the command runs elsewhere; raise CommandError, except to skip in silence."""
+        text = f"{_command_name(type(command))} runs already: {held_by(lock)}"
+        if self.busy_exit:
+            raise CommandError(text, returncode=self.busy_exit) from busy.__cause__
+        if options.get("verbosity", 1) > 1:
+            command.stdout.write(text)
+
+    def _end(self, hold: Hold, started: float, error: BaseException | None) -> None:
+        left = started + self.at_least - monotonic()
+        if left <= 0 or isinstance(error, (Terminated, KeyboardInterrupt)):
+            hold.leave(error)
+            return
+        try:
+            hold.leave_for(left)
+        except LockError as problem:
+            if error is None and isinstance(problem, LockLost):
+                raise
+            logger.warning(
+                "cannot keep %r for %.1f s: %s",
+                *(shown(hold.name), left, problem),
+                extra=hold.log_fields("not_kept", left=left, error=str(problem)),
+            )
+
+
+@contextmanager
+def _committed_under(hold: Hold, alias: str | None) -> Iterator[None]:
+    if alias is None:
+        yield
+        return
+    with transaction.atomic(using=alias, durable=True):
+        yield
+        hold.check()
+
+
+class _Termination:
+    """Turns SIGTERM into an exception while a command runs, so that it can release its lock.
+
+    Only where the signal would end the process: a handler of the project's own, and a
+    parent that ignores it, go before. Only in the main thread: others cannot have handlers.
+    """
+
+    def __init__(self) -> None:
+        self.shielded = False  # the lock is being released: nothing must interrupt that
+        self._came = False
+        self._installed = False
+
+    def __enter__(self) -> _Termination:
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                self._installed = True
+                signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *args: Any) -> None:
+        # The command may have put a handler of its own in its place.
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._came and exc_type is None:
+            raise Terminated(TERMINATED)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._came = True
+        if not self.shielded:
+            raise Terminated(TERMINATED)
+
+
+def held_by(lock: Lock) -> str:
+    try:
+        holding = lock.holders()[0]
+    except Exception:  # it may be free, or its engine down, by now: no reason not to say the rest
+        return "somebody else has its lock"
+    holder = holding.holder
+    who = [f"host {holder['host']}"] if "host" in holder else []
+    who += [f"process {holder['pid']}"] if "pid" in holder else []
+    who += [str(holder["who"])] if "who" in holder else []
+    since = "" if holding.held_for is None else f", for {holding.held_for:.0f} s"
+    # Its text may come from a stranger's URL, and goes to a terminal.
+    by = shown(", ".join(who)) or "somebody else"
+    return f"the lock {shown(lock.name)!r} is held by {by}{since}"
+
+
+def _command_name(command: type) -> str:
+    return command.__module__.rpartition(".")[2]

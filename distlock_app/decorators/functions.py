@@ -1,0 +1,290 @@
+"""Functions that run only under a lock."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar, overload
+
+from asgiref.sync import iscoroutinefunction
+from django.conf import settings
+from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
+
+from ..core.acquiring import lease_of_runner
+from ..core.lock import Lock
+from ..core.registry import registry
+from ..errors import LockBusy, LockLost, NotHeld
+from ..primitives.names import Made, shown
+from .naming import NameTemplate, arguments, parameters_of, signature_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+OnBusy = Literal["raise", "skip"] | Callable[..., Any]
+
+# What the tasks of Django, Celery, RQ, Dramatiq and Huey have, and functions have not.
+_TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_local")
+
+
+@overload
+def locked(function: F, /) -> F: ...
+@overload
+def locked(
+    template: str | None = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    on_busy: OnBusy = "raise",
+    **lock_options: Any,
+) -> Callable[[F], F]: ...
+def locked(
+    template: Any = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    on_busy: OnBusy = "raise",
+    **lock_options: Any,
+) -> Any:
+    """Run a function, coroutine or generator under a lock: `@locked("invoice:{invoice_id}")`.
+
+    The fields are the call's arguments; instead, `name=` is a function of them that returns
+    the name (a lambda may stand in its place), and without either the name is the
+    function's dotted path. A generator is locked while it runs, until it ends or is closed.
+    `on_busy`: "raise" LockBusy, "skip" the call (it returns None), or a function that gets
+    the LockBusy and the call's arguments and returns the result. Further options are
+    those of Lock; `atomic=` is for plain functions only.
+    """
+    template, name, function = sorted_out(template, name, bool(lock_options), on_busy)
+    if on_busy not in ("raise", "skip") and not callable(on_busy):
+        raise ValueError(f"on_busy must be 'raise', 'skip' or a function, not {on_busy!r}")
+    probe(lock_options)
+
+    def decorate(function: F) -> F:
+        refuse_what_is_no_function(function)
+        kind = _kind_of(function)
+        if lock_options.get("atomic") and kind is not _call:
+            raise TypeError(
+                f"locked(atomic=) on {path_of(function)}: only a plain function can run in a "
+                "transaction from its start to its end"
+            )
+        naming = Naming.of(function, template, name)
+        wrapper: F = kind(function, naming, lock_options, on_busy)
+        if naming.signature is not None:
+            # Celery checks what is sent to a task against the outermost function.
+            wrapper.__signature__ = naming.signature  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate if function is None else decorate(function)
+
+
+def assert_locked(name: str, *, using: str = "default", shared: bool = False) -> None:
+    """Raise NotHeld unless the running thread or task is inside a `with` of the lock.
+
+    LockLost if it lost it meanwhile. The decorators are such a `with`; a bare acquire() is none.
+    With `shared=True` a shared hold is enough, too. A permit (`limit=`) excludes nobody and
+    does not count. Asks no engine.
+    """
+    modes = (False, True) if shared else (False,)
+    for mode in modes:
+        lease = lease_of_runner(using, name, shared=mode)
+        if lease is not None and lease.entered:
+            if lease.doubtful:
+                raise LockLost(f"the lock {shown(name)!r} may be somebody else's by now")
+            return
+    raise NotHeld(f"this code must run under the lock {shown(name)!r}, which is not held here")
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How the calls of one function name their locks."""
+
+    name: NameTemplate | Callable[..., str] | str
+    signature: inspect.Signature | None
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], template: str | None, name: Callable[..., str] | None
+    ) -> Naming:
+        """Check the template against the signature of `function`; None: its dotted path."""
+        signature = signature_of(function)
+        if name is not None:
+            return cls(name, signature)
+        if template is None:
+            return cls(Made(path_of(function), path_of(function)), signature)
+        parsed = NameTemplate(template)
+        parsed.check(parameters_of(signature), f"arguments of {path_of(function)}()")
+        return cls(parsed, signature)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the name of the lock of this call."""
+        if isinstance(self.name, str):
+            return self.name
+        if isinstance(self.name, NameTemplate):
+            return self.name.fill(arguments(self.signature, args, kwargs))
+        return self.name(*args, **kwargs)
+
+
+def sorted_out(
+    first: Any, name: Callable[..., str] | None, options: bool, on_busy: Any = "raise"
+) -> tuple[str | None, Callable[..., str] | None, Any]:
+    """Return template, naming function and what to decorate, of a decorator's arguments."""
+    if first is None or isinstance(first, str):
+        if first is not None and name is not None:
+            raise TypeError("a template and name= exclude each other")
+        return first, name, None
+    if getattr(first, "__name__", "") == "<lambda>" and name is None:
+        return None, first, None
+    if name is not None or options or on_busy != "raise":
+        # Used as a naming function it would be wrong half of the time: which one is it?
+        raise TypeError(
+            "use name= for the function that returns the name, and add options as "
+            "locked(...)(function)"
+        )
+    return None, None, first
+
+
+def probe(lock_options: dict[str, Any]) -> None:
+    """Raise what Lock raises for `lock_options`, where there are settings; connect to nothing.
+
+    Not what is wrong in the settings of the alias: the system checks tell that, if the modules of
+    the project can be imported.
+    """
+    if not settings.configured:
+        return
+    try:
+        Lock("probe", **lock_options)
+    except AppRegistryNotReady:
+        pass  # decorated in a models.py: the first call tells
+    except ImproperlyConfigured:
+        if not registry.misconfigured(lock_options.get("using", "default")):
+            raise
+
+
+def path_of(function: Any) -> str:
+    """Return the dotted path of a function or class."""
+    beneath = function
+    while isinstance(beneath, partial):
+        beneath = beneath.func
+    where = getattr(beneath, "__module__", "")
+    return f"{where}.{getattr(beneath, '__qualname__', type(beneath).__qualname__)}"
+
+
+def refuse_what_is_no_function(function: Any) -> None:
+    """Raise TypeError, with a hint where the decorators stand in the wrong order."""
+    if any(hasattr(function, method) for method in _TASK_METHODS):
+        raise TypeError(
+            f"{function!r} is a task: a queue would call it without the lock. Swap the "
+            "decorators, the lock's goes below the task's, next to the function"
+        )
+    if isinstance(function, (classmethod, staticmethod)):
+        raise TypeError(f"the lock's decorator goes below @{type(function).__name__}")
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(f"{function!r} is no function")
+
+
+def _kind_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(function):
+        return _async_generator
+    if iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__):
+        return _coroutine
+    return _generator if inspect.isgeneratorfunction(function) else _call
+
+
+# One wrapper for each kind of function. The lock of a call is made in the call: nothing of it
+# is kept on the decorator, which all threads share. `on_busy` answers for our own lock only,
+# not for one that the function itself finds busy.
+
+
+def _call(function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy) -> Any:
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(Lock(naming(args, kwargs), **options))
+            except LockBusy as busy:
+                return _answer(on_busy, busy, args, kwargs)
+            return refuse_undone(function(*args, **kwargs), function)
+
+    return wrapper
+
+
+def _coroutine(function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy) -> Any:
+    @wraps(function)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(Lock(naming(args, kwargs), **options))
+            except LockBusy as busy:
+                answer = _answer(on_busy, busy, args, kwargs)
+                return await answer if inspect.isawaitable(answer) else answer
+            return await function(*args, **kwargs)
+
+    return wrapper
+
+
+def _generator(function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy) -> Any:
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(Lock(naming(args, kwargs), **options))
+            except LockBusy as busy:
+                return (yield from _answer(on_busy, busy, args, kwargs) or ())
+            return (yield from function(*args, **kwargs))
+
+    return wrapper
+
+
+def _async_generator(
+    function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy
+) -> Any:
+    @wraps(function)
+    async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(Lock(naming(args, kwargs), **options))
+            except LockBusy as busy:
+                items = _answer(on_busy, busy, args, kwargs)
+            else:
+                items = function(*args, **kwargs)
+                stack.push_async_callback(items.aclose)
+            if not hasattr(items, "asend"):
+                for item in items or ():
+                    yield item
+                return
+            step, value = items.asend, None
+            while True:
+                try:
+                    item = await step(value)
+                except StopAsyncIteration:
+                    return
+                step = items.asend
+                try:
+                    value = yield item
+                except GeneratorExit:
+                    raise
+                except BaseException as error:  # athrow(): the generator's to handle
+                    step, value = items.athrow, error
+
+    return wrapper
+
+
+def _answer(on_busy: OnBusy, busy: LockBusy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if on_busy == "raise":
+        raise busy
+    return None if on_busy == "skip" else on_busy(busy, *args, **kwargs)
+
+
+def refuse_undone(result: Any, function: Any) -> Any:
+    """Return `result`; raise TypeError if the work that it stands for is not done yet."""
+    pending = inspect.isawaitable(result) or inspect.isgenerator(result)
+    if not pending and not inspect.isasyncgen(result):
+        return result
+    for end in ("close", "cancel"):  # of a coroutine or generator, a task or future
+        if hasattr(result, end):
+            getattr(result, end)()
+    raise TypeError(
+        f"{path_of(function)} returned a {type(result).__name__}, which would run without the "
+        "lock: decorate the async or generator function itself"
+    )

@@ -1,0 +1,236 @@
+"""Lock names from templates: "invoice:{invoice_id}" and the arguments of a call."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import inspect
+import re
+import string
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+from django.db import models
+
+from ..primitives.names import Made
+
+_FIELD = re.compile(r"(?P<root>[^\W\d]\w*)(?P<rest>(\.\w+|\[[^\[\]{}]+\])*)")
+_STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
+
+# Their text says all of them, and is the same in every process.
+_PLAIN = (str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time)
+
+
+class NameTemplate:
+    """A template whose fields are names, attributes and items: `{request.user.pk}`, `{items[0]}`.
+
+    Two calls with different values never get the same name: "%", ":" and the characters that
+    stand between the fields are written as %XX inside of values. Raise ValueError for a
+    template that cannot keep that promise, and TypeError for what is no text.
+    """
+
+    def __init__(self, template: str) -> None:
+        if not isinstance(template, str):
+            raise TypeError(f"the name of a lock must be a str, not {type(template).__name__}")
+        if not template:
+            raise ValueError("the name of a lock must not be empty")
+        self.template = template
+        self._parts = _parts(template)
+        self._quoted = {"%", ":"}
+        for literal, field in self._parts[1:]:
+            separators = {c for c in literal if not c.isalnum()}
+            if field and not separators:
+                raise ValueError(
+                    f"{template!r} needs a separator, such as ':', before {{{field}}}: otherwise "
+                    "different values give the same name"
+                )
+            if field:
+                self._quoted |= separators
+
+    @property
+    def roots(self) -> set[str]:
+        """The names of the arguments that the fields begin with."""
+        return {_root(field) for _, field in self._parts if field}
+
+    def check(self, known: Collection[str] | None, what: str) -> None:
+        """Raise ValueError if a field begins with none of `known` (None: anything goes)."""
+        for _, field in self._parts:
+            if field and known is not None and _root(field) not in known:
+                raise ValueError(
+                    f"{{{field}}} in the lock name {self.template!r} is none of the {what}: "
+                    f"{', '.join(sorted(known)) or 'there are none'}"
+                )
+
+    def fill(
+        self, values: Mapping[str, Any], *, absent: Callable[[str], str | None] | None = None
+    ) -> Made:
+        """Return the name for `values`; raise ValueError for a value that names nothing.
+
+        `absent(field)` may return a text for a field whose value is None.
+        """
+        name = []
+        for literal, field in self._parts:
+            name.append(literal)
+            if field:
+                name.append(quoted(self._text(field, values, absent), self._quoted))
+        return Made("".join(name), self.template)
+
+    def _text(
+        self,
+        field: str,
+        values: Mapping[str, Any],
+        absent: Callable[[str], str | None] | None,
+    ) -> str:
+        try:
+            value = _value(field, values)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{{{field}}} in the lock name {self.template!r}: {type(error).__name__}: {error}"
+            ) from error
+        if getattr(value, "is_anonymous", False):
+            value = None  # all who are not logged in would share one lock
+        if value is None and absent is not None and (text := absent(field)) is not None:
+            return text
+        try:
+            return text_of(value)
+        except ValueError as error:
+            raise ValueError(f"{{{field}}} in the lock name {self.template!r} {error}") from None
+
+
+def named(template: str, /, **values: Any) -> str:
+    """Return the name of a lock: `named("invoice:{pk}", pk=42)` is "invoice:42".
+
+    As in the decorators: different values never give the same name, an object is its primary
+    key, and metrics are labelled by the template. Raise ValueError for a value that names
+    nothing.
+    """
+    parsed = NameTemplate(template)
+    parsed.check(values, "values")
+    return parsed.fill(values)
+
+
+def text_of(value: Any) -> str:
+    """Return the text of `value` in a lock name; a model instance is its primary key.
+
+    Raise ValueError, whose message goes on after the field's name.
+    """
+    if isinstance(value, models.Model):
+        if value.pk is None:
+            raise ValueError("is not saved yet: it has no primary key to be locked by")
+        return text_of(value.pk)
+    if value is None:
+        # Else all anonymous visitors, or all unsaved objects, would share one lock.
+        raise ValueError("is None, which names nothing")
+    if isinstance(value, enum.Enum):
+        return text_of(value.value)
+    if isinstance(value, tuple):  # a composite primary key
+        return ",".join(quoted(text_of(item), {"%", ","}) for item in value)
+    if isinstance(value, _PLAIN) or _has_own_text(value):
+        return str(value)
+    raise ValueError(
+        f"is of type {type(value).__name__}, which has no text of its own: use an attribute, an "
+        "item, or name= with a function"
+    )
+
+
+def quoted(text: str, characters: Collection[str]) -> str:
+    """Return `text` with each of `characters` as %XX, as in a URL."""
+    return "".join(_percent(c) if c in characters else c for c in text)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of `function` beneath its decorators; None: it tells none.
+
+    `method_decorator` presents a method as a `partial` that wraps the function with `self`:
+    there the partial's own signature counts.
+    """
+    beneath = inspect.unwrap(function, stop=lambda f: isinstance(f, partial))
+    try:
+        return inspect.signature(beneath, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+
+
+def parameters_of(signature: inspect.Signature | None) -> set[str] | None:
+    """Return what `arguments` can give for any call; None: it takes whatever it is given."""
+    if signature is None:
+        return None
+    parameters = signature.parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters}
+
+
+def arguments(
+    signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, defaults included."""
+    if signature is None:
+        return dict(kwargs)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    values = dict(bound.arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            values |= values.pop(parameter.name)
+    return values
+
+
+def _parts(template: str) -> list[tuple[str, str | None]]:
+    """Return pairs of the text before a field and the field; the last may have none."""
+    parts: list[tuple[str, str | None]] = []
+    before = ""
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"the lock name {template!r}: {error}") from None
+    for literal, field, spec, conversion in parsed:
+        before += literal  # "{{" ends a literal without a field
+        if field is not None:
+            _check_field(template, field, bool(spec or conversion))
+            parts.append((before, field))
+            before = ""
+    return [*parts, (before, None)]
+
+
+def _check_field(template: str, field: str, formatted: bool) -> None:
+    match = _FIELD.fullmatch(field)
+    if match is None:
+        raise ValueError(f"{{{field}}} in the lock name {template!r}: an argument must be named")
+    if formatted:
+        raise ValueError(
+            f"{{{field}}} in the lock name {template!r}: formats and conversions are not "
+            "supported; use name= with a function"
+        )
+    if any(name.startswith("_") for name, _ in _STEP.findall(match["rest"])):
+        raise ValueError(f"{{{field}}} in the lock name {template!r}: the attribute is private")
+
+
+def _root(field: str) -> str:
+    match = _FIELD.fullmatch(field)
+    assert match is not None
+    return match["root"]
+
+
+def _value(field: str, values: Mapping[str, Any]) -> Any:
+    root = _root(field)
+    value = values[root]
+    for name, item in _STEP.findall(field[len(root) :]):
+        if name:
+            value = getattr(value, name)
+        else:
+            value = value[int(item) if item.isdecimal() else item]
+    return value
+
+
+def _has_own_text(value: Any) -> bool:
+    """Whether the class says what its text is; `repr` often shows an address."""
+    texts: list[Any] = [type(value).__str__, object.__str__]
+    return texts[0] is not texts[1] and not isinstance(value, (bytes, BaseException, type))
+
+
+def _percent(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,302 @@
+"""Views of which one request at a time gets through; the others are told 423 Locked."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+from asgiref.sync import iscoroutinefunction, sync_to_async
+from django.db import DEFAULT_DB_ALIAS, transaction
+from django.http import HttpResponse, JsonResponse
+from django.utils.translation import gettext
+from django.views.generic import View
+
+from ..core.hold import Hold
+from ..core.lock import Lock
+from ..errors import LockBusy
+from ..primitives import identity
+from .atomic_requests import in_transactions, mark, refuse_open
+from .drf import as_the_view_sees_it
+from .functions import path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
+from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of
+
+# "The request was refused because the resource is locked": RFC 4918, 11.3.
+LOCKED = 423
+# A claim mostly ends long before its ttl does, which is all that the engine can tell.
+LONGEST_RETRY_AFTER = 10
+
+
+def locked_view(
+    template: Any = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    methods: Collection[str] = ("POST", "PUT", "PATCH", "DELETE"),
+    wait: float | None = 0,
+    status: int = LOCKED,
+    busy_response: Callable[..., Any] | None = None,
+    **lock_options: Any,
+) -> Any:
+    """Let one request at a time into a view, function or class, sync or async.
+
+    The fields of the template are the request and what the URL captured: `"pay:{order_id}"`,
+    `"cart:{request.user.pk}"`. `name=` is a function of the same arguments. Without either
+    the name is the view, what the URL captured, and the visitor (user, session or
+    address): that stops double clicks, not two users.
+    Busy: `status` with Retry-After, as JSON where that is asked for, or what
+    `busy_response(request, busy)` returns. By default nobody waits: a worker that waits
+    serves nobody else. Further options are those of Lock.
+    The view leaves ATOMIC_REQUESTS, and runs in the same transactions inside the lock; they
+    commit only if the lock is still held. A streaming response keeps it until it is closed.
+    """
+    template, name, view = sorted_out(template, name, bool(lock_options))
+    probe({**lock_options, "wait": wait})
+    atomic = lock_options.pop("atomic", False)
+    guard = _Guard(
+        template=None if template is None else NameTemplate(template),
+        name=name,
+        methods=frozenset(method.upper() for method in methods),
+        lock_options={**lock_options, "wait": wait},
+        atomic=DEFAULT_DB_ALIAS if atomic is True else atomic or None,
+        status=status,
+        busy_response=busy_response,
+    )
+    if isinstance(methods, str):
+        raise TypeError(f"methods must be a list of names, not {methods!r}")
+
+    def decorate(view: Any) -> Any:
+        if atomic and _is_async(view):
+            raise TypeError(
+                f"locked_view(atomic=) on {path_of(view)}: an async view has no atomic()"
+            )
+        if isinstance(view, type) and issubclass(view, View):
+            view.dispatch = _around_dispatch(guard, view.dispatch)  # type: ignore[method-assign]
+            return view
+        refuse_what_is_no_function(view)
+        return _around_function(guard, view)
+
+    return decorate if view is None else decorate(view)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One request on its way into the view."""
+
+    request: Any
+    view: Callable[[], Any]
+    path: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    fields: Callable[[], Mapping[str, Any]]
+    aliases: tuple[str, ...]  # databases on which the view runs in a transaction
+    owner: Any  # the instance of the class, or the function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Guard:
+    """What `locked_view` was told; shared by all requests, and never changed."""
+
+    template: NameTemplate | None
+    name: Callable[..., str] | None
+    methods: frozenset[str]
+    lock_options: dict[str, Any]
+    atomic: str | None
+    status: int
+    busy_response: Callable[..., Any] | None
+
+    def run(self, call: _Call) -> Any:
+        """Answer the request of a sync view."""
+        refuse_open(call.aliases)
+        if call.request.method not in self.methods:
+            with in_transactions(call.aliases):
+                return refuse_undone(call.view(), call.view)
+        name, who = self._about(call)
+        with identity.activity(who):
+            try:
+                hold = Lock(name, **self.lock_options).acquire().enter()
+            except LockBusy as busy:
+                return self._busy(call.request, busy)
+            try:
+                with in_transactions(call.aliases):
+                    response = refuse_undone(call.view(), call.view)
+                    hold.check()
+                    if getattr(response, "exception", False):  # REST framework answered an error
+                        for alias in call.aliases:
+                            transaction.set_rollback(True, using=alias)
+            except BaseException as error:
+                hold.leave(error)
+                raise
+            if not _kept_while_streaming(response, hold):
+                hold.leave(None)
+            return response
+
+    async def arun(self, call: _Call) -> Any:
+        """Answer the request of an async view."""
+        if call.aliases:  # as Django says it, who relies on the mark that we set
+            raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")
+        if call.request.method not in self.methods:
+            return await call.view()
+        # The user may have to be read from the database.
+        name, who = await sync_to_async(self._about)(call)
+        with identity.activity(who):
+            try:
+                hold = (await Lock(name, **self.lock_options).aacquire()).enter()
+            except LockBusy as busy:
+                response = self._busy(call.request, busy)
+                return await response if hasattr(response, "__await__") else response
+            try:
+                response = await call.view()
+                hold.check()
+            except BaseException as error:
+                await hold.aleave(error)
+                raise
+            if not _kept_while_streaming(response, hold):
+                await hold.aleave(None)
+            return response
+
+    def _about(self, call: _Call) -> tuple[str, str]:
+        """Return the name of the lock, and what to show of its holder."""
+        request = as_the_view_sees_it(call.request, call.owner, *call.args, **call.kwargs)
+        user = getattr(request, "user", None)
+        known = bool(getattr(user, "is_authenticated", False))
+        who = f"{user.get_username() if user and known else 'anonymous'} {request.path}"
+        if self.name is not None:
+            return self.name(request, *call.args, **call.kwargs), who
+        if self.template is None:
+            return _default_name(call, request), who
+
+        def absent(field: str) -> str | None:
+            # An anonymous user has no pk; the view may well refuse it, but that comes later.
+            of_user = f"{field}.".startswith("request.user.")
+            return visitor(request) if of_user and not known else None
+
+        return self.template.fill({**call.fields(), "request": request}, absent=absent), who
+
+    def _busy(self, request: Any, busy: LockBusy) -> Any:
+        if self.busy_response is not None:
+            return self.busy_response(request, busy)
+        # Neither the lock nor its holder: that would tell one visitor about another.
+        text = gettext("This is being worked on already. Please try again in a moment.")
+        seconds = min(max(1, math.ceil(busy.free_in or 0)), LONGEST_RETRY_AFTER)
+        wanted = request.get_preferred_type(["text/plain", "text/html", "application/json"])
+        if wanted == "application/json":
+            response: HttpResponse = JsonResponse(
+                {"detail": text, "retry_after": seconds}, status=self.status
+            )
+        else:
+            response = HttpResponse(
+                text, content_type="text/plain; charset=utf-8", status=self.status
+            )
+        response.headers["Retry-After"] = str(seconds)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+
+def visitor(request: Any) -> str:
+    """Return who sent the request, as text for a lock name: user, or else session or address."""
+    user = getattr(request, "user", None)
+    if user is not None and user.is_authenticated:
+        return f"user={text_of(user)}"
+    session = getattr(getattr(request, "session", None), "session_key", None)
+    if session:
+        # Names are shown to people, and this key would let them in.
+        return f"session={hashlib.sha256(session.encode()).hexdigest()[:32]}"
+    return f"address={request.META.get('REMOTE_ADDR', '')}"
+
+
+def _default_name(call: _Call, request: Any) -> str:
+    match = getattr(call.request, "resolver_match", None)
+    path, captured = call.path, call.kwargs
+    if match is not None:
+        # A class is named by itself: its `dispatch` may be that of View.
+        path = path_of(getattr(match.func, "view_class", match.func))
+        captured = match.captured_kwargs or {}
+    parts = [f"{key}={quoted(text_of(captured[key]), '%:')}" for key in sorted(captured)]
+    parts += [quoted(text_of(value), "%:") for value in call.args]
+    return ":".join([path, *parts, quoted(visitor(request), "%:")])
+
+
+def _around_function(guard: _Guard, view: Any) -> Any:
+    # What as_view() returns poses as the `dispatch` that it wraps, whose arguments are others.
+    made = hasattr(view, "view_class") or hasattr(view, "cls")  # REST framework's name for it
+    signature = None if made else signature_of(view)
+    if guard.template is not None:
+        known = parameters_of(signature)
+        known = None if known is None else {*known, "request"}
+        guard.template.check(known, f"arguments of {path_of(view)}()")
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        at, request = _request_in(args, kwargs)
+        return _Call(
+            request=request,
+            view=partial(view, *args, **kwargs),
+            path=path_of(view),
+            args=args[at + 1 :],
+            kwargs=kwargs,
+            fields=partial(arguments, signature, args, kwargs),
+            aliases=exempt.aliases(guard.atomic),
+            owner=view,
+        )
+
+    if _is_async(view):
+
+        @wraps(view)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return await guard.arun(call(args, kwargs))
+    else:
+
+        @wraps(view)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return guard.run(call(args, kwargs))
+
+    exempt = mark(wrapper, view)
+    return wrapper
+
+
+def _around_dispatch(guard: _Guard, inner: Any) -> Any:
+    @wraps(inner)
+    def dispatch(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        run = guard.arun if self.view_is_async else guard.run
+        return run(
+            _Call(
+                request=request,
+                view=partial(inner, self, request, *args, **kwargs),
+                path=path_of(type(self)),
+                args=args,
+                kwargs=kwargs,
+                fields=lambda: kwargs,
+                aliases=exempt.aliases(guard.atomic),
+                owner=self,
+            )
+        )
+
+    exempt = mark(dispatch, inner)
+    return dispatch
+
+
+def _request_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Any]:
+    """Return the place of the request among `args`, after a possible `self`, and the request."""
+    for at, value in enumerate(args[:2]):
+        if hasattr(value, "META") and hasattr(value, "method"):
+            return at, value
+    if "request" in kwargs:
+        return -1, kwargs["request"]
+    raise TypeError("a view under locked_view must get the request as its first argument")
+
+
+def _is_async(view: Any) -> bool:
+    # method_decorator(..., name="dispatch") presents a bound method, in a partial.
+    owner = getattr(getattr(view, "func", view), "__self__", None)
+    return iscoroutinefunction(view) or bool(getattr(owner or view, "view_is_async", False))
+
+
+def _kept_while_streaming(response: Any, hold: Hold) -> bool:
+    """Whether the hold is left to the end of the response, which the server closes."""
+    if not getattr(response, "streaming", False):
+        return False
+    response._resource_closers.append(partial(hold.leave, None))
+    return True

@@ -1,0 +1,1 @@
+"""Write guards, which need no lock: optimistic and pessimistic locking, fencing tokens."""

@@ -1,0 +1,287 @@
+"""The fence guard: a row remembers the greatest fence that wrote it, and refuses smaller ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.db import NotSupportedError, connections, models, router, transaction
+
+from ..errors import LockError, StaleFenceError
+from .optimistic.fields import LAST
+from .optimistic.models import VersionedModel, VersionedQuerySet
+
+__all__ = [
+    "FencedManager",
+    "FencedModel",
+    "FencedQuerySet",
+    "FencedVersionedManager",
+    "FencedVersionedModel",
+    "FencedVersionedQuerySet",
+    "StaleFenceError",
+]
+
+
+def fence_of(hold: Any) -> int:
+    """Return the number of a hold that is still trusted, or the number that was given.
+
+    Raise LockLost or NotHeld, and LockError if the engine of the hold has no fences.
+    """
+    if isinstance(hold, int):
+        return hold
+    hold.check()
+    if hold.fence is None:
+        raise LockError(f"{hold!r} has no fence: the engine of its alias gives none")
+    return int(hold.fence)
+
+
+class FencedQuerySet(models.QuerySet[Any]):
+    """`fenced(hold)` lets a queryset write only what no later holder has written."""
+
+    _fence: int | None = None
+
+    def fenced(self, hold: Any) -> Any:
+        """Return the queryset so that it writes under the fence of `hold` (or a number).
+
+        `update()`, `bulk_update()` and `delete()` then raise StaleFenceError, and write
+        nothing, if one of the rows has a greater fence; they and `create()` leave this one.
+        `update()` without a value leaves it and writes nothing else: before rows are read,
+        that shuts out every earlier holder.
+        """
+        rows: Any = self.all()
+        rows._fence = fence_of(hold)
+        return rows
+
+    def _clone(self) -> Any:
+        clone = super()._clone()  # type: ignore[misc]
+        clone._fence = self._fence
+        return clone
+
+    def update(self, **kwargs: Any) -> int:
+        fence = self._fence
+        if fence is None:
+            return super().update(**kwargs)
+        self._for_write = True
+        with transaction.atomic(using=self.db):
+            if self._of_one_table() and kwargs:
+                # One statement asks and writes. What it left out is looked at afterwards.
+                rows = self.filter(fence__lte=fence)
+                updated = super(FencedQuerySet, rows).update(**kwargs, fence=fence)
+                refuse_newer(self.all(), fence)
+                return updated
+            rows = self._claimed(fence)
+            return super(FencedQuerySet, rows).update(**kwargs) if kwargs else rows.count()
+
+    update.alters_data = True  # type: ignore[attr-defined]
+
+    def delete(self) -> Any:
+        fence = self._fence
+        if fence is None:
+            return super().delete()
+        self._for_write = True
+        with transaction.atomic(using=self.db):
+            return super(FencedQuerySet, self._claimed(fence)).delete()
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+    delete.queryset_only = True  # type: ignore[attr-defined]
+
+    def _of_one_table(self) -> bool:
+        """Whether Django updates these rows by one statement with their conditions in it.
+
+        Where it has to read other tables, or to write them, it updates by key alone.
+        """
+        query = self.query.clone()
+        query.get_initial_alias()
+        concrete: Any = self.model._meta.concrete_model
+        inherits = concrete is not self._fenced_model or concrete._meta.parents
+        return not inherits and query.count_active_tables() == 1
+
+    def _claimed(self, fence: int) -> Any:
+        """Leave the fence in the rows, and return them: locked now until the transaction ends."""
+        owner = self._fenced_model
+        key = owner._meta.pk.name
+        keys = list(self.values_list(key, flat=True))
+        rows = owner._base_manager.using(self.db).filter(pk__in=keys)
+        # Of the rows alone: another queryset's update() would move a version on.
+        models.QuerySet.update(rows.filter(fence__lte=fence), fence=fence)
+        refuse_newer(rows, fence)
+        return self.filter(**{f"{key}__in": keys})
+
+    @property
+    def _fenced_model(self) -> Any:
+        return self.model._meta.get_field("fence").model
+
+    def create(self, **kwargs: Any) -> Any:
+        if self._fence is not None:
+            kwargs["fence"] = self._fence
+        return super().create(**kwargs)
+
+    create.alters_data = True  # type: ignore[attr-defined]
+
+    def bulk_create(self, objs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        objs = list(objs)
+        if self._fence is not None:
+            if kwargs.get("update_conflicts"):
+                raise NotSupportedError("bulk_create(update_conflicts=True) would ask no fence")
+            for obj in objs:
+                obj.fence = self._fence
+        return super().bulk_create(objs, *args, **kwargs)
+
+    bulk_create.alters_data = True  # type: ignore[attr-defined]
+
+    def update_or_create(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fence is not None:
+            raise NotSupportedError("use update(), or create(): update_or_create() asks no fence")
+        return super().update_or_create(*args, **kwargs)
+
+    update_or_create.alters_data = True  # type: ignore[attr-defined]
+
+
+class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
+    """The manager of fenced models."""
+
+
+class FencedModel(models.Model):
+    """A model whose `save(fence=hold)` is refused once a later holder has written the row.
+
+    A write without `fence=`, of the admin for example, asks nothing and leaves the fence as
+    it is; `FencedVersionedModel` refuses those that are stale.
+    """
+
+    # Also a default of the database: the column can be added while an old release is running.
+    fence = models.BigIntegerField(default=0, db_default=0, editable=False)
+    fence.creation_counter += LAST
+
+    objects = FencedManager()
+
+    class Meta:
+        abstract = True
+
+    def save(self, *args: Any, fence: Any = None, **kwargs: Any) -> None:
+        """Do as Django does; with a hold, or its number, raise StaleFenceError if it is late.
+
+        The row is refused too if it is gone: nobody knows by whose hand. An object that was
+        never saved is inserted.
+        """
+        if fence is None:
+            return super().save(*args, **kwargs)
+        state: Any = self._state
+        before = self.__dict__.get("fence", MISSING)
+        outer = getattr(state, "fencing", None)  # of the save whose receiver calls this one
+        self.fence = state.fencing = fence_of(fence)
+        if kwargs.get("update_fields"):
+            kwargs["update_fields"] = {*kwargs["update_fields"], "fence"}
+        try:
+            super().save(*args, **kwargs)
+        except BaseException:
+            if before is MISSING:
+                del self.__dict__["fence"]
+            else:
+                self.fence = before
+            raise
+        finally:
+            state.fencing = outer
+
+    save.alters_data = True  # type: ignore[attr-defined]
+
+    async def asave(self, *args: Any, **kwargs: Any) -> None:
+        return await sync_to_async(self.save)(*args, **kwargs)
+
+    asave.alters_data = True  # type: ignore[attr-defined]
+
+    def delete(
+        self, using: str | None = None, keep_parents: bool = False, *, fence: Any = None
+    ) -> Any:
+        """Do as Django does; with a hold, or its number, raise StaleFenceError if it is late.
+
+        A row that is gone already is no error: what was asked for is done.
+        """
+        if fence is None:
+            return super().delete(using=using, keep_parents=keep_parents)
+        using = using or router.db_for_write(type(self), instance=self)
+        number = fence_of(fence)
+        with transaction.atomic(using=using):
+            rows = self._fenced_row(using)
+            # Of the row alone: another queryset's update() would move a version on.
+            if not models.QuerySet.update(rows.filter(fence__lte=number), fence=number):
+                refuse_newer(rows, number, obj=self)
+            return super().delete(using=using, keep_parents=keep_parents)
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+
+    async def adelete(self, *args: Any, **kwargs: Any) -> Any:
+        return await sync_to_async(self.delete)(*args, **kwargs)
+
+    adelete.alters_data = True  # type: ignore[attr-defined]
+
+    def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
+        field = self._meta.get_field("fence")
+        if base_qs.model is not field.model:  # another table of the same object
+            return super()._do_update(base_qs, using, pk_val, values, *args)
+        number = getattr(self._state, "fencing", None)
+        if number is None:
+            # An old object must not take the fence of its row back.
+            values = [value for value in values if value[0] is not field]
+        else:
+            base_qs = base_qs.filter(fence__lte=number)
+            # Forced: `select_on_save` takes a row that an old snapshot still shows for written.
+            args = args[0], True, *args[2:]
+        updated = super()._do_update(base_qs, using, pk_val, values, *args)
+        if not updated and number is not None:
+            self._refuse_late(using, number)
+        return updated
+
+    def _find_version(self, using: str, expected: int | None) -> int | None:
+        """Blame the fence first, where a VersionedModel looks for what was in the way."""
+        number = getattr(self._state, "fencing", None)
+        if number is not None:
+            refuse_newer(self._fenced_row(using), number, obj=self)
+        found: int | None = super()._find_version(using, expected)  # type: ignore[misc]
+        return found
+
+    def _refuse_late(self, using: str, number: int) -> None:
+        rows = self._fenced_row(using)
+        refuse_newer(rows, number, obj=self)
+        if not self._state.adding:
+            text = f"{self._meta.label} {self.pk!r} is gone: it is not made again by a late holder"
+            raise StaleFenceError(text, obj=self, fence=number)
+
+    def _fenced_row(self, using: str) -> Any:
+        owner = self._meta.get_field("fence").model
+        return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
+
+
+class FencedVersionedQuerySet(FencedQuerySet, VersionedQuerySet):  # type: ignore[override]
+    """Both guards."""
+
+
+class FencedVersionedManager(
+    models.Manager.from_queryset(FencedVersionedQuerySet)  # type: ignore[misc]
+):
+    """The manager of models with both guards."""
+
+
+class FencedVersionedModel(FencedModel, VersionedModel):
+    """Both guards: no late holder, and no stale object either, overwrites what others wrote."""
+
+    objects = FencedVersionedManager()  # type: ignore[misc]
+
+    class Meta(VersionedModel.Meta):
+        abstract = True
+
+
+MISSING = object()
+
+
+def refuse_newer(rows: Any, fence: int, *, obj: Any = None) -> None:
+    """Raise StaleFenceError if one of the rows has a fence greater than `fence`."""
+    connection = connections[rows.db]
+    newer = rows.filter(fence__gt=fence).order_by()
+    if connection.vendor == "mysql" and connection.in_atomic_block:
+        newer = newer.select_for_update()  # a plain read may see an old snapshot
+    found = next(iter(newer.values_list("fence", flat=True)[:1]), None)
+    if found is not None:
+        what = rows.model._meta.label if obj is None else f"{obj._meta.label} {obj.pk!r}"
+        text = f"{what} was written under the fence {found}, which is later than {fence}"
+        raise StaleFenceError(text, obj=obj, fence=fence, found=found)

@@ -1,0 +1,221 @@
+"""The admin of versioned models: of two people who edit one object, the second is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.options import get_content_type_for_model
+from django.contrib.admin.utils import flatten_fieldsets
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.utils.translation import gettext
+
+from ...errors import StaleObjectError
+from .forms import VERSION, BesideKey, VersionedModelForm
+
+if TYPE_CHECKING:
+    _Admin = admin.ModelAdmin[Any]
+    _Base = admin.options.BaseModelAdmin[Any]
+    _Inline = admin.options.InlineModelAdmin[Any, Any]
+    _Concrete = admin.ModelAdmin[Any]
+else:
+    _Admin = _Base = _Inline = object
+    _Concrete = admin.ModelAdmin
+
+# Somebody may save between the read and the write of one request; then the form is compared anew.
+TRIES = 5
+# What the buttons of a form are called that save it.
+SAVING = {"_save", "_saveasnew", "_addanother", "_continue"}
+
+
+def _compared_again(
+    view: Callable[..., HttpResponse], request: Any, *args: Any, **kwargs: Any
+) -> HttpResponse:
+    for _try in range(TRIES - 1):
+        try:
+            return view(request, *args, **kwargs)
+        except StaleObjectError:
+            if request.FILES:  # storing them may have moved them away
+                request.close()
+                request.FILES.clear()
+                request.distlock_spent = True
+    return view(request, *args, **kwargs)
+
+
+class _Unseen(Exception):
+    """What is to be deleted has another version than the one that was shown."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self.version = version
+
+
+class VersionedListFormSet(forms.BaseModelFormSet):  # type: ignore[type-arg]
+    """The rows of a list with `list_editable`."""
+
+    def add_fields(self, form: Any, index: int | None) -> None:
+        super().add_fields(form, index)
+        if VERSION in form.fields:
+            form.fields[form.instance._meta.pk.name].widget = BesideKey(form)
+
+
+class VersionedFieldsets(_Base):
+    """Puts the hidden version into the page; without it every save would be refused."""
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        fieldsets = super().get_fieldsets(request, obj)
+        shown = flatten_fieldsets(fieldsets)
+        if not self.has_change_permission(request, obj) or VERSION in shown:
+            return [*fieldsets]
+        (name, options), *others = fieldsets[::-1]
+        last = (name, {**options, "fields": [*options["fields"], VERSION]})
+        return [*others[::-1], last]
+
+
+class VersionedInlineMixin(VersionedFieldsets, _Inline):
+    """An inline whose rows are guarded one by one; put it before TabularInline or StackedInline."""
+
+    form = VersionedModelForm
+
+    def get_formset(self, request: Any, obj: Any = None, **kwargs: Any) -> Any:
+        formset: Any = super().get_formset(request, obj, **kwargs)
+        formset.form.user = request.user
+        return formset
+
+
+class VersionedAdminMixin(VersionedFieldsets, _Admin):
+    """Everything of VersionedAdmin; put it before the ModelAdmin of the theme that is in use."""
+
+    form = VersionedModelForm
+    change_form_template = "admin/distlock_app/versioned/change_form.html"
+
+    class Media:
+        css = {"all": ["distlock_app/conflict.css"]}
+
+    def get_form(self, request: Any, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
+        form: Any = super().get_form(request, obj, change=change, **kwargs)
+        form.user = request.user
+        # Rows of other tables have no version of their own, or are saved with this one: whoever
+        # saved any of them moved the version of this object.
+        form.strict = bool(self.get_inlines(request, obj))
+        form.spent = getattr(request, "distlock_spent", False)
+        return form
+
+    def get_changelist_form(self, request: Any, **kwargs: Any) -> Any:
+        form: Any = super().get_changelist_form(request, **{"form": self.form, **kwargs})
+        form.user = request.user
+        form.spent = getattr(request, "distlock_spent", False)
+        return form
+
+    def get_changelist_formset(self, request: Any, **kwargs: Any) -> Any:
+        return super().get_changelist_formset(
+            request, **{"formset": VersionedListFormSet, **kwargs}
+        )
+
+    def changeform_view(
+        self, request: Any, object_id: str | None = None, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        view, sent = super().changeform_view, request.POST
+        adds = object_id is None or "_saveasnew" in sent
+        acts = ACTION_CHECKBOX_NAME in sent and SAVING.isdisjoint(sent)  # since Django 6.1
+        if acts or adds and request.FILES:
+            return view(request, object_id, *args, **kwargs)
+        return _compared_again(view, request, object_id, *args, **kwargs)
+
+    def changelist_view(self, request: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        view = super().changelist_view
+        if "_save" not in request.POST:  # perhaps an action, which nothing undoes
+            return view(request, *args, **kwargs)
+        return _compared_again(view, request, *args, **kwargs)
+
+    def delete_view(
+        self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Delete what the page of confirmation was shown for; its address has the version."""
+        request.distlock_deletes = True
+        try:
+            return _compared_again(super().delete_view, request, object_id, extra_context)
+        except _Unseen as unseen:
+            query = request.GET.copy()
+            query.pop(VERSION, None)
+            if request.method != "POST":
+                query[VERSION] = unseen.version
+                return HttpResponseRedirect(f"?{query.urlencode()}")
+        text = gettext("Somebody else changed this meanwhile. Look at it before you delete it.")
+        self.message_user(request, text, messages.WARNING)
+        return HttpResponseRedirect(f"../change/?{query.urlencode()}".rstrip("?"))
+
+    def get_object(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of what is to be deleted, compare the version that the guard of the delete relies on."""
+        obj = super().get_object(request, *args, **kwargs)
+        if (
+            obj is None
+            or not hasattr(request, "distlock_deletes")
+            or not self.has_delete_permission(request, obj)
+        ):
+            return obj
+        seen = request.GET.get(VERSION)
+        by_program = seen is None and request.method == "POST"  # it has no page
+        if seen != (version := obj._version_field.text_of(obj)) and not by_program:
+            raise _Unseen(version)
+        return obj
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Add who is in the way; the page of a conflict is no success."""
+        conflict = getattr(context["adminform"].form, "conflict", None)
+        if conflict is None:
+            return super().render_change_form(request, context, *args, **kwargs)
+        errors = context["errors"]
+        context |= {
+            "conflict": conflict,
+            "conflict_alone": sum(len(found) for found in errors) == 1,
+            "last": self._last_change(context["original"]),
+        }
+        response = super().render_change_form(request, context, *args, **kwargs)
+        response.status_code = 409
+        return response
+
+    def _last_change(self, obj: Any) -> LogEntry | None:
+        entries = LogEntry.objects.filter(
+            content_type=get_content_type_for_model(obj), object_id=obj.pk, action_flag=CHANGE
+        )
+        return entries.select_related("user").order_by("-action_time").first()
+
+    def _get_obj_does_not_exist_redirect(
+        self, request: Any, opts: Any, object_id: str
+    ) -> HttpResponse:
+        """Show what was typed if the object was deleted meanwhile: it is all that there is."""
+        if request.method != "POST" or hasattr(request, "distlock_deletes"):
+            gone: HttpResponse = super()._get_obj_does_not_exist_redirect(  # type: ignore[misc]
+                request, opts, object_id
+            )
+            return gone
+        form = self.get_form(request)(request.POST, request.FILES)
+        typed = [(form[name].label, form[name].value()) for name in form.fields if name != VERSION]
+        inlines = [
+            (name, value)
+            for name, value in request.POST.items()
+            if value and re.search(r"-\d+-(?!id$|distlock_)", name)
+        ]
+        context = {
+            **self.admin_site.each_context(request),
+            "title": gettext("Deleted meanwhile"),
+            "opts": opts,
+            "media": self.media,
+            "typed": typed + inlines,
+        }
+        request.current_app = self.admin_site.name
+        template = "admin/distlock_app/versioned/deleted.html"
+        return TemplateResponse(request, template, context, status=410)
+
+
+class VersionedAdmin(VersionedAdminMixin, _Concrete):
+    """A ModelAdmin in which nobody overwrites what somebody else saved meanwhile."""

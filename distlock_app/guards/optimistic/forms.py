@@ -1,0 +1,266 @@
+"""Forms that know which state of a row they show, and refuse to overwrite another one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from datetime import datetime, time, timezone
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from django import forms
+from django.core import signing
+from django.core.exceptions import ImproperlyConfigured, ValidationError
+from django.core.files.base import File
+from django.core.serializers.json import DjangoJSONEncoder
+from django.db import models
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from .form_values import shown
+
+if TYPE_CHECKING:
+    _ModelForm = forms.ModelForm[Any]
+else:
+    _ModelForm = forms.ModelForm
+
+# The hidden field with the version, and the radio buttons of a conflict.
+VERSION = "distlock_version"
+TAKE = "distlock_take_{}"
+# A longer text is kept as its digest only: it can be compared then, but not shown.
+LONGEST = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A field that somebody else changed while the form was open; values are texts to read."""
+
+    name: str
+    label: str
+    # None: not known any more.
+    old: str | None
+    theirs: str
+    # None: left as it was.
+    yours: str | None
+    # The name of the radio buttons "theirs" and "yours", where one has to be chosen.
+    choice: str | None
+    take: str = "yours"
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Why the form was refused: somebody else saved the object since the form was made."""
+
+    changes: list[Change] = field(default_factory=list)
+    # Whether the state that the form had shown is known.
+    known: bool = True
+
+
+class Token(forms.CharField):
+    """Carries a version; that is no change of the user's."""
+
+    def has_changed(self, initial: Any, data: Any) -> bool:
+        return False
+
+
+class BesideKey(forms.HiddenInput):
+    """The key of a row and, after it, the version: the admin's list shows no other hidden field."""
+
+    def __init__(self, form: VersionedModelForm) -> None:
+        super().__init__()
+        self.form = form
+
+    def render(self, *args: Any, **kwargs: Any) -> SafeString:
+        return format_html("{}{}", super().render(*args, **kwargs), self.form[VERSION])
+
+
+class VersionedModelForm(_ModelForm):
+    """A form of a VersionedModel that notices who saved while it was open.
+
+    It carries what it shows, signed for this object and `user`. If somebody else saved since
+    then, it is not valid: `form.conflict` says what they changed. Shown again, it is a form of
+    the new state in which nothing is lost that the user typed. Fields that only they changed
+    show their values; where both did, the user's remain unless the answer has
+    `distlock_take_<name>` "theirs".
+
+    `save()` raises StaleObjectError if somebody saves between `is_valid()` and `save()`.
+    """
+
+    distlock_version = Token(required=False, widget=forms.HiddenInput, label="")
+
+    conflict: Conflict | None = None
+    # Refuse also if nothing changed that this form shows: for forms that save other rows too.
+    strict = False
+    # Refuse in any case: what was sent could not be saved, and is not there any more as a whole.
+    spent = False
+    # Who got the form; nobody else may send it.
+    user: Any = None
+
+    error_stale = _("Somebody else saved this while you were working on it.")
+    error_unknown = _(
+        "It is not known which state of this you were working on. Compare, then save again."
+    )
+
+    def __init__(self, *args: Any, user: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not hasattr(self.instance, "_version_field"):
+            name = type(self.instance).__name__
+            raise ImproperlyConfigured(f"{name} is no VersionedModel: its forms have no version.")
+        if user is not None:
+            self.user = user
+        self._taken: set[str] = set()
+        if self.instance._state.adding:
+            return
+        # What is in the database now, before the answer is put into the instance.
+        self._current = self._state_of_instance()
+        self._current_version = self.instance._version_field.text_of(self.instance)
+        self.fields[VERSION].initial = self._token
+
+    @property
+    def changed_data(self) -> list[str]:
+        """The fields that this user changed, without those that are taken over from others."""
+        return [name for name in super().changed_data if name not in self._taken]
+
+    @property
+    def _compared(self) -> list[str]:
+        """The fields that show what is in the row; those of a list may be taken away later."""
+        return [name for name in self._current if name in self.fields]
+
+    def _state_of_instance(self) -> dict[str, Any]:
+        names = [name for name, form_field in self.fields.items() if not form_field.disabled]
+        values = forms.model_to_dict(self.instance, fields=names)
+        return {name: self._key(name, values[name]) for name in names if name in values}
+
+    def _key(self, name: str, value: Any) -> Any:
+        """Return the value as JSON has it, the same for the same meaning."""
+        form_field = self.fields[name]
+        if isinstance(value, str):  # as browsers send it, and forms clean it
+            value = value.replace("\r\n", "\n").replace("\r", "\n")
+            value = value.strip() if getattr(form_field, "strip", False) else value
+        if isinstance(value, datetime | time):
+            if not getattr(form_field.widget, "supports_microseconds", True):
+                value = value.replace(microsecond=0)
+            aware = isinstance(value, datetime) and value.tzinfo
+            return value.astimezone(timezone.utc).isoformat() if aware else str(value)
+        if isinstance(value, models.fields.files.FieldFile | File):
+            return value.name or ""
+        if isinstance(value, Decimal):
+            return format(value.normalize(), "f")
+        many = isinstance(value, models.QuerySet | list | tuple | set)
+        if many and isinstance(form_field, forms.ModelMultipleChoiceField):
+            return sorted(str(form_field.prepare_value(one)) for one in value)
+        if isinstance(value, models.Model):
+            prepared = form_field.prepare_value(value)
+            value = value.pk if prepared is value else prepared  # the parent of an inline
+        if value is None or value is False and isinstance(form_field, forms.FileField):
+            return ""
+        text = json.dumps(value, cls=DjangoJSONEncoder, sort_keys=True)
+        if len(text) > LONGEST:
+            return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+        return json.loads(text)
+
+    # The token: a version, and what the form showed of it.
+
+    def _salt(self) -> str:
+        who = getattr(self.user, "pk", self.user)
+        return f"distlock_app.forms/{self.instance._meta.label_lower}/{self.instance.pk}/{who}"
+
+    def _token(self) -> str:
+        state = {"version": self._current_version, "state": self._current}
+        return signing.dumps(state, salt=self._salt(), compress=True)
+
+    def _seen(self) -> Any:
+        """Return what the form had shown, or None if that cannot be known."""
+        try:
+            return signing.loads(self[VERSION].data or "", salt=self._salt())
+        except signing.BadSignature:
+            return None
+
+    # Validation.
+
+    def _clean_fields(self) -> None:
+        super()._clean_fields()  # type: ignore[misc]
+        self.cleaned_data.pop(VERSION, None)
+        if not self.instance._state.adding:
+            self._compare(self._seen())
+
+    def _compare(self, seen: Any) -> None:
+        for name in self._compared:
+            if self._take(name) == "theirs" and seen is not None:
+                self._take_theirs(name)
+        if seen is not None and seen["version"] == self._current_version and not self.spent:
+            return
+        old = seen["state"] if seen is not None else {}
+        changes = [change for name in self._compared if (change := self._change(name, old))]
+        mine = any(self._yours(name) != old.get(name) for name in self._compared)
+        refuse = self.strict or self.spent or (changes and mine)
+        if seen is not None and not refuse:
+            # The version moved for something that this form does not show, or that the user
+            # did not touch: there is nothing to overwrite.
+            for change in changes:
+                self._take_theirs(change.name)
+            return
+        for change in changes:
+            if change.yours is None:
+                self._take_theirs(change.name)
+        self._refuse(Conflict(changes, known=seen is not None))
+
+    def _change(self, name: str, old: dict[str, Any]) -> Change | None:
+        """Return what became of the field if somebody else changed it."""
+        theirs, yours = self._current.get(name), self._yours(name)
+        before = old.get(name)
+        if theirs == before or theirs == yours:
+            return None
+        touched = name not in old or yours != before
+        return Change(
+            name=name,
+            label=str(self[name].label),
+            old=shown(self, name, before) if name in old else None,
+            theirs=shown(self, name, theirs),
+            yours=shown(self, name, yours) if touched else None,
+            choice=self.add_prefix(TAKE.format(name)) if touched else None,
+            take=self._take(name),
+        )
+
+    def _yours(self, name: str) -> Any:
+        """Return the key of what the user sent; the text itself if it makes no sense."""
+        if name in self.cleaned_data:
+            value = self.cleaned_data[name]
+            if isinstance(self.fields[name], forms.FileField) and not value:
+                return self._current.get(name) if value is None else ""
+            return self._key(name, value)
+        return self[name].data
+
+    def _take(self, name: str) -> str:
+        taken: str = self.data.get(self.add_prefix(TAKE.format(name)), "yours")
+        return taken
+
+    def _take_theirs(self, name: str) -> None:
+        """Let the row keep its value of the field, and show that."""
+        self._taken.add(name)
+        model_field = self.instance._meta.get_field(name)
+        value = getattr(self.instance, name)
+        self.cleaned_data[name] = value.all() if model_field.many_to_many else value
+        self._errors.pop(name, None)  # type: ignore[attr-defined]
+        self.fields[name].bound_data = lambda data, initial: initial  # type: ignore[method-assign]
+
+    def _refuse(self, conflict: Conflict) -> None:
+        self.conflict = conflict
+        text = self.error_stale if conflict.known else self.error_unknown
+        lines = [_line(change) for change in conflict.changes]
+        message = " ".join([str(text), *lines])
+        self.add_error(None, ValidationError(message, code="conflict"))
+        # Shown again, this is a form of the state that the user has seen now.
+        data: Any = self.data.copy()  # type: ignore[attr-defined]
+        data[self.add_prefix(VERSION)] = self._token()
+        self.data = data
+
+
+def _line(change: Change) -> str:
+    facts = {"label": change.label, "old": change.old, "theirs": change.theirs}
+    if change.old is None:
+        return gettext("%(label)s is now “%(theirs)s”.") % facts
+    return gettext("%(label)s: “%(old)s” became “%(theirs)s”.") % facts

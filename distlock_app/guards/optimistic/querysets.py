@@ -1,0 +1,305 @@
+"""The version of many rows at once, and what a rollback undoes in memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from django.db import NotSupportedError, connections, models, router, transaction
+
+from ...primitives.transactions import OpenSavepoints
+from ..retrying import Retrying
+
+
+class VersionedQuerySet(models.QuerySet[Any]):
+    """Moves the version on with every write that does not go through `save()`."""
+
+    def only(self, *fields: Any) -> Any:
+        version = () if None in fields else (self.model._version_field.name,)
+        return super().only(*fields, *version)
+
+    def defer(self, *fields: Any) -> Any:
+        return super().defer(*(f for f in fields if f != self.model._version_field.name))
+
+    def update(self, **kwargs: Any) -> int:
+        field = self.model._version_field
+        moves = kwargs and field.name not in kwargs
+        if moves:
+            kwargs[field.name] = field.next()
+        updated = super().update(**kwargs)
+        if moves:
+            watch_rows(self.model, self.db)
+        return updated
+
+    update.alters_data = True  # type: ignore[attr-defined]
+
+    def bulk_update(
+        self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        """Do as Django does; raise StaleObjectError, and write nothing, if one is stale."""
+        self._for_write = True
+        using = self.db
+        version = self.model._version_field
+        objs = tuple({id(obj): obj for obj in objs}.values())  # one given twice moves once
+        fields = tuple(name for name in fields if name != version.name)
+        if not objs:
+            return super().bulk_update(objs, fields, batch_size)
+        relied_on = [(obj, obj._version_to_rely_on(using)) for obj in objs]
+        # What the version was can be told from what it is, if every row is written.
+        told = version.counts and not self.query.where
+        with transaction.atomic(using=using):
+            before = {} if told else self._versions(objs, lock=True)
+            rows = super().bulk_update(objs, fields, batch_size)
+            # In the same transaction: these rows are locked now and as they are. Those that were
+            # not written an old snapshot would show otherwise.
+            written = self._versions(objs, lock=not told)
+            if told:
+                before = {pk: number - 1 for pk, number in written.items()}
+            # A row that this queryset leaves out is as it was.
+            left = {pk for pk, found in written.items() if found == before.get(pk)}
+            for obj, expected in relied_on:
+                found = before.get(obj.pk)
+                if expected is not None and found != expected and obj.pk not in left:
+                    raise obj._conflict(expected, found)
+            for obj, expected in relied_on:
+                # Of two objects of one row Django takes the first; the other one is stale now.
+                now = written.pop(obj.pk, None)
+                if now is not None and obj.pk not in left:
+                    obj._version_written(now, expected, using)
+                    obj._forget_expressions(self.model._meta.get_field(f) for f in fields)
+        return rows
+
+    bulk_update.alters_data = True  # type: ignore[attr-defined]
+
+    def _versions(self, objs: Iterable[Any], *, lock: bool = False) -> dict[Any, Any]:
+        """Return the versions of these rows by key; lock the rows if asked."""
+        name = self.model._version_field.attname
+        rows = self.model._base_manager.using(self.db)
+        if lock and connections[self.db].features.has_select_for_update:
+            rows = rows.select_for_update()
+        elif lock:  # SQLite: whoever writes first is the only writer
+            rows.filter(pk__in=[obj.pk for obj in objs][:1]).update(**{name: models.F(name)})
+        found = rows.only(name).in_bulk([obj.pk for obj in objs])
+        return {pk: getattr(row, name) for pk, row in found.items()}
+
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Any = None,
+        unique_fields: Any = None,
+    ) -> list[Any]:
+        if update_conflicts:
+            raise NotSupportedError(
+                "bulk_create(update_conflicts=True) would overwrite rows without moving their "
+                "version on. Use update_or_create(), or bulk_update() and bulk_create()."
+            )
+        objs = super().bulk_create(objs, batch_size, ignore_conflicts)
+        for obj in objs:
+            if ignore_conflicts:  # it may stand for a row of somebody else
+                obj.__dict__.pop(self.model._version_field.attname, None)
+            else:
+                version = obj.__dict__[self.model._version_field.attname]
+                obj._version_written(version, None, self.db)  # MySQL leaves _state
+        return objs
+
+    bulk_create.alters_data = True  # type: ignore[attr-defined]
+
+    def retrying(self, pk: Any, change: Callable[[Any], Any], **options: Any) -> Any:
+        """Read the row, call `change(obj)`, save; again on a fresh row after each conflict.
+
+        Return the saved object. Options: `attempts=5`, then RetriesExhausted; `lock_from=2`,
+        the attempt from which the row is locked (-1: the last one, None: never), and for the
+        next second from the first one; before an attempt that does not lock `pause=0.05` and
+        `max_pause=1`, seconds of full-jitter back-off.
+        """
+        return self._retrying(pk, change, options).run()
+
+    retrying.alters_data = True  # type: ignore[attr-defined]
+
+    async def aretrying(self, pk: Any, change: Callable[[Any], Any], **options: Any) -> Any:
+        return await self._retrying(pk, change, options).arun()
+
+    aretrying.alters_data = True  # type: ignore[attr-defined]
+
+    def _retrying(self, pk: Any, change: Callable[[Any], Any], options: Any) -> Retrying:
+        self._for_write = True
+        rows = self.using(self.db)
+        return Retrying(
+            lambda lock: (rows._locked(pk) if lock else rows).get(pk=pk),
+            change,
+            using=self.db,
+            model=self.model,
+            pk=pk,
+            **options,
+        )
+
+    def _locked(self, pk: Any) -> Any:
+        """Return the queryset whose read locks the row until the transaction ends."""
+        if not connections[self.db].features.has_select_for_update:
+            # SQLite: a transaction that begins with a write waits for its turn; one that reads
+            # first fails with "database is locked" (19 of 80 times).
+            name = self.model._version_field.name
+            self.model._base_manager.using(self.db).filter(pk=pk).update(**{name: models.F(name)})
+            return self
+        # PostgreSQL refuses to lock the nullable side of a join, and groups.
+        rows: Any = self.select_related(None)
+        more = rows.query.annotations or rows.query.distinct or len(rows.query.alias_map) > 1
+        if not more or connections[self.db].vendor == "mysql":
+            return rows.select_for_update()
+        # The row by itself, then the read. Not on MySQL, where that may see an old snapshot.
+        row: Any = models.QuerySet(self.model, using=self.db).filter(pk=pk)
+        next(iter(row.select_for_update()), None)
+        return self
+
+
+class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]
+    """The manager of versioned models."""
+
+
+def with_versions(manager: Any) -> Any:
+    """Return the class of a related manager so that `add()` moves versions in memory as well.
+
+    It moves the foreign key of the objects that it is given, in their rows and in memory.
+    """
+
+    class VersionedRelatedManager(manager):  # type: ignore[misc]
+        def add(self, *objs: Any, bulk: bool = True) -> None:
+            rows: Any = VersionedQuerySet(self.model)
+            if not bulk or not all(isinstance(obj, self.model) for obj in objs):
+                return super().add(*objs, bulk=bulk)  # type: ignore[no-any-return]
+            rows = rows.using(router.db_for_write(self.model, instance=self.instance))
+            with transaction.atomic(using=rows.db):
+                before = rows._versions(objs, lock=True)
+                super().add(*objs, bulk=bulk)
+                written = rows._versions(objs)
+                for obj in objs:
+                    expected = obj.__dict__.get(self.model._version_field.attname)
+                    # A stale one remains stale.
+                    if expected is not None and before.get(obj.pk) == expected:
+                        obj._version_written(written[obj.pk], expected, rows.db)
+
+        add.alters_data = True  # type: ignore[attr-defined]
+
+    return VersionedRelatedManager
+
+
+class Undo:
+    """Puts versions back in memory when the transaction that moved them is rolled back.
+
+    Django keeps callbacks of `on_commit` in a list, calls them on commit and drops them on
+    rollback, of a savepoint too. An object that lives only in that list sees both.
+    """
+
+    __slots__ = ("__weakref__", "changes", "limit", "moved", "undone_with", "using")
+
+    # Those of all threads, so that a read outside of such transactions costs nothing.
+    living: set[int] = set()
+
+    def __init__(self, connection: Any, moved: dict[Any, list[weakref.ref[Undo]]]) -> None:
+        self.using = connection.alias
+        self.undone_with = OpenSavepoints(connection)
+        # Which rows were moved under which of them, latest last; None: any row of the model.
+        self.moved = moved
+        # Objects, and what their version was before.
+        self.changes: list[tuple[weakref.ref[Any], Any]] = []
+        self.limit = 1000
+        self.living.add(id(self))
+
+    def note(self, obj: Any, before: Any) -> None:
+        if len(self.changes) >= self.limit:
+            self.changes = [change for change in self.changes if change[0]() is not None]
+            self.limit = 2 * len(self.changes) + 1000
+        self.changes.append((weakref.ref(obj), before))
+
+    def note_move(self, model: Any, key: str | None) -> None:
+        movers = self.moved.setdefault((model, key), [])
+        if not movers or movers[-1]() is not self:
+            movers.append(weakref.ref(self))
+
+    def __call__(self) -> None:
+        self.changes.clear()
+
+    def __del__(self) -> None:
+        self.living.discard(id(self))
+        for reference, before in reversed(self.changes):
+            obj = reference()
+            if obj is not None and obj._state.db == self.using:
+                name = obj._version_field.attname
+                now = obj.__dict__.get(name)
+                if before is UNKNOWN:
+                    obj.__dict__.pop(name, None)
+                # Whatever is higher comes from this transaction: it had locked the row.
+                elif now is not None and (before is None or now > before):
+                    obj.__dict__[name] = before
+
+
+UNKNOWN = object()
+
+
+def watch(obj: Any, before: Any, using: str) -> None:
+    """Put the version of `obj` back to `before` if the open transaction is rolled back.
+
+    Otherwise an object could be ahead of its row, and overwrite the change by which somebody
+    else brings the row to the same number. The blocks of a TestCase do not count.
+    """
+    undo = _undo(using)
+    if undo is not None:
+        undo.note(obj, before)
+        undo.note_move(*_row_of(obj))
+
+
+def watch_rows(model: Any, using: str) -> None:
+    """Note that the open transaction moved versions of the model, nobody knows of which rows."""
+    undo = _undo(using)
+    if undo is not None:
+        undo.note_move(model._version_field.model, None)
+
+
+def watch_read(obj: Any, using: str) -> None:
+    """Forget the version that was read if it is one that the open transaction takes back."""
+    latest = _latest(connections[using]) if Undo.living else None
+    if latest is None:
+        return
+    model, key = _row_of(obj)
+    for row in (model, key), (model, None):
+        movers = latest.moved.get(row, [])
+        while movers:
+            if (undo := movers[-1]()) is not None:
+                undo.note(obj, UNKNOWN)
+                break
+            movers.pop()  # rolled back since
+
+
+def _row_of(obj: Any) -> tuple[Any, str]:
+    owner = obj._version_field.model
+    return owner, str(obj._get_pk_val(owner._meta))
+
+
+def _latest(connection: Any) -> Undo | None:
+    hooks = connection.run_on_commit
+    if any(block._from_testcase for block in connection.atomic_blocks):
+        hooks = reversed(hooks)
+    return next((hook for _, hook, _ in hooks if isinstance(hook, Undo)), None)
+
+
+def _undo(using: str) -> Undo | None:
+    """Return what hears of a rollback of the open transaction, None if there is none open."""
+    connection: Any = connections[using]
+    if not connection.in_atomic_block or connection.atomic_blocks[-1]._from_testcase:
+        return None
+    # One for all saves between two savepoints: Django pops them from the front of a list, which
+    # takes the square of their number.
+    latest = _latest(connection)
+    if latest is not None and latest.undone_with.last == connection.savepoint_state:
+        return latest
+    undo = Undo(connection, {} if latest is None else latest.moved)
+    # First: a hook that raises drops those after it, and that is no rollback. In a TestCase last:
+    # captureOnCommitCallbacks() takes what comes after the hooks that it found.
+    in_test = any(block._from_testcase for block in connection.atomic_blocks)
+    hooks = connection.run_on_commit
+    hooks.insert(len(hooks) if in_test else 0, (undo.undone_with, undo, True))
+    return undo

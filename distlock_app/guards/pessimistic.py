@@ -1,0 +1,341 @@
+"""The pessimistic guard: rows are locked before they are read, and waiting for them is bounded."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from django.db import OperationalError, connections, models, transaction
+from django.db.transaction import TransactionManagementError
+
+from ..errors import LockBusy, LockTimeout
+from ..primitives.timing import Deadline, full_jitter
+from .retrying import (
+    ATTEMPTS,
+    MAX_PAUSE,
+    PAUSE,
+    calling_again,
+    code_of,
+    in_transaction,
+    was_sacrificed,
+)
+
+__all__ = [
+    "LockingManager",
+    "LockingQuerySet",
+    "for_update",
+    "next_unlocked",
+    "retry_on_deadlock",
+]
+
+M = TypeVar("M", bound=models.Model)
+
+WAIT = 3.0
+# Pauses between tries where a server knows whole seconds only, in seconds.
+POLL, MAX_POLL = 0.002, 0.05
+# How many rows of others `next_unlocked` looks past on MySQL and MariaDB.
+SPARE = 100
+# The longest that PostgreSQL and SQLite can be told, in milliseconds: 24 days.
+LONGEST_MS = 2**31 - 1
+# The least, in seconds: to a server, 0 is for ever.
+SHORTEST = 0.001
+# What a server says when a row was not to be had. PostgreSQL: NOWAIT, and the time of a statement.
+# MySQL and MariaDB: the time of a lock, or NOWAIT; NOWAIT; the time of a statement.
+REFUSED = frozenset({"55P03", "57014", 1205, 3572, 1969})
+
+
+def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M]:
+    """Lock rows until the transaction ends; return them as they are now, by primary key.
+
+    They are locked in that order too, so that two callers do not wait for each other. `wait`:
+    seconds for all of them; 0 does not wait, None waits as long as the database lets it. On
+    SQLite, which has no row locks, the whole file is locked for writing.
+
+    Raise LockBusy (wait=0) or LockTimeout: the transaction goes on, but on MySQL and MariaDB it
+    keeps the rows that it had got already. Raise TransactionManagementError outside of
+    `atomic()`, and the database's OperationalError if the transaction is over: after a
+    deadlock, or if it has read what others changed since (see `retry_on_deadlock`).
+    """
+    rows = rows.order_by("pk").select_related(None)
+    locking = _locking(rows)
+    connection = _in_atomic(locking.db)
+    if connection.vendor != "mysql" or connection.isolation_level != "read committed":
+        return _locked(locking, wait)
+    # InnoDB locks in the order of whatever index it reads by. So the keys are locked, by
+    # themselves, and the conditions are asked again under the lock. (At a higher isolation
+    # level the first of these reads would fix what all later ones see.)
+    rows = rows.using(locking.db)
+    keys = list(rows.values_list("pk", flat=True))
+    by_key = rows.model._base_manager.using(locking.db).filter(pk__in=keys)
+    _locked(_locking(by_key.order_by("pk")), wait)
+    return list(rows.filter(pk__in=keys))
+
+
+def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
+    """Lock the next `n` rows, in the order of `rows`, that nobody else has locked; never wait.
+
+    For queues: take rows, do the work, mark them as done, commit. Return fewer, or none, if
+    there are no more. Raise TransactionManagementError outside of `atomic()`, LockTimeout on
+    SQLite, where one transaction at a time can write.
+    """
+    rows = rows if rows.ordered else rows.order_by("pk")
+    rows = rows.select_related(None)
+    locking = _locking(rows)
+    connection = _in_atomic(locking.db)
+    if not connection.features.has_select_for_update_skip_locked:
+        return _locked(locking[:n], WAIT)
+    locking = _locking(rows, skip_locked=True)
+    if connection.vendor != "mysql":
+        return list(locking[:n])
+    # InnoDB locks all rows that it sorts, also those that LIMIT leaves out: one worker would
+    # have the whole queue. So one by one, by their keys.
+    found: list[M] = []
+    rows = rows.using(locking.db)
+    by_key = _locking(rows.model._base_manager.using(locking.db), skip_locked=True)
+    joined = _locks_joined(locking)
+    for key in rows.values_list("pk", flat=True)[: n + SPARE]:
+        if not joined:
+            found += locking.order_by().filter(pk=key)
+        elif by_key.filter(pk=key):
+            found += rows.filter(pk=key)
+        if len(found) == n:
+            break
+    return found
+
+
+class LockingQuerySet(models.QuerySet[M]):
+    """Adds `for_update(pk)` and `next_unlocked(n)`."""
+
+    def for_update(self, pk: Any, *, wait: float | None = WAIT) -> M:
+        """Lock one row until the transaction ends; return it as it is now.
+
+        Raise the model's DoesNotExist, and what the function `for_update` raises.
+        """
+        row = self.filter(pk=pk).order_by().select_related(None)
+        locking = _locking(row)
+        features = _in_atomic(locking.db).features
+        found: list[M] = []
+        joined = _locks_joined(locking)
+        if joined:
+            found = for_update(row, wait=wait)
+        elif wait is not None and features.has_select_for_update_skip_locked:
+            # One query instead of up to five, if nobody else has it.
+            found = list(_locking(row, skip_locked=True))
+        if not found and not joined:
+            found = _locked(locking, wait)
+        if not found:
+            model: Any = self.model
+            raise model.DoesNotExist(f"there is no {self.model._meta.label} {pk!r}")
+        return found[0]
+
+    def next_unlocked(self, n: int = 1) -> list[M]:
+        """Do as the function `next_unlocked`."""
+        return next_unlocked(self, n)
+
+
+class LockingManager(models.Manager.from_queryset(LockingQuerySet)):  # type: ignore[misc]
+    """The manager with these methods."""
+
+
+def retry_on_deadlock(
+    function: Any = None,
+    *,
+    attempts: int = ATTEMPTS,
+    pause: float = PAUSE,
+    max_pause: float = MAX_PAUSE,
+) -> Any:
+    """Call the function again when the database gave its transaction up for another one.
+
+    That is a deadlock or a serialization failure (1213, 1020, SQLSTATE 40P01, 40001), or a
+    SQLite file that somebody else wrote. Between the calls full-jitter pauses, in seconds,
+    double from `pause` to `max_pause`; the last error is raised as it is. A lock that was not
+    had in time (1205, LockTimeout) is not tried again: the caller has waited already.
+
+    Raise TransactionManagementError if a transaction is open: only its outermost block can
+    begin again. Works on `async def` as well.
+    """
+    options: dict[str, Any] = {"attempts": attempts, "pause": pause, "max_pause": max_pause}
+    if function is None:
+        return functools.partial(retry_on_deadlock, **options)
+
+    def begin() -> None:
+        if in_transaction():
+            raise TransactionManagementError(
+                f"{function.__qualname__}() is decorated with retry_on_deadlock, and cannot begin "
+                "again inside an open transaction: decorate what opens the outermost atomic()"
+            )
+
+    def seconds_after(error: Exception, attempt: int) -> float:
+        if attempt == attempts or not was_sacrificed(error):
+            raise error
+        return full_jitter(attempt - 1, base=pause, cap=max_pause)
+
+    return calling_again(function, OperationalError, seconds_after, attempts=attempts, begin=begin)
+
+
+def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:
+    """Have the rows of the model locked, not those that its conditions join, if there is a way."""
+    locking = rows.select_for_update(**how)
+    if connections[locking.db].features.has_select_for_update_of:
+        locking = rows.select_for_update(of=tuple(_tables(rows.model)), **how)
+    return locking
+
+
+def _tables(model: Any, path: str = "self") -> Iterator[str]:
+    """Yield the names of a model's own table and of those that it inherits from."""
+    yield path
+    for parent, link in model._meta.concrete_model._meta.parents.items():
+        if link is not None:
+            before = "" if path == "self" else f"{path}__"
+            yield from _tables(parent, before + link.name)
+
+
+def _locks_joined(locking: models.QuerySet[Any]) -> bool:
+    """Whether this locking queryset locks joined rows too, and their condition can be left out.
+
+    On MariaDB, which locks all that a query reads. At READ COMMITTED a plain read under the lock
+    of the row sees what is true now; at any other level only a locking one does.
+    """
+    connection: Any = connections[locking.db]
+    if connection.vendor != "mysql" or connection.features.has_select_for_update_of:
+        return False
+    model: Any = locking.model
+    own = {base._meta.db_table for base in (model, *model._meta.get_parent_list())}
+    tables = [join.table_name for join in locking.query.alias_map.values()]
+    joined = len(tables) > len(own.intersection(tables))
+    return joined and connection.isolation_level == "read committed"
+
+
+def _in_atomic(using: str) -> Any:
+    connection = connections[using]
+    if not connection.in_atomic_block:
+        raise TransactionManagementError(
+            f"rows are locked until the end of a transaction: open atomic() on {using!r} first"
+        )
+    return connection
+
+
+def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
+    """Evaluate a locking queryset, with a bounded wait."""
+    wait = _bounded(wait)
+    deadline = Deadline(wait)
+    connection = connections[rows.db]
+    if wait == 0 and connection.features.has_select_for_update_nowait:
+        rows = _locking(rows, nowait=True)
+    try:
+        if connection.vendor == "sqlite":
+            _lock_file(connection, rows.model, wait)
+        elif connection.vendor == "postgresql" and wait is not None:
+            with _postgresql_time(connection, wait):
+                return list(rows)
+        elif getattr(connection, "mysql_is_mariadb", False) and wait:
+            with _mariadb_time(connection, wait):
+                return list(rows)
+        elif wait:
+            return _poll(rows, deadline)
+        return list(rows)
+    except OperationalError as error:
+        # Cancelled by a person, a statement says on PostgreSQL what it says after its time.
+        if not _was_refused(error) or (code_of(error) == "57014" and deadline.remaining()):
+            raise
+        label = rows.model._meta.label
+        if wait == 0:
+            raise LockBusy(f"rows of {label} are locked by somebody else") from error
+        raise LockTimeout(f"rows of {label} were locked by others for {wait} s") from error
+
+
+def _bounded(wait: float | None) -> float | None:
+    """Return the seconds that every database can be told."""
+    if wait is not None and not wait >= 0:
+        raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
+    return min(max(wait, SHORTEST), LONGEST_MS / 1000) if wait else wait
+
+
+def _was_refused(error: OperationalError) -> bool:
+    code = code_of(error)
+    if str(code).startswith("database is locked"):
+        # A snapshot that is too old does not get newer by waiting. (Python 3.10 cannot tell.)
+        return getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_BUSY_SNAPSHOT"
+    return code in REFUSED
+
+
+@contextmanager
+def _postgresql_time(connection: Any, wait: float) -> Iterator[None]:
+    """Bound the statements of the block, within a savepoint: a failed one spoils what it is in.
+
+    By statement_timeout, because lock_timeout counts anew for each row.
+    """
+    with transaction.atomic(using=connection.alias):
+        if not wait:
+            yield
+            return
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT current_setting('statement_timeout'),"
+                " set_config('statement_timeout', %s, true)",
+                [str(_milliseconds(wait))],
+            )
+            before = cursor.fetchone()[0]
+            yield
+            # After a failure, the rollback to the savepoint has put it back.
+            cursor.execute("SELECT set_config('statement_timeout', %s, true)", [before])
+
+
+@contextmanager
+def _mariadb_time(connection: Any, wait: float) -> Iterator[None]:
+    """Bound the statements of the block, to a fraction of a second; lock waits are in whole ones.
+
+    The end of a statement's time undoes that statement only (that of a lock's time the whole
+    transaction, under innodb_rollback_on_timeout).
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SET @distlock_time = @@max_statement_time, max_statement_time = %s,"
+            " @distlock_wait = @@innodb_lock_wait_timeout, innodb_lock_wait_timeout = %s",
+            [wait, int(wait) + 2],
+        )
+        try:
+            yield
+        finally:
+            cursor.execute(
+                "SET max_statement_time = @distlock_time, innodb_lock_wait_timeout = @distlock_wait"
+            )
+
+
+def _poll(rows: models.QuerySet[M], deadline: Deadline) -> list[M]:
+    """Try with NOWAIT until the deadline: MySQL counts in whole seconds, and for each row."""
+    rows = _locking(rows, nowait=True)
+    attempt = 0
+    while True:
+        last = deadline.remaining() == 0
+        try:
+            with transaction.atomic(using=rows.db):
+                return list(rows.all())
+        except OperationalError as error:
+            if last or not _was_refused(error):
+                raise
+        time.sleep(deadline.cap(full_jitter(attempt, base=POLL, cap=MAX_POLL)))
+        attempt += 1
+
+
+def _lock_file(connection: Any, model: Any, wait: float | None) -> None:
+    """Let this transaction be the only one that writes: SQLite knows no other lock."""
+    table = connection.ops.quote_name(model._meta.db_table)
+    fields = model._meta.concrete_model._meta.local_concrete_fields
+    column = connection.ops.quote_name(fields[0].column)
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA busy_timeout")
+        before = cursor.fetchone()[0]
+        cursor.execute(f"PRAGMA busy_timeout = {_milliseconds(wait)}")
+        try:
+            cursor.execute(f"UPDATE {table} SET {column} = {column} WHERE 0")
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout = {before}")
+
+
+def _milliseconds(wait: float | None) -> int:
+    return LONGEST_MS if wait is None else math.ceil(wait * 1000)

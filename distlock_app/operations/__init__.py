@@ -1,0 +1,1 @@
+"""What the admin and `manage.py distlock` do: read, diagnose, run a program, keep a history."""

@@ -1,0 +1,75 @@
+"""What is wrong with an engine as it is configured here, found out by using it once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.core.checks import CheckMessage
+from django.core.exceptions import ImproperlyConfigured
+
+from ..core.lock import Lock
+from ..core.registry import check_deployed, registry
+from ..errors import LockError
+from ..primitives.timing import monotonic
+
+# Seconds: another doctor may be at work, or have died.
+TTL = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Finding:
+    """What was seen of one alias."""
+
+    alias: str
+    engine: str = ""
+    ping_ms: float | None = None  # one round trip
+    pair_ms: float | None = None  # a lock taken and released, on a connection that is there
+    trouble: str = ""  # why it cannot be used
+    messages: list[CheckMessage] = field(default_factory=list)
+
+    @property
+    def works(self) -> bool:
+        """Whether a lock was taken and released."""
+        return self.pair_ms is not None
+
+
+def examine(alias: str) -> Finding:
+    """Ask the engine of `alias` everything that its checks ask, and take a lock of it twice."""
+    found = Finding(alias=alias)
+    try:
+        backend = registry[alias].backend
+        found.engine = type(backend).__name__
+        backend.ping()  # it may have to connect
+        started = monotonic()
+        backend.ping()
+        found.ping_ms = _ms_since(started)
+        found.messages = [*backend.check(ask=True), *check_deployed(registry[alias])]
+        # Always the same one: a lock table keeps a row for each name that it ever saw.
+        lock = Lock("distlock doctor", using=alias, ttl=TTL, wait=2 * TTL, release="now")
+        lock.acquire().release()  # connections are made, scripts loaded
+        started = monotonic()
+        lock.acquire().release()
+        found.pair_ms = _ms_since(started)
+    except (LockError, ImproperlyConfigured) as error:
+        found.trouble = str(error)
+    except Exception as error:  # of an engine of somebody else: the other aliases matter too
+        found.trouble = f"{type(error).__name__}: {error}"
+    return found
+
+
+def as_json(found: Finding) -> dict[str, Any]:
+    """Return what `manage.py distlock doctor --json` says of an alias."""
+    return {
+        "alias": found.alias,
+        "engine": found.engine,
+        "works": found.works,
+        "ping_ms": found.ping_ms,
+        "pair_ms": found.pair_ms,
+        "trouble": found.trouble,
+        "messages": [{"id": m.id, "text": m.msg, "hint": m.hint} for m in found.messages],
+    }
+
+
+def _ms_since(started: float) -> float:
+    return round((monotonic() - started) * 1000, 3)

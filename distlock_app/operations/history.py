@@ -1,0 +1,197 @@
+"""The last events of every lock, in a table that all processes see; off unless settings ask.
+
+`DISTLOCK_HISTORY` says how many events of each lock are kept. Receivers of the signals only
+append to a list; a thread writes it a moment later, on connections of its own. So nothing joins
+the caller's transaction, and a database that is down costs events, never a lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from django.conf import settings
+from django.core.signals import setting_changed
+from django.db import connections, router
+from django.utils import timezone
+
+from ..models import LockEvent
+from ..primitives import identity
+from ..primitives.logs import fields, logger
+from ..primitives.names import key_of, shown
+from ..signals import lock_acquired, lock_busy, lock_cleared, lock_lost, lock_released
+
+# Seconds for which events are gathered before they are written.
+EVERY = 1.0
+# Events of a process that wait to be written; of more, the oldest are dropped.
+MOST_WAITING = 10_000
+# Events of all locks together that are kept.
+MOST_KEPT = 100_000
+# Seconds that a process waits at its end for what is not written yet.
+AT_EXIT = 2.0
+
+
+def kept() -> int:
+    """Return how many events of each lock are kept; 0: none are, or the setting is wrong."""
+    count = getattr(settings, "DISTLOCK_HISTORY", None)
+    return 0 if trouble() else count or 0
+
+
+def trouble() -> str:
+    """Return what is wrong with the setting."""
+    count = getattr(settings, "DISTLOCK_HISTORY", None)
+    if count is None or (type(count) is int and count >= 0):
+        return ""
+    return f"DISTLOCK_HISTORY must be a number of events, 0 or more, not {count!r}."
+
+
+def events_of(alias: str, key: str) -> list[LockEvent]:
+    """Return the last events of a lock, the newest first, by the clocks of those who told."""
+    events = LockEvent.objects.using(router.db_for_read(LockEvent)).filter(alias=alias, key=key)
+    return list(events.order_by("-at", "-pk")[: kept()])
+
+
+def aliases_of(name: str) -> list[str]:
+    """Return the aliases under which something is known of a lock."""
+    events = LockEvent.objects.using(router.db_for_read(LockEvent)).filter(key=key_of(name))
+    return sorted(events.values_list("alias", flat=True).distinct())
+
+
+class _Writer:
+    """Writes what happened in this process, on a thread that starts with the first event."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._failing = False  # said once
+        self._news, self._hurry, self._done = (threading.Event() for _ in range(3))
+        self._noted: Counter[tuple[str, str]] = Counter()
+
+    def note(self, **event: Any) -> None:
+        """Remember an event."""
+        self._done.clear()
+        self._waiting.append(event)
+        self._news.set()
+        if self._thread is None or not self._thread.is_alive():
+            with self._starting, suppress(RuntimeError):  # no thread to be had
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(
+                        target=self._run, name="distlock-history", daemon=True
+                    )
+                    self._thread.start()
+
+    def settle(self, within: float = AT_EXIT) -> None:
+        """Wait so many seconds at most until everything is written."""
+        if self._thread is not None and self._thread.is_alive():
+            self._hurry.set()
+            self._done.wait(within)
+            self._hurry.clear()
+
+    def _run(self) -> None:
+        while True:
+            self._news.wait()
+            self._hurry.wait(EVERY)
+            self._news.clear()
+            try:
+                self._write()
+                self._failing = False
+            except Exception:  # whatever it is: the next ones may be written
+                if not self._failing:
+                    text = "events of locks could not be written"
+                    logger.warning(text, exc_info=True, extra=fields("not_recorded", ""))
+                self._failing = True
+            finally:
+                connections.close_all()  # those of this thread
+            if not self._waiting:
+                self._done.set()
+
+    def _write(self) -> None:
+        events: list[dict[str, Any]] = []
+        with suppress(IndexError):
+            while True:
+                events.append(self._waiting.popleft())
+        # Of a hot lock only as many as will be kept.
+        last: dict[tuple[str, str], deque[LockEvent]] = {}
+        for event in events:
+            row = LockEvent(key=key_of(event["name"]), **{**event, "name": shown(event["name"])})
+            last.setdefault((row.alias, row.key), deque(maxlen=kept() or 1)).append(row)
+        using = router.db_for_write(LockEvent)
+        rows = [row for lock in last.values() for row in lock]
+        LockEvent.objects.using(using).bulk_create(rows, batch_size=100)
+        self._noted.update({lock: len(rows) for lock, rows in last.items()})
+        self._trim(using)
+
+    def _trim(self, using: str) -> None:
+        """Delete what is too much: of locks that are busy here, and of all together."""
+        events = LockEvent.objects.using(using)
+        for alias, key in [lock for lock, count in self._noted.items() if count * 2 > kept()]:
+            del self._noted[alias, key]
+            _keep(events.filter(alias=alias, key=key), kept())
+        if sum(self._noted.values()) * 100 > MOST_KEPT:
+            self._noted.clear()
+            _keep(events, MOST_KEPT)
+
+
+def _keep(events: Any, most: int) -> None:
+    first_too_many: Iterable[int] = events.order_by("-pk").values_list("pk", flat=True)[
+        most : most + 1
+    ]
+    for pk in first_too_many:
+        events.filter(pk__lte=pk).delete()
+
+
+writer = _Writer()
+os.register_at_fork(after_in_child=writer.__init__)  # type: ignore[misc]
+atexit.register(writer.settle)
+
+
+def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) -> None:
+    detail, fence = "", facts.get("fence")
+    if event in (LockEvent.ACQUIRED, LockEvent.BUSY):
+        detail = identity.holder_text()
+    elif event == LockEvent.CLEARED:
+        detail = shown(": ".join(filter(None, (facts["user"], facts["reason"]))))
+        fence = int(facts["seen"]) if (facts["seen"] or "").isdecimal() else None
+    elif event == LockEvent.LOST:
+        detail = shown(facts["reason"])
+    writer.note(
+        at=timezone.now(),
+        event=event,
+        alias=alias,
+        name=name,
+        seconds=facts[seconds] if seconds else None,
+        fence=fence,
+        detail=detail,
+    )
+
+
+_RECEIVERS: list[tuple[Any, Callable[..., None]]] = [
+    (lock_acquired, partial(_note, LockEvent.ACQUIRED, "waited")),
+    (lock_busy, partial(_note, LockEvent.BUSY, "waited")),
+    (lock_released, partial(_note, LockEvent.RELEASED, "held")),
+    (lock_lost, partial(_note, LockEvent.LOST, "held")),
+    (lock_cleared, partial(_note, LockEvent.CLEARED, None)),
+]
+
+
+def listen() -> None:
+    """Listen to the signals if settings ask for a history, else not."""
+    for signal, receiver in _RECEIVERS:
+        signal.disconnect(receiver)
+        if kept():
+            signal.connect(receiver, weak=False)
+
+
+def _on_setting_changed(*, setting: str, **kwargs: Any) -> None:
+    if setting == "DISTLOCK_HISTORY":
+        listen()
+
+
+setting_changed.connect(_on_setting_changed)

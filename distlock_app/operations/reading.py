@@ -1,0 +1,274 @@
+"""What the engines hold now and how each of them is: all asked at once, none waited for long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from django.utils.translation import gettext
+
+from ..backends.base import BaseLockBackend
+from ..claims import Holding
+from ..core.registry import registry
+from ..errors import BackendError
+from ..primitives.logs import fields, logger
+from ..primitives.names import shown
+from ..primitives.timing import Deadline, monotonic
+
+# Seconds that a page waits for an engine: drivers give up after 5 at the earliest.
+ANSWER_WITHIN = 2.0
+
+# Locks of one alias that are counted on to be read in time.
+MOST = 1_000
+
+# Seconds in which a list reads as many more as it can.
+READ_FOR = 1.2
+
+# States of a lock, for people.
+HELD, WAITED_ON, EXPIRING = "held", "waited-on", "expiring"
+
+# A lock that is renewed always has two thirds of its ttl left. Engines do not keep the ttl, so
+# that of the alias stands for it; a tenth suits locks with a ttl of their own, down to a sixth.
+EXPIRING_BELOW = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How one engine answered."""
+
+    alias: str
+    ping_ms: float | None = None  # one round trip; None: it did not answer
+    error: BaseException | None = None  # why not; None: it said nothing in time
+    total: int | None = None  # locks that it holds; None: not known
+    looked: int = 0  # how many of them were read
+
+    @property
+    def up(self) -> bool:
+        return self.ping_ms is not None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it holds more locks than were read."""
+        return self.up and (self.total is None or self.total > self.looked)
+
+    @property
+    def reason(self) -> str:
+        """Why it is down, for a page: drivers put addresses and users into their messages."""
+        if self.up:
+            return ""
+        if self.error is None:
+            return gettext("no answer within %(seconds)g s") % {"seconds": ANSWER_WITHIN}
+        kind = type(self.error.__cause__ or self.error).__name__
+        if isinstance(self.error, ImproperlyConfigured):
+            return gettext("wrong settings, see the system checks")
+        return gettext("cannot be used (%(error)s)") % {"error": kind}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read in one go."""
+
+    holdings: list[Holding] = field(default_factory=list)
+    engines: list[Health] = field(default_factory=list)
+
+
+def read(wanted: Mapping[str, Iterable[str] | None] | None = None, *, most: int = MOST) -> Reading:
+    """Ask the engines of these aliases for what they hold of these keys (None: everything).
+
+    Without `wanted` ask all that settings name, each for the first `most` locks. Return within
+    `ANSWER_WITHIN` seconds, as all that follow here.
+    """
+    if wanted is None:
+        wanted = dict.fromkeys(registry)
+    every = _page(0, most)
+    return _read({alias: every if keys is None else _of(keys) for alias, keys in wanted.items()})
+
+
+def read_all(aliases: Collection[str] | None = None) -> Reading:
+    """Ask the engines of these aliases (None: of all) for everything that can be read in time."""
+    reading = read(None if aliases is None else dict.fromkeys(aliases))
+    cut = [engine.alias for engine in reading.engines if engine.truncated]
+    return read_more(reading, cut, READ_FOR) if cut else reading
+
+
+def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
+    """Ask for a number of locks (start, count) of each alias, in the engine's own order."""
+    return _read({alias: _page(*pair) for alias, pair in ranges.items()})
+
+
+def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
+    """Return `reading` with as many locks of these aliases as can be read in so many seconds."""
+    more = _read(dict.fromkeys(aliases, _within(seconds)))
+    engines = {engine.alias: engine for engine in reading.engines}
+    for engine in more.engines:
+        if engine.up and engine.total is None:  # cut short again
+            engine = replace(engine, total=engines[engine.alias].total)
+        engines[engine.alias] = engine
+    kept = [held for held in reading.holdings if held.alias not in set(aliases)]
+    return Reading([*kept, *more.holdings], list(engines.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What was read of one engine: so many locks of so many."""
+
+    holdings: Sequence[Holding]
+    looked: int
+    total: int | None  # None: not known
+
+
+T = TypeVar("T")
+Question = Callable[[BaseLockBackend], T]
+
+
+def _page(start: int, count: int) -> Question[Part]:
+    def ask(backend: BaseLockBackend) -> Part:
+        holdings, total = backend.page(start, count)
+        return Part(holdings, count if total is None else min(total, start + count), total)
+
+    return ask
+
+
+def _of(keys: Iterable[str]) -> Question[Part]:
+    def ask(backend: BaseLockBackend) -> Part:
+        holdings = [holding for key in keys for holding in backend.holders(key)]
+        return Part(holdings, len(holdings), len(holdings))
+
+    return ask
+
+
+def _within(seconds: float) -> Question[Part]:
+    def ask(backend: BaseLockBackend) -> Part:
+        deadline, holdings = Deadline(seconds), []
+        for holding in backend.holders():
+            holdings.append(holding)
+            if deadline.remaining() == 0:
+                return Part(holdings, len(holdings), None)
+        return Part(holdings, len(holdings), len(holdings))
+
+    return ask
+
+
+def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
+    reading = Reading()
+    for health, part in ask(wanted):
+        if part is not None:
+            health = replace(health, looked=part.looked, total=part.total)
+            reading.holdings.extend(part.holdings)
+        reading.engines.append(health)
+    return reading
+
+
+def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
+    """Ask the engines of these aliases, all at once; None where none came in time.
+
+    Return within `ANSWER_WITHIN` seconds.
+    """
+    deadline = Deadline(ANSWER_WITHIN)
+    asked = [_ask(alias, question) for alias, question in questions.items()]
+    return [one.answer(deadline) for one in asked]
+
+
+def state_of(holding: Holding) -> str:
+    """Return HELD, WAITED_ON or EXPIRING: it was not renewed, and ends in a moment."""
+    left = holding.expires_in
+    if left is not None:
+        whole = min(registry[holding.alias].ttl, left + (holding.held_for or 0.0))
+        if left < whole * EXPIRING_BELOW:
+            return EXPIRING
+    return WAITED_ON if holding.waiters else HELD
+
+
+def host_of(holder: Mapping[str, Any]) -> str:
+    """Return the holder's host, as printable text; empty if it did not say."""
+    return shown(str(holder.get("host") or ""))
+
+
+def place_of(holder: Mapping[str, Any]) -> str:
+    """Return where the holder runs, host:pid:thread, as printable text."""
+    parts = [holder[key] for key in ("host", "pid", "thread") if holder.get(key)]
+    return shown(":".join(str(part) for part in parts))
+
+
+def activity_of(holder: Mapping[str, Any]) -> str:
+    """Return what the holder does, as printable text; empty if it did not say."""
+    return shown(str(holder.get("who") or ""))
+
+
+def who(holder: Mapping[str, Any]) -> str:
+    """Return where somebody runs and what for, in one line; empty if nothing was said."""
+    return " – ".join(filter(None, (place_of(holder), activity_of(holder))))
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as 0:07, 2:07 or 1:02:07: the same in every language."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class _Asked(threading.Thread, Generic[T]):
+    """One engine asked on a thread of its own; a daemon, for it may never end."""
+
+    def __init__(self, alias: str, question: Question[T]) -> None:
+        super().__init__(name=f"distlock-read-{alias}", daemon=True)
+        self._alias = alias
+        self._question = question
+        self._health = Health(alias=alias)
+        self._found: T | None = None
+        self._answered = threading.Event()
+
+    def run(self) -> None:
+        try:
+            backend = registry[self._alias].backend
+            backend.ping()  # it may have to connect
+            started = monotonic()
+            backend.ping()
+            ping_ms = (monotonic() - started) * 1000
+            self._found = self._question(backend)
+            self._health = Health(alias=self._alias, ping_ms=ping_ms)
+        except Exception as error:  # whatever it is: it must not break a page
+            if not isinstance(error, (BackendError, ImproperlyConfigured)):
+                logger.exception(
+                    "cannot read the locks of alias %r",
+                    self._alias,
+                    extra=fields("not_listed", self._alias),
+                )
+            self._health = Health(alias=self._alias, error=error)
+        finally:
+            self._answered.set()
+            connections.close_all()  # those of this thread, which an engine may have opened
+
+    def answer(self, deadline: Deadline) -> tuple[Health, T | None]:
+        """Wait for the answer until `deadline`."""
+        if self._answered.wait(deadline.remaining()):
+            _overdue.pop(self._alias, None)
+            return self._health, self._found
+        _overdue[self._alias] = self
+        return Health(alias=self._alias), None
+
+
+class _Silence:
+    """The answer of an engine that still owes one: threads must not pile up behind it."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+
+    def answer(self, deadline: Deadline) -> tuple[Health, None]:
+        return Health(alias=self._alias), None
+
+
+_overdue: dict[str, _Asked[Any]] = {}
+
+
+def _ask(alias: str, question: Question[T]) -> _Asked[T] | _Silence:
+    earlier = _overdue.get(alias)
+    if earlier is not None and earlier.is_alive():
+        return _Silence(alias)
+    asked = _Asked(alias, question)
+    asked.start()
+    return asked

@@ -1,0 +1,146 @@
+"""A program run under a lock, as flock(1) does on one host: signals and exit codes pass through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from ..core.acquiring import lease_of_runner
+from ..core.hold import Hold
+from ..core.lock import Lock, release_half_taken
+from ..errors import LockBusy, LockLost
+from . import tethered
+
+# It stands in sysexits.h beside 75 (busy), and no shell uses it.
+EX_LOST = 76
+# What a shell answers for a command that it cannot run, or not find.
+EX_NOT_EXECUTABLE = 126
+EX_NOT_FOUND = 127
+
+# What would end this process, and what programs take for commands.
+PASSED_ON = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
+)
+# A terminal sends them to the whole group: the program has them already.
+OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
+
+# A program that was told to stop, because its lock is lost, is killed after so many seconds.
+GRACE = 10.0
+
+
+def run(lock: Lock, program: Sequence[str]) -> int:
+    """Hold `lock` while `program` runs; return its exit code, 128 + n if signal n ended it.
+
+    The program is killed if this process is. Raise LockBusy, LockTimeout or BackendError if it was
+    not started, and LockLost if the lock was lost meanwhile: the program was terminated then, if
+    it had not ended by itself.
+    """
+    with _Signals() as signals:
+        hold = _acquire(lock, signals)
+        if signals.came is not None:
+            hold.leave(None)
+            return 128 + signals.came
+        with _started(program) as process:
+            signals.pass_on_to(process)
+            hold.on_lost(lambda _: _stop(process))
+            code = process.wait()
+        code = code if code >= 0 else 128 - code
+        try:
+            hold.leave(None)
+        except LockLost as error:
+            raise LockLost(f"{error}; the program ended with {code}") from error
+    return code
+
+
+@contextmanager
+def _started(program: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the program so that it is killed when this process dies."""
+    reading, writing = os.pipe()
+    with open(writing, "wb"):  # closed by our end, whatever it is
+        with open(reading, "rb"):
+            script = [sys.executable, "-I", "-S", tethered.__file__]
+            command = [*script, str(os.getpid()), str(reading), *program]
+            process = subprocess.Popen(command, pass_fds=[reading])
+        yield process
+
+
+def _acquire(lock: Lock, signals: _Signals) -> Hold:
+    """Take the lock; a signal ends the waiting, but no longer once it is ours."""
+    held_before = lease_of_runner(lock.using, lock.name, shared=lock.shared)
+    try:
+        hold = lock.acquire()
+        signals.ends_us = False
+        return hold
+    except BaseException as error:
+        signals.ends_us = False
+        if not isinstance(error, LockBusy):
+            release_half_taken(lock, held_before)
+        raise
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+class _Signals:
+    """Signals that reach this process while it waits for a lock or runs a program under it.
+
+    One that the parent ignores (nohup) stays ignored, here and in the program.
+    """
+
+    def __init__(self) -> None:
+        self.ends_us = True  # still waiting for the lock
+        self.came: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in PASSED_ON:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def pass_on_to(self, process: subprocess.Popen[bytes]) -> None:
+        """Send `process` what came while it was started, and what comes from now on."""
+        self._process = process
+        if self.came is not None:
+            process.send_signal(self.came)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.came = number
+        if self._process is not None:
+            if number not in OF_TERMINAL or not _in_front():
+                self._process.send_signal(number)
+        elif self.ends_us:
+            raise SystemExit(128 + number)
+
+
+def _in_front() -> bool:
+    """Tell whether this process is in the foreground of its terminal."""
+    try:
+        terminal = os.open(os.ctermid(), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

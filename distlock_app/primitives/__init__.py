@@ -1,0 +1,1 @@
+"""What every floor uses: names, clocks, identity, threads, transactions, log fields."""

@@ -1,0 +1,79 @@
+"""Daemon threads that are handed jobs, and survive whatever these do."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from django.db import connections
+
+from .logs import fields, logger
+
+WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connections
+
+
+def started(work: Callable[[], None], name: str) -> bool:
+    """Start a daemon thread; return False if the process cannot."""
+    if sys.is_finalizing():  # before Python 3.12, start() would wait for the thread for ever
+        return False
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError as error:  # too many threads, or the interpreter shuts down
+        logger.error("locks: %s", error, extra=fields("no_thread", "", error=str(error)))
+        return False
+    return True
+
+
+class Worker:
+    """Daemon threads that are handed jobs: started on demand, gone when idle.
+
+    One thread gets all jobs that wait; of several `threads` each gets one at a time, so that a
+    slow job holds up no other.
+    """
+
+    def __init__(self, name: str, work: Callable[[list[Any]], None], *, threads: int = 1) -> None:
+        self._name = name
+        self._work = work
+        self._threads = threads
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Reentrant: a signal handler that releases may interrupt put().
+        self._lock = threading.RLock()
+        self._running: set[object] = set()
+
+    def put(self, job: Any) -> None:
+        """Have `job` done soon."""
+        self._jobs.put(job)
+        with self._lock:
+            if len(self._running) < self._threads:
+                token = object()
+                # In this order: whatever interrupts it, no job is left without a thread.
+                if started(partial(self._run, token), self._name):
+                    self._running.add(token)
+
+    def _run(self, token: object) -> None:
+        while True:
+            try:
+                jobs = [self._jobs.get(timeout=WORKER_IDLE)]
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._running.discard(token)
+                        break
+                continue
+            try:
+                while self._threads == 1:
+                    jobs.append(self._jobs.get_nowait())
+            except queue.Empty:
+                pass
+            try:
+                self._work(jobs)
+            except BaseException:  # also SystemExit: whoever is next relies on this thread
+                logger.exception(
+                    "%s failed and goes on", self._name, extra=fields("worker_failed", "")
+                )
+            del jobs  # a lease must not live on in this frame
+        connections.close_all()  # those of this thread, which receivers may have opened

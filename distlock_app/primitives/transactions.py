@@ -1,0 +1,205 @@
+"""What a lock has to know of the transactions that are open in this thread.
+
+A lock that is released before the data commits protects nothing: 65 of 400 increments were
+lost that way. Django keeps callbacks of `on_commit` in a list, calls them on commit and drops
+them on rollback; so an object that lives only in that list sees both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asgiref.sync import AsyncToSync, sync_to_async
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..errors import LockError
+from .identity import frame_of_caller
+
+
+def open_blocks() -> list[Any]:
+    """Return the connections of this thread with an open `atomic()` block.
+
+    Not in a `TestCase`: its transaction never commits, nobody else sees the data, and Django
+    does not run `on_commit` callbacks there (`durable` ignores these blocks as well). Not
+    if the connection was closed inside: that has rolled it back.
+    """
+    return [connection for connection in _used() if is_open(connection)]
+
+
+def _used() -> list[Any]:
+    """Return what `connections.all(initialized_only=True)` does, in a tenth of the time."""
+    ours: Any = connections._connections  # type: ignore[attr-defined]
+    # Outside of event loops asgiref keeps them in a plain thread local, if it is still so; to ask
+    # it for each alias, used or not, raises two exceptions inside of it.
+    kept = getattr(ours, "_storage", None)
+    if type(kept) is threading.local and asyncio._get_running_loop() is None:
+        return [c for c in list(kept.__dict__.values()) if isinstance(c, BaseDatabaseWrapper)]
+    return [c for alias in connections if (c := getattr(ours, alias, None)) is not None]
+
+
+def is_open(connection: Any) -> bool:
+    if not connection.in_atomic_block or connection.closed_in_transaction:
+        return False
+    return not any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
+
+
+async def check_caller(name: str) -> None:
+    """Refuse a lock of a task if the thread that waits for it in `async_to_sync` is in a block.
+
+    What the task writes by `sync_to_async` is in that block, whose end a lock cannot wait for: the
+    next call would be another task, for which the lock is held.
+    """
+    # Asked only where there is such a thread: that costs a change of threads.
+    begun = getattr(AsyncToSync.executors, "current", None)
+    if begun is None and asyncio.get_running_loop() not in AsyncToSync.loop_thread_executors:
+        return
+    try:
+        blocks = await sync_to_async(open_blocks)()
+    except RuntimeError:  # that thread waits no longer, or it runs this loop: nothing is sent to it
+        return
+    for connection in blocks:
+        raise LockError(
+            f"The lock {name[:200]!r} is taken by a task that async_to_sync() began inside "
+            f"atomic() on {connection.alias!r}: it would be released before the commit. Take it "
+            'around that atomic(), or Lock(..., release="now") for what is not in the database.'
+        )
+
+
+class OpenSavepoints:
+    """The savepoints that are open now: Django asks it `sid in ...` when it rolls back to one.
+
+    Those of `transaction.savepoint()` too, which are not in `connection.savepoint_ids`: Django
+    numbers both, and what was made later than a savepoint is undone with it.
+    """
+
+    __slots__ = ("last",)
+
+    def __init__(self, connection: Any) -> None:
+        self.last: int = connection.savepoint_state
+
+    def __contains__(self, sid: str) -> bool:
+        return int(sid.rpartition("x")[2]) <= self.last
+
+
+def check_before_lock(name: str, *, release_now: bool) -> None:
+    """Refuse, or warn of, an open transaction in which the lock would protect nothing."""
+    # Those that are in use, and those that will be in manual management once they are.
+    manual = (alias for alias, s in connections.settings.items() if not s.get("AUTOCOMMIT", True))
+    for connection in {*_used(), *(connections[alias] for alias in manual)}:
+        if not release_now and _manual(connection):
+            raise LockError(
+                f"The connection {connection.alias!r} is in manual transaction management "
+                "(autocommit is off), where the end of the transaction cannot be seen. Use "
+                'atomic(), or Lock(..., release="now") and release it after your commit.'
+            )
+        if is_open(connection) and _keeps_snapshot(connection):
+            frame = frame_of_caller()
+            warnings.warn_explicit(
+                f"The lock {name[:200]!r} is taken inside a transaction on "
+                f"{connection.alias!r} at isolation level REPEATABLE READ or above: what it "
+                "reads may be older than the lock. Take the lock before the transaction: "
+                "Lock(..., atomic=True), locked_view() or locked(..., atomic=True).",
+                RuntimeWarning,
+                frame.f_code.co_filename,
+                frame.f_lineno,
+                module=frame.f_globals.get("__name__"),
+                registry=frame.f_globals.setdefault("__warningregistry__", {}),
+            )
+
+
+def call_at_end(
+    connection: Any,
+    *,
+    committed: Callable[[], None],
+    dropped: Callable[[], None],
+    before_commit: Callable[[], None] | None = None,
+    savepoints: bool = False,
+) -> None:
+    """Call one of the first two when the outermost block of the connection has ended.
+
+    `dropped`, possibly in a finalizer, if it was rolled back (with `savepoints`: also to one
+    that is open now) or its connection was closed. If `before_commit` raises, it is rolled back.
+    """
+    # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
+    # wait; and first, because a callback that raises drops all that come after it, into a
+    # traceback that may be kept for long.
+    undone_with: Any = OpenSavepoints(connection) if savepoints else set()
+    end = _End(committed, dropped, before_commit)
+    connection.run_on_commit.insert(0, (undone_with, end, True))
+    own = connection.__dict__.get("commit")
+    if before_commit is not None and getattr(own, "func", None) is not _commit:
+        connection.commit = partial(_commit, weakref.ref(connection), own)
+
+
+def _commit(reference: Any, own: Callable[[], None] | None) -> None:
+    """Commit, unless a lock was lost that was to be kept until then.
+
+    Of a connection in place of its method, or of what another app put there (`own`): Django has
+    no hook before a commit.
+    """
+    connection = reference()
+    try:
+        for _, hook, _ in list(connection.run_on_commit):
+            if isinstance(hook, _End) and hook.before_commit is not None:
+                hook.before_commit()
+    except BaseException:
+        connection.rollback()  # Atomic does that only after an error of the database
+        raise
+    if own is not None:
+        own()
+    else:
+        type(connection).commit(connection)
+
+
+class _End:
+    """The callback that only the connection's list refers to."""
+
+    __slots__ = ("_committed", "_dropped", "before_commit")
+
+    def __init__(
+        self,
+        committed: Callable[[], None],
+        dropped: Callable[[], None],
+        before_commit: Callable[[], None] | None,
+    ) -> None:
+        self._committed = committed
+        self._dropped: Callable[[], None] | None = dropped
+        self.before_commit = before_commit
+
+    def __call__(self) -> None:
+        self._dropped = None
+        self._committed()
+
+    def __del__(self) -> None:
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            dropped()
+
+
+def _manual(connection: Any) -> bool:
+    if connection.connection is None:  # it begins as its settings say
+        return not connection.settings_dict["AUTOCOMMIT"]
+    if connection.autocommit:
+        return False
+    # Not an atomic() block that began with autocommit on, and commits at its end.
+    return not (connection.in_atomic_block and connection.commit_on_exit)
+
+
+def _keeps_snapshot(connection: Any) -> bool:
+    """Whether reads of the open transaction keep to the snapshot of its first query."""
+    if connection.vendor == "mysql":
+        # None: the server's default, which is REPEATABLE READ.
+        level = connection.isolation_level
+        return level is None or level.lower() in ("repeatable read", "serializable")
+    if connection.vendor == "postgresql":
+        # An enum, whose numbers differ between psycopg 2 and 3.
+        level = getattr(connection.isolation_level, "name", "")
+        return level in ("REPEATABLE_READ", "SERIALIZABLE")
+    return False

@@ -1,0 +1,327 @@
+"""The suite that every backend must pass: `LockBackendContract`."""
+
+from __future__ import annotations
+
+import threading
+from time import sleep
+from unittest import SkipTest
+
+from ..claims import Grant
+from ..primitives.timing import monotonic
+from .sharing import SharingContract, a_claim
+
+# Names that engines have folded, cut, quoted or taken for something else; all are different.
+NASTY_NAMES = [
+    *("job", "JOB", "Job", "jób", "jo\u0301b", "job ", " job", "job\t", "job\n", "job\r\n"),
+    *("job\x00", "job\x00x", "\x00job", "\x00", " ", "  ", "\t", "{job}", "{job", "job}", "{}"),
+    *("{}job", "{job}{x}", "lock:job", "lock:lock:job", ":job", "job:", "*", "job*", "?", "[a-z]"),
+    *("job'", 'job"', "job`", "job;--", "%s", "%(name)s", "\\", "job\\", "../job", "/job", "job/"),
+    *(
+        "<script>alert(1)</script>",
+        "&lt;",
+        "ﬁ",
+        "fi",
+        "ß",
+        "ss",
+        "İ",
+        "i",
+        "ı",
+        "K",
+        "\u212a",
+        "ｊｏｂ",
+    ),
+    *("עבודה", "\u202ejob", "job\u200b", "작업", "🔒", "🔒" * 40, "\ud800", "None", "0", "-1"),
+    *("x" * 64, "x" * 65, "x" * 192, "x" * 193, "x" * 255, "x" * 256, "x" * 10_000),
+    *("x" * 9_999 + "y", "y" + "x" * 9_999),
+]
+
+
+class LockBackendContract(SharingContract):
+    """The promises of an engine: subclass it, name an alias of DISTLOCK, run it with pytest.
+
+        class TestMyEngine(LockBackendContract):
+            alias = "mine"
+
+    What an engine cannot do by its flags is skipped by them, and by nothing else.
+    """
+
+    def test_a_free_lock_is_granted(self) -> None:
+        claim = a_claim(self.name())
+
+        grant = self.backend.acquire(claim, 0)
+
+        assert grant
+        assert grant.claim == claim
+        assert self.backend.release(grant) is True
+
+    def test_a_held_lock_is_refused_to_another_owner(self) -> None:
+        name = self.name()
+        grant = self.backend.acquire(a_claim(name), 0)
+
+        assert not self.backend.acquire(a_claim(name), 0)
+        self.backend.release(grant)
+
+    def test_the_same_owner_is_granted_again_with_the_same_fence(self) -> None:
+        claim = a_claim(self.name())
+        first = self.backend.acquire(claim, 0)
+
+        second = self.backend.acquire(claim, 0)
+
+        assert second
+        assert second.fence == first.fence
+        assert self.backend.release(second) is True
+        assert self.backend.acquire(a_claim(claim.name), 0)
+
+    def test_release_spares_the_next_owner(self) -> None:
+        name = self.name()
+        first = self.backend.acquire(a_claim(name), 0)
+        self.backend.clear(first.claim.key)
+        second = self.backend.acquire(a_claim(name), 0)
+
+        assert self.backend.release(first) is False
+        assert not self.backend.acquire(a_claim(name), 0)
+        assert self.backend.release(second) is True
+
+    def test_release_says_once_that_it_was_ours(self) -> None:
+        grant = self.backend.acquire(a_claim(self.name()), 0)
+
+        assert self.backend.release(grant) is True
+        assert self.backend.release(grant) is False
+
+    def test_release_of_what_was_never_granted_is_harmless(self) -> None:
+        name = self.name()
+        held = self.backend.acquire(a_claim(name), 0)
+
+        assert self.backend.release(Grant(a_claim(name))) is False
+        assert self.backend.release(Grant(a_claim(self.name()))) is False
+        assert self.backend.release(held) is True
+
+    def test_extend_is_refused_to_a_stranger_and_after_the_end(self) -> None:
+        name = self.name()
+        grant = self.backend.acquire(a_claim(name), 0)
+
+        assert self.backend.extend(Grant(a_claim(name)), 30) is False
+        assert self.backend.extend(grant, 30) is True
+        self.backend.release(grant)
+        assert self.backend.extend(grant, 30) is False
+
+    def test_extend_never_revives_what_another_owner_took(self) -> None:
+        name = self.name()
+        first = self.backend.acquire(a_claim(name), 0)
+        self.backend.clear(first.claim.key)
+        second = self.backend.acquire(a_claim(name), 0)
+
+        assert self.backend.extend(first, 30) is False
+        answers = self.backend.extend_many([(first, 30), (second, 30)])
+        # An engine with a heartbeat asks only when it has to.
+        kept = True if self.backend.heartbeat is None else None
+        assert answers in ([False, True], [False, kept])
+
+    def test_an_expired_claim_goes_to_the_next_owner(self) -> None:
+        self.needs("expires")
+        name = self.name()
+        first = self.backend.acquire(a_claim(name, ttl=0.3), 0)
+        assert not self.backend.acquire(a_claim(name), 0)
+
+        second = self.eventually(lambda: self.backend.acquire(a_claim(name), 0), within=10)
+
+        assert self.backend.release(first) is False
+        assert self.backend.release(second) is True
+
+    def test_a_claim_is_kept_for_its_whole_ttl(self) -> None:
+        self.needs("expires")
+        name = self.name()
+        asked_at = monotonic()  # this process may sleep between the grant and its next step
+        self.backend.acquire(a_claim(name, ttl=0.5), 0)
+
+        self.eventually(lambda: self.backend.acquire(a_claim(name), 0), within=10)
+
+        # The engine's clock counts whole milliseconds.
+        assert monotonic() - asked_at >= 0.5 - 0.005
+
+    def test_extend_prolongs_and_never_shortens(self) -> None:
+        self.needs("expires")
+        name = self.name()
+        grant = self.backend.acquire(a_claim(name, ttl=0.4), 0)
+
+        assert self.backend.extend(grant, 30) is True
+        assert self.backend.extend(grant, 0.2) is True
+        sleep(0.6)
+
+        assert not self.backend.acquire(a_claim(name), 0)
+        assert self.backend.release(grant) is True
+
+    def test_end_in_lets_a_claim_end_later_or_sooner(self) -> None:
+        self.needs("expires")
+        grant = self.backend.acquire(a_claim(self.name(), ttl=5), 0)
+        key, other = grant.claim.key, a_claim(grant.claim.name)
+
+        assert self.backend.end_in(Grant(other), 0.1) is False
+        assert self.backend.end_in(grant, 60) is True
+        (later,) = self.backend.holders(key)
+        assert later.expires_in > 50
+        asked_at = monotonic()
+        assert self.backend.end_in(grant, 0.5) is True
+        sooner = list(self.backend.holders(key))
+        assert all(held.expires_in < 5 and held.fence == later.fence for held in sooner)
+        self.eventually(lambda: self.backend.acquire(other, 0), within=10)
+        assert monotonic() - asked_at >= 0.5 - 0.005
+        assert self.backend.end_in(grant, 30) is False
+
+    def test_people_can_prolong_the_claim_they_see_and_no_other(self) -> None:
+        self.needs("prolongs")
+        name = self.name()
+        grant = self.backend.acquire(a_claim(name, ttl=5), 0)
+        (seen,) = self.backend.holders(grant.claim.key)
+
+        assert self.backend.prolong(grant.claim.key, seen.seen, 60) is True
+        (now,) = self.backend.holders(grant.claim.key)
+        assert now.expires_in > 50 and now.seen == seen.seen
+        assert self.backend.prolong(grant.claim.key, str(seen.fence - 1), 60) is False
+        assert self.backend.prolong(grant.claim.key, "made up", 60) is False
+        assert self.backend.release(grant) is True
+        assert self.backend.prolong(grant.claim.key, seen.seen, 60) is False
+
+    def test_fences_grow_with_every_owner(self) -> None:
+        self.needs("fences")
+        name = self.name()
+        fences = []
+        for end in ("release", "clear", "release", "clear", "release"):
+            grant = self.backend.acquire(a_claim(name), 0)
+            fences.append(grant.fence)
+            if end == "release":
+                self.backend.release(grant)
+            else:
+                self.backend.clear(grant.claim.key)
+
+        assert fences == sorted(set(fences))
+
+    def test_different_names_are_different_locks(self) -> None:
+        assert len(set(NASTY_NAMES)) == len(NASTY_NAMES)
+        grants = [self.backend.acquire(a_claim(name), 0) for name in NASTY_NAMES]
+        try:
+            assert all(grants)
+            assert not any(self.backend.acquire(a_claim(name), 0) for name in NASTY_NAMES)
+        finally:
+            released = [self.backend.release(grant) for grant in grants if grant]
+        assert all(released)
+
+    def test_holders_tell_who_holds_it_without_the_token(self) -> None:
+        claim = a_claim(self.name())
+        grant = self.backend.acquire(claim, 0)
+
+        (holding,) = self.backend.holders(claim.key)
+
+        assert (holding.name, holding.key, holding.alias) == (claim.name, claim.key, self.alias)
+        assert holding.fence == grant.fence
+        assert holding.holder["host"] == "elsewhere"
+        assert holding.expires_in is None or 0 < holding.expires_in <= claim.ttl + 0.01
+        assert claim.owner not in repr(holding)
+        self.backend.release(grant)
+        assert list(self.backend.holders(claim.key)) == []
+
+    def test_all_holders_are_listed(self) -> None:
+        grants = [self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)]
+
+        listed = {holding.key for holding in self.backend.holders()}
+
+        assert listed >= {grant.claim.key for grant in grants}
+        for grant in grants:
+            self.backend.release(grant)
+
+    def test_the_queue_says_who_waits_if_the_engine_can_tell(self) -> None:
+        name = self.name()
+        first = self.backend.acquire(a_claim(name), 0)
+        if self.backend.queue(first.claim.key) is None:
+            raise SkipTest("it does not know who waits")
+        waiter = a_claim(name, wake=lambda grant: None)
+        refusal = self.backend.acquire(waiter, 5)
+
+        told = self.backend.queue(first.claim.key)
+
+        assert not refusal and [who["host"] for who in told] == ["elsewhere"]
+        assert waiter.owner not in repr(told)
+        self.backend.acquire(waiter, 0)
+        self.backend.release(first)
+        assert self.backend.queue(first.claim.key) == []
+
+    def test_pages_have_every_lock_once_and_tell_how_many_there_are(self) -> None:
+        held = {self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)}
+
+        ours = {grant.claim.key for grant in held}
+
+        def agree() -> bool:  # what other tests left behind may end meanwhile
+            page, total = self.backend.page(0, 10_000)
+            parts = [self.backend.page(start, 2) for start in range(0, (total or 0) + 2, 2)]
+            keys = sorted(holding.key for holding in page)
+            assert ours <= set(keys)
+            return sorted(h.key for part, _ in parts for h in part) == keys and all(
+                known in (None, total) for _, known in parts
+            )
+
+        self.eventually(agree, within=10)
+        for grant in held:
+            self.backend.release(grant)
+
+    def test_clear_spares_a_lock_that_changed_hands(self) -> None:
+        name = self.name()
+        first = self.backend.acquire(a_claim(name), 0)
+        (seen,) = self.backend.holders(first.claim.key)
+        self.backend.release(first)
+        second = self.backend.acquire(a_claim(name), 0)
+
+        assert self.backend.clear(first.claim.key, seen.seen) == 0
+        assert self.backend.extend(second, 30) is True
+        (seen,) = self.backend.holders(first.claim.key)
+        assert self.backend.clear(first.claim.key, seen.seen) == 1
+        assert self.backend.release(second) is False
+
+    def test_the_last_try_leaves_no_place_in_a_queue(self) -> None:
+        name = self.name()
+        holder = self.backend.acquire(a_claim(name), 0)
+        waiter = a_claim(name, wake=lambda grant: None)
+        refusal = None if self.backend.blocks else self.backend.acquire(waiter, 5)
+        self.backend.acquire(waiter, 0)
+
+        self.backend.release(holder)
+
+        assert not refusal  # kept, as the core keeps it
+        assert self.backend.acquire(a_claim(name), 0)
+
+    def test_one_of_many_threads_has_it_at_a_time(self) -> None:
+        name, counter, errors = self.name(), [0], []
+
+        def work() -> None:
+            try:
+                for _ in range(10):
+                    claim = a_claim(name)
+                    grant = self.eventually(lambda c=claim: self.backend.acquire(c, 0), within=60)
+                    seen = counter[0]
+                    sleep(0.0005)
+                    counter[0] = seen + 1
+                    self.backend.release(grant)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+
+        assert errors == []
+        assert counter == [80]
+
+    def test_the_server_answers(self) -> None:
+        self.backend.ping()
+
+    def test_a_closed_engine_may_be_used_again(self) -> None:
+        grant = self.backend.acquire(a_claim(self.name()), 0)
+        self.backend.close()
+
+        again = self.backend.acquire(a_claim(self.name()), 0)
+
+        assert again
+        self.backend.release(again)
+        if self.backend.expires:
+            self.backend.release(grant)

@@ -1,0 +1,67 @@
+"""For tests of projects: locks in memory, a lock held by another process, a lock that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.test.utils import override_settings
+
+from ..claims import Grant
+from ..core.hold import Hold
+from ..core.registry import registry
+from ..core.renewal import renewer
+from .sharing import a_claim
+
+LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
+
+
+class override_locks(override_settings):
+    """Let every alias of DISTLOCK lock in this process's memory, or with `backend`.
+
+    In a `with`, or as the decorator of a function, a coroutine or a class derived from
+    SimpleTestCase. `distlock_app.backends.dummy.DummyBackend` grants everything at once.
+    """
+
+    def __init__(self, backend: str = LOCMEM) -> None:
+        if not isinstance(backend, str):
+            raise TypeError("override_locks() takes the path of a backend: write @override_locks()")
+        super().__init__()
+        self._backend = backend
+
+    def enable(self) -> None:
+        self.options = self._options(registry.setting())
+        super().enable()
+
+    def save_options(self, test_func: Any) -> None:
+        known = test_func._overridden_settings or {}
+        self.options = self._options(known.get("DISTLOCK") or registry.setting())
+        super().save_options(test_func)
+
+    def _options(self, setting: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        kept = {
+            alias: {key: params[key] for key in ("TTL", "WAIT") if key in params}
+            for alias, params in setting.items()
+        }
+        return {"DISTLOCK": {alias: {"BACKEND": self._backend, **kept[alias]} for alias in kept}}
+
+
+@contextmanager
+def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> Iterator[Grant]:
+    """Hold the lock `name` as somebody in another process would; yield that grant."""
+    backend = registry[using].backend
+    grant = backend.acquire(a_claim(name, ttl=ttl), 0)
+    if not grant:
+        raise AssertionError(f"the lock {name!r} is held already")
+    try:
+        yield grant
+    finally:
+        backend.release(grant)
+
+
+def lose(hold: Hold) -> None:
+    """Take the lock of `hold` away, and tell its holder: as after an expiry or a clear."""
+    lease = hold._lease
+    lease.backend.clear(lease.grant.claim.key)
+    renewer.lose(lease, "taken away by a test")
