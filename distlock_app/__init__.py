@@ -1,4 +1,4 @@
-"""Locks and data integrity for Django code that runs in more than one process."""
+"""The public names of distlock_app, each imported when it is first used."""
 
 from __future__ import annotations
 

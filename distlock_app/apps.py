@@ -1,4 +1,4 @@
-"""What Django loads: the app's name, label and system checks."""
+"""The app's configuration: registers system checks, and starts the history if settings ask."""
 
 from __future__ import annotations
 

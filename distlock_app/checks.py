@@ -1,4 +1,4 @@
-"""System checks: what in the settings would make locks fail, or protect less than they seem to."""
+"""System checks of the settings, registered with Django; each backend adds its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that cross the floors: what is asked of an engine, and what it answers."""
+"""Values that cross the floors: `Claim`, `Grant`, `Busy`, `Holding`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error that this app raises: one class for each thing that a caller would do differently."""
+"""Every exception that this app raises."""
 
 from __future__ import annotations
 

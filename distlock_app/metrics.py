@@ -1,4 +1,4 @@
-"""Metrics and traces of locks, for Prometheus and OpenTelemetry; call one in `AppConfig.ready()`.
+"""Metrics and traces: `use_prometheus()`, `use_opentelemetry()`, to call in `AppConfig.ready()`.
 
 Both listen to the signals: without them the lock path pays nothing. Locks are labelled by the
 template of their name ("invoice:{pk}"), never by the name: it would make a series of each

@@ -1,4 +1,4 @@
-"""The lock table, and the model behind the admin's list of live locks."""
+"""The models: the lock table, its events, and the unmanaged model behind the live locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to locks and versions, for code that wants to know.
+"""Django signals: a lock was acquired, refused, released, lost or cleared; a version conflict.
 
 Receivers get `alias`, `name` and the arguments named below; durations are seconds. They run
 robustly: one that raises is logged by Django and breaks no lock. `sender` is the class of the

@@ -1,4 +1,4 @@
-"""What the admin's pages do to live locks: forced release, extension, and clearing up."""
+"""Buttons of the admin's live locks: force a release, extend a lock, clear up lock tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forced release as a person does it: what was seen is compared, every refusal is explained."""
+"""What those buttons do: compare with what the page showed, act, or explain the refusal."""
 
 from __future__ import annotations
 

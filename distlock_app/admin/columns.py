@@ -1,4 +1,4 @@
-"""The columns and filters of the admin's list of live locks."""
+"""Columns and filters of the admin's list of live locks."""
 
 from __future__ import annotations
 

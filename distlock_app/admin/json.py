@@ -1,4 +1,4 @@
-"""The live locks as JSON, for dashboards: for staff who may see them, or for a bearer token."""
+"""The live locks as JSON for dashboards: `/livelock/data/`, by session or bearer token."""
 
 from __future__ import annotations
 

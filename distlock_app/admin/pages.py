@@ -1,4 +1,4 @@
-"""The admin's pages of live locks: list, detail, history."""
+"""The admin's pages of live locks (`LiveLockAdminMixin`): list, detail, history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the admin shows of a lock's past: its last events, what they add up to, and a chart."""
+"""A lock's past in the admin: its last events, their statistics, and a chart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the admin's list of live locks, and a list of them that answers as a queryset."""
+"""Rows of the admin's list of live locks, and a list of them that acts as a queryset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin's pages of the lock table's rows (`DistLockAdmin`), to look at only."""
+"""The admin's read-only pages of the lock table's rows (`DistLockAdmin`)."""
 
 from __future__ import annotations
 

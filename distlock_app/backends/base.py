@@ -1,4 +1,4 @@
-"""The contract of a lock engine: three verbs and a few flags; no sleeps, no policy."""
+"""The contract of a backend (`BaseLockBackend`): acquire, extend, release, and what is optional."""
 
 from __future__ import annotations
 

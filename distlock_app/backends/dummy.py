@@ -1,4 +1,4 @@
-"""An engine that locks nothing: every claim is granted at once."""
+"""`DummyBackend`: grants every claim at once and locks nothing, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine in this process's memory: whole and exact, but it excludes no other process."""
+"""`LocMemBackend`: locks in this process's memory; exact, but other processes are not excluded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named locks of MySQL and MariaDB (GET_LOCK): the server's own, each on a session of ours."""
+"""`NamedLockBackend`: named locks of MySQL and MariaDB (GET_LOCK), on sessions of our own."""
 
 from __future__ import annotations
 

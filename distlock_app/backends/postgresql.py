@@ -1,4 +1,4 @@
-"""PostgreSQL's advisory locks: locks of the server's own, each on a session of ours."""
+"""`AdvisoryLockBackend`: PostgreSQL's advisory locks, on sessions of our own."""
 
 from __future__ import annotations
 

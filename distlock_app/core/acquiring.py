@@ -1,4 +1,4 @@
-"""One call of acquire: what it asks the engine for, and what its runner holds already."""
+"""One call of `acquire`: the claim it makes, reentrancy, and what comes of a grant."""
 
 from __future__ import annotations
 

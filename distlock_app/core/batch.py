@@ -1,4 +1,4 @@
-"""Several locks by one request, where the engine can and all of them are free."""
+"""Several locks by one request to the backend, if it can and all of them are free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The open `with` statements of locks: a Lock is shared by all, and keeps no state of its own."""
+"""The open `with` blocks of locks: which hold belongs to which block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several locks at once: all or nothing, in one order for everybody."""
+"""`all_of`: several locks at once, all or none, always in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A claim as signed text, by which another process goes on holding it."""
+"""A hold as signed text, so that another process can go on holding the lock."""
 
 from __future__ import annotations
 

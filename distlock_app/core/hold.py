@@ -1,4 +1,4 @@
-"""A hold: one acquisition of a lock, until it is released or lost."""
+"""`Hold`: one acquisition of a lock, until it is released or lost."""
 
 from __future__ import annotations
 

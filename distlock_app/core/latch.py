@@ -1,4 +1,4 @@
-"""Latches: wait until so many others are done."""
+"""`Latch`: wait until a number of others are done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One granted claim in this process: how long it is trusted, and whether it was lost."""
+"""`Lease`: a granted claim in this process; until when it is trusted, and whether it was lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named locks: what a caller wants to hold, and how it gets it."""
+"""`Lock`: a named lock and its options; acquire it by `with`, `async with` or `acquire()`."""
 
 from __future__ import annotations
 

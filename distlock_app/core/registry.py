@@ -1,4 +1,4 @@
-"""Settings to engines: one backend for each alias and process."""
+"""The setting DISTLOCK: one backend for each alias and process, with its ttl and wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes on behind the callers' backs: renewal, telling of losses, late releases.
+"""Background threads: renew leases, report losses, retry releases that failed.
 
 One daemon thread per process keeps the time of every lease, and never waits for an engine:
 so a loss is told on time even while an engine hangs. Requests go to worker threads of each

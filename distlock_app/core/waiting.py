@@ -1,4 +1,4 @@
-"""The one waiting loop, and the two ways to run it: in a thread and in an event loop.
+"""The waiting loop: retries, wake-ups and time limits, for threads and event loops.
 
 The loop is a generator that does nothing itself: it yields calls to make and pauses to take.
 `run` makes them in the calling thread; `arun` makes the calls in a small pool of threads and

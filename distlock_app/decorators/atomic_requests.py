@@ -1,4 +1,4 @@
-"""Transactions of a request that begin inside its lock, instead of Django's around the view."""
+"""ATOMIC_REQUESTS under a lock: the transaction begins inside the lock, not around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Management commands that run once at a time, on however many hosts they are started."""
+"""`locked_command`: management commands that run once at a time, on all hosts together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to views of Django REST framework, which authenticates inside of its views."""
+"""Views of Django REST framework: the user, whom DRF authenticates only inside the view."""
 
 from __future__ import annotations
 

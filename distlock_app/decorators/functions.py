@@ -1,4 +1,4 @@
-"""Functions that run only under a lock."""
+"""`locked` and `assert_locked`: functions that run only under a lock."""
 
 from __future__ import annotations
 

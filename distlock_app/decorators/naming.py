@@ -1,4 +1,4 @@
-"""Lock names from templates: "invoice:{invoice_id}" and the arguments of a call."""
+"""Lock names from templates: "invoice:{invoice_id}", filled with a call's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of which one request at a time gets through; the others are told 423 Locked."""
+"""`locked_view`: one request at a time; others get 423 Locked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fence guard: a row remembers the greatest fence that wrote it, and refuses smaller ones."""
+"""Fencing tokens in rows: a write with a smaller fence than the row's last is refused."""
 
 from __future__ import annotations
 

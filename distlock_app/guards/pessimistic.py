@@ -1,4 +1,4 @@
-"""The pessimistic guard: rows are locked before they are read, and waiting for them is bounded."""
+"""Row locks: `for_update` and `next_unlocked` with bounded waits, `retry_on_deadlock`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do a change again after somebody else was faster: on a fresh row, then on a locked one."""
+"""`retry_on_conflict`: repeat a change on a fresh row after a conflict, at last on a locked one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with an engine as it is configured here, found out by using it once."""
+"""`distlock doctor`: test a configured backend by taking a lock on it."""
 
 from __future__ import annotations
 

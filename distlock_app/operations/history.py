@@ -1,4 +1,4 @@
-"""The last events of every lock, in a table that all processes see; off unless settings ask.
+"""The history: the last events of every lock in a database table, if settings ask for it.
 
 `DISTLOCK_HISTORY` says how many events of each lock are kept. Receivers of the signals only
 append to a list; a thread writes it a moment later, on connections of its own. So nothing joins

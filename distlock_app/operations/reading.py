@@ -1,4 +1,4 @@
-"""What the engines hold now and how each of them is: all asked at once, none waited for long."""
+"""Read the locks held now, and the health of all backends, in parallel and within a time limit."""
 
 from __future__ import annotations
 

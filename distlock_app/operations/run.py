@@ -1,4 +1,4 @@
-"""A program run under a lock, as flock(1) does on one host: signals and exit codes pass through."""
+"""`distlock run`: run a program under a lock; signals and exit codes pass through."""
 
 from __future__ import annotations
 

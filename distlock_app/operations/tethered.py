@@ -1,4 +1,4 @@
-"""Run a program that dies with the process that started this script, whatever ended that one.
+"""A script that runs a program and kills it when the process that started the script dies.
 
 python tethered.py PARENT FD PROGRAM ARGUMENTS: PARENT is that process's id, FD the reading end of
 a pipe of which it alone keeps the writing end. Needs nothing of this package: it starts quickly.

@@ -1,4 +1,4 @@
-"""Who is running: the thread or asyncio task that owns a hold, and its description for people."""
+"""Who holds a lock: the thread or asyncio task, and its description for people."""
 
 from __future__ import annotations
 

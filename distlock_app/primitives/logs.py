@@ -1,4 +1,4 @@
-"""The fields of log records: the same names in every record, for programs that read the log."""
+"""The logger, and the fields that its records have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is locked: names exact to the last byte, their keys for engines, their text for people."""
+"""Lock names: their exact key for backends, their printable text for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Daemon threads that are handed jobs, and survive whatever these do."""
+"""Background daemon threads with a job queue; they survive jobs that raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines and pauses on the monotonic clock; the wall clock decides nothing."""
+"""The monotonic clock, deadlines, and random pauses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lock has to know of the transactions that are open in this thread.
+"""The database transactions open in this thread: find them, and call back when one ends.
 
 A lock that is released before the data commits protects nothing: 65 of 400 increments were
 lost that way. Django keeps callbacks of `on_commit` in a list, calls them on commit and drops

@@ -1,4 +1,4 @@
-"""The part of the engines' contract that is about many: readers, permits, queues, latches."""
+"""The part of the backends' suite about shared locks, permits, queues and latches."""
 
 from __future__ import annotations
 

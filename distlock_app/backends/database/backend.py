@@ -1,4 +1,4 @@
-"""The lock table: locks in a database that the project has anyway, one row for each name."""
+"""`DatabaseBackend`: locks in a table of any database, one row for each name."""
 
 from __future__ import annotations
 

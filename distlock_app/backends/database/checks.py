@@ -1,4 +1,4 @@
-"""System checks of the lock table: a file that others use, a table that is not there."""
+"""System checks of the lock table: is it there, and does every process see the same one?"""
 
 from __future__ import annotations
 

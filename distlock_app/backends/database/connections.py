@@ -1,4 +1,4 @@
-"""Connections of our own to one of Django's databases, each lent to one call at a time.
+"""Connections to the lock table's database: lent per call, or kept to wait in a queue.
 
 Some stay with a claim: the holder's keeps the *queue lock* of its name, a lock of the server's
 own (GET_LOCK, pg_advisory_lock), and another one waits for it, for all who wait for that lock in

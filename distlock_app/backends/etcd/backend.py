@@ -1,4 +1,4 @@
-"""Locks in etcd (3.4 or newer): a queue of leased keys for each lock, first come first served."""
+"""`EtcdBackend`: a queue of leased keys for each lock, first come first served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to etcd's JSON gateway over connections that are kept, and what their failures mean."""
+"""The HTTP client for etcd's JSON gateway: kept connections, watches, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases of etcd: bought with some time to spare, and used again while enough of it is left."""
+"""Leases of etcd (its own time limits): granted with time to spare, and reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a lock's Redis is: connections of our own, made as a CACHES alias describes them."""
+"""Which Redis a LOCATION means: connections as the CACHES alias describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks on Redis or Valkey (6.0 or newer): a script each way, waiters in order of arrival.
+"""`RedisBackend`: locks on Redis or Valkey (6.0+) by Lua scripts, waiters in order of arrival.
 
 On one server, on the master that a Sentinel names, or on the masters of a Cluster.
 """

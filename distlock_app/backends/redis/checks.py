@@ -1,4 +1,4 @@
-"""System checks of the Redis engine: what would make locks vanish."""
+"""System checks of Redis: settings under which locks would vanish."""
 
 from __future__ import annotations
 

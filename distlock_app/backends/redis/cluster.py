@@ -1,4 +1,4 @@
-"""Requests to a Redis Cluster: each to the master that has its keys, wherever that is by now."""
+"""Requests to a Redis Cluster: sent to the master of the slot, following redirects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Redis runs for latches: two scripts beside those of the locks, with the same KEYS.
+"""Lua scripts of latches on Redis.
 
 Of a latch there are only, and only for a time:
 

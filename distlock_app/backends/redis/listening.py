@@ -1,4 +1,4 @@
-"""One thread per process that hears from Redis whose turn has come."""
+"""The pub/sub thread that wakes waiters of the Redis backend."""
 
 from __future__ import annotations
 

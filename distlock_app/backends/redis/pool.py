@@ -1,4 +1,4 @@
-"""Requests to one Redis server over connections that are kept, and what their failures mean."""
+"""The connection pool for one Redis server: requests, time limits, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Redis runs for us: whole scripts, each atomic, and idempotent for one owner token.
+"""Lua scripts of locks on Redis; each is atomic, and may be repeated by the same owner.
 
 Keys of one lock, all in the hash slot of its shard and always all in KEYS:
 

@@ -1,4 +1,4 @@
-"""Locks on a majority of independent Redis or Valkey servers (Redlock), with a growing fence."""
+"""`RedlockBackend`: locks on a majority of independent Redis or Valkey servers, with fences."""
 
 from __future__ import annotations
 

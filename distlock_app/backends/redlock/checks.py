@@ -1,4 +1,4 @@
-"""System checks of Redlock: what would make its nodes forget locks, or be fewer than they seem."""
+"""System checks of Redlock: nodes that forget locks, or are one server under two names."""
 
 from __future__ import annotations
 

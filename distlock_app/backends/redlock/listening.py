@@ -1,4 +1,4 @@
-"""One thread per process that hears from the nodes whose turn has come."""
+"""The pub/sub thread that wakes waiters of the Redlock backend."""
 
 from __future__ import annotations
 

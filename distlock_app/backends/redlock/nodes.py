@@ -1,4 +1,4 @@
-"""The nodes of a quorum: a request to all of them at once, until enough have answered.
+"""The nodes of a quorum: one request to all at once, until enough have answered.
 
 A thread that asks has a connection to each node as long as it asks: it sends to all and reads
 what comes. A node that is slow still owes its answer when the vote is over; it is read before

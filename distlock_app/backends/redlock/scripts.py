@@ -1,4 +1,4 @@
-"""What is asked of each node of a quorum: Lua, whose answer is one line, "1 ..." or "0 ..."."""
+"""Lua scripts that Redlock runs on each node; each answers with one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines have in common whose lock is the server's own and ends with its session."""
+"""The base of named and advisory locks: backends whose lock ends with its database session."""
 
 from __future__ import annotations
 

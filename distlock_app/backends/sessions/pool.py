@@ -1,4 +1,4 @@
-"""Sessions of our own on a database server, for locks that live as long as their session.
+"""Database sessions of our own, which hold named and advisory locks: open, ask, keep alive.
 
 A question is sent, and its answer is waited for with poll(): so a wait on the server can be
 interrupted (Ctrl-C) or ended by another thread, and many sessions can be asked at once.

@@ -1,4 +1,4 @@
-"""Turns inside one process: few connections for many callers, and order among who waits.
+"""Queues inside one process: few connections for many callers, waiters in order of arrival.
 
 A process asks a server by a bounded number of connections (`Turns`). Those who wait for one lock
 stand in line inside the process, and the first of them asks the server for all (`Lines`): so a

@@ -1,4 +1,4 @@
-"""Locks in ZooKeeper (3.5 or newer): a queue of ephemeral nodes, first come first served."""
+"""`ZooKeeperBackend`: a queue of ephemeral nodes for each lock, first come first served."""
 
 from __future__ import annotations
 

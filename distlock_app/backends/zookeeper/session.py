@@ -1,4 +1,4 @@
-"""The one ZooKeeper session of a process: kazoo's client, asked with a time limit."""
+"""The process's one ZooKeeper session: kazoo's client, with time limits."""
 
 from __future__ import annotations
 

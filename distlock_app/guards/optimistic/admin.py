@@ -1,4 +1,4 @@
-"""The admin of versioned models: of two people who edit one object, the second is told."""
+"""`VersionedAdmin`: the admin page that shows a conflict when two people edit one object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of an object in HTTP: `ETag` out, `If-Match` in, 412 for what is stale."""
+"""Versions in HTTP: `ETag` and `If-Match`, 412 and 428."""
 
 from __future__ import annotations
 

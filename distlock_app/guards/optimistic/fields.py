@@ -1,4 +1,4 @@
-"""The column that tells one state of a row from the next: a number, or the time of the change."""
+"""Version fields: a number, or the time of the last change."""
 
 from __future__ import annotations
 

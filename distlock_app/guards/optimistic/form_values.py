@@ -1,4 +1,4 @@
-"""Values of form fields as people read them, on the page of a conflict."""
+"""Values of form fields as text, for the page of a conflict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms that know which state of a row they show, and refuse to overwrite another one."""
+"""`VersionedModelForm`: refuses a save if the row has changed since the form was shown."""
 
 from __future__ import annotations
 

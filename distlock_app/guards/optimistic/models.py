@@ -1,4 +1,4 @@
-"""The optimistic guard: a save is refused when somebody else saved since the row was read."""
+"""`VersionedModel`: a save is refused if the row has changed since it was read."""
 
 from __future__ import annotations
 

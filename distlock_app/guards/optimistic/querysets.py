@@ -1,4 +1,4 @@
-"""The version of many rows at once, and what a rollback undoes in memory."""
+"""Querysets and manager of versioned models, and how a rollback restores versions in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lock table's statements, whole, in the words of each database that Django names."""
+"""The SQL of the lock table, in the dialect of each database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the lock table's databases do alike.
+"""What all dialects of the lock table share: `Dialect`, and reading its answers.
 
 One row for each name; a free one has `owner = ''`. Every time is the database server's.
 A statement that changes a row names its owner, or holds the row: each may be sent again when

@@ -1,4 +1,4 @@
-"""The lock table on MySQL and MariaDB.
+"""The SQL of the lock table on MySQL and MariaDB.
 
 UTC_TIMESTAMP is the time at which its statement began: one that had to wait for a row sees too
 early a time, calls an expiring row busy, and gives a lease that ends too early, never too late.

@@ -1,4 +1,4 @@
-"""The lock table on SQLite: no SELECT ... FOR UPDATE, but an UPDATE has the file to itself.
+"""The SQL of the lock table on SQLite, which has no SELECT ... FOR UPDATE.
 
 So the UPDATE comes first and asks in its WHERE (0 errors in 1,595 acquisitions by 8 processes;
 reading first and writing then gave 3,113 times "database is locked"). Times are texts of a
