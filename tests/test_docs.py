@@ -156,6 +156,16 @@ def test_the_index_leads_to_every_page():
     ]
 
 
+def test_the_code_map_has_every_room_and_only_files_that_exist():
+    text = (ROOT / "docs/explanation/code-map.md").read_text()
+    package = Path(distlock_app.__file__).parent
+    paths = set(re.findall(r"`([\w/]+(?:/|\.py))`", text)) - {"distlock_app/"}
+    rooms = {f"{p.parent.relative_to(package).as_posix()}/" for p in package.rglob("*.py")}
+
+    assert [path for path in sorted(paths) if not (package / path).exists()] == []
+    assert rooms - paths == {"./", "migrations/", "management/commands/"}
+
+
 # What is imported from its own module, and what of it is nobody's business.
 MODULES = "admin etags fencing forms metrics pessimistic testing versioned_admin".split()
 INNER = {"DistLockAdmin", "LiveLockAdmin"}
