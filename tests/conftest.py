@@ -44,6 +44,9 @@ ONCE = (
     *("test_race", "test_permission_matrix", "test_redis_"),
     *("test_servers", "test_benchmarks", "test_etcd_", "test_redlock", "test_translations"),
 )
+OTHER_SERVERS = {"redis_server", "cluster_urls", "etcd_url", "zookeeper_url", "redlock_urls"}
+# The aliases whose locks are in the database of the run.
+OF_THE_DATABASE = frozenset(["default", "locks", "other", "named", "advisory"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,14 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if warned:  # of locks taken inside of atomic(); other tests are about that warning
             item.add_marker(pytest.mark.filterwarnings("ignore:.*REPEATABLE READ:RuntimeWarning"))
         case = getattr(item, "callspec", None)
-        redis = (case is not None and case.params.get("using") == "redis") or {
-            "redis_server",
-            "cluster_urls",
-            "etcd_url",
-            "zookeeper_url",
-            "redlock_urls",
-        } & set(getattr(item, "fixturenames", ()))
-        if redis or item.path.stem.startswith(ONCE):
+        asked = case.params if case is not None else {}
+        elsewhere = not OF_THE_DATABASE.issuperset(
+            asked[name] for name in ("using", "bystander") if isinstance(asked.get(name), str)
+        )
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if elsewhere or fixtures & OTHER_SERVERS or item.path.stem.startswith(ONCE):
             item.add_marker("once")
         if "processes" in getattr(item, "fixturenames", ()):
             item.add_marker("crowd")
