@@ -71,7 +71,7 @@ class Holding:
     name: str  # names.shown()
     key: str
     alias: str
-    seen: str  # what clear() compares, so that a lock that changed hands is not cleared
+    version: str  # changes with the owner: what clear(if_version=) compares
     kind: str = "exclusive"  # "exclusive", "shared" or "permit"
     fence: int | None = None
     expires_in: float | None = None  # seconds; None: lives as long as its session

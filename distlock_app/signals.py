@@ -17,7 +17,7 @@ lock_acquired = Signal()  # waited, fence
 lock_busy = Signal()  # waited
 lock_released = Signal()  # held, fence
 lock_lost = Signal()  # held, fence, reason
-lock_cleared = Signal()  # seen, user, reason
+lock_cleared = Signal()  # version, user, reason
 version_conflict = Signal()  # instance, attempt, expected, found
 
 

@@ -43,7 +43,7 @@ class HangingBackend(LocMemBackend):
 class StubbornBackend(LocMemBackend):
     """Goes down between the look at a lock and its clearing."""
 
-    def clear(self, key, seen=None):
+    def clear(self, key, if_version=None):
         raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
 
 

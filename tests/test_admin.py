@@ -82,7 +82,7 @@ def clearer(browse):
 def row_id(name, alias="default"):
     """Return the id under which the list shows the holder of now."""
     [holding] = registry[alias].backend.holders(key_of(name))
-    return id_of(alias, holding.key, holding.seen)
+    return id_of(alias, holding.key, holding.version)
 
 
 def taken(name, alias="default", **options):
@@ -171,7 +171,7 @@ def test_the_list_tells_a_lock_that_others_wait_for(viewer):
 )
 def test_the_state_tells_waiters_and_whether_anybody_renews(left, held_for, waiters, state):
     holding = Holding(
-        name="a", key="0", alias="default", seen="1",
+        name="a", key="0", alias="default", version="1",
         expires_in=left, held_for=held_for, waiters=waiters,
     )  # fmt: skip
 
@@ -985,7 +985,7 @@ def test_each_of_several_holders_has_a_row_and_is_cleared_alone(
     held = {h.fence: h for h in registry[using].backend.holders(first.claim.key)}
 
     rows = clearer.get(f"{LIST}?q=test-several").context["cl"].result_list
-    response = post(clearer, id_of(using, first.claim.key, held[first.fence].seen))
+    response = post(clearer, id_of(using, first.claim.key, held[first.fence].version))
 
     assert {row.holding.fence for row in rows} == {first.fence, second.fence}
     assert {row.holding.kind for row in rows} == {"shared" if "shared" in options else "permit"}

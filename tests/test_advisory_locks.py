@@ -31,7 +31,7 @@ def test_readers_share_and_are_both_shown(backend):
     assert backend.acquire(a_claim("shared"), 0) is None
     shown = list(backend.holders(first.claim.key))
     assert [holding.kind for holding in shown] == ["shared", "shared"]
-    assert backend.clear(first.claim.key, shown[0].seen) == 1
+    assert backend.clear(first.claim.key, shown[0].version) == 1
     assert sorted([backend.release(first), backend.release(second)]) == [False, True]
     assert backend.release(backend.acquire(a_claim("shared"), 0))
 
@@ -128,10 +128,10 @@ def poses(session):
 def test_a_clear_ends_no_session_of_another_application(backend, stranger, kind):
     if kind == "namesake":
         poses(stranger)
-    seen = f"{stranger.connection.info.backend_pid}-"
+    shown = f"{stranger.connection.info.backend_pid}-"
 
     assert list(backend.holders(KEY)) == []
-    assert backend.clear(KEY) == backend.clear(KEY, seen) == 0
+    assert backend.clear(KEY) == backend.clear(KEY, shown) == 0
 
     session = backend._lend()
     assert session.kill(KEY, stranger.connection.info.backend_pid) is False
@@ -163,7 +163,7 @@ def test_a_holder_is_known_whatever_it_asked_last(backend, monkeypatch, verb):
     (holding,) = AdvisoryLockBackend(alias="other").holders(grant.claim.key)
 
     assert (holding.key, holding.name) == (grant.claim.key, "a")
-    assert backend.clear(holding.key, holding.seen) == 1
+    assert backend.clear(holding.key, holding.version) == 1
 
 
 def test_a_session_whose_statements_the_server_keeps_to_itself_can_be_cleared(backend, monkeypatch):

@@ -208,7 +208,7 @@ def test_holders_lists_the_live_ones_without_their_secrets(backend):
     (shown,) = backend.holders()
 
     assert (shown.name, shown.key, shown.fence) == ("invoice:42", held.claim.key, held.fence)
-    assert (shown.seen, shown.alias) == (str(held.fence), "default")
+    assert (shown.version, shown.alias) == (str(held.fence), "default")
     assert 29 < shown.expires_in <= 30
     assert 0 <= shown.held_for < 5
     assert shown.holder["pid"]

@@ -102,8 +102,8 @@ def test_each_of_several_holders_has_a_line_and_is_cleared_alone(
 
     _, out, _ = say(capsys, "show", "test-command", "--using", using)
     arguments = ["test-command", "--using", using, "--yes"]
-    cleared = say(capsys, "clear", *arguments, "--seen", str(first.fence))
-    again = say(capsys, "clear", *arguments, "--seen", str(first.fence))
+    cleared = say(capsys, "clear", *arguments, "--if-version", str(first.fence))
+    again = say(capsys, "clear", *arguments, "--if-version", str(first.fence))
 
     assert [f" {kind} " in line for line in out.splitlines()] == [False, True, True]
     assert "the first" in out and "the second" in out
@@ -130,7 +130,7 @@ def test_list_as_json_has_no_secret(memory, capsys):
     answer = listed(capsys)
 
     [lock] = answer["locks"]
-    assert lock["fence"] == grant.fence and lock["seen"] == str(grant.fence)
+    assert lock["fence"] == grant.fence and lock["version"] == str(grant.fence)
     assert [engine["up"] for engine in answer["engines"]] == [True, True]
     assert grant.claim.owner not in json.dumps(answer)
 
@@ -238,7 +238,7 @@ def test_clear_frees_the_lock_with_a_greater_fence_and_says_who_did_it(memory, c
 def test_clear_spares_a_holder_who_was_not_meant(memory, capsys):
     held = taken("a")
 
-    code, out, _ = say(capsys, "clear", "a", "--yes", "--seen", "1")
+    code, out, _ = say(capsys, "clear", "a", "--yes", "--if-version", "1")
 
     assert (code, out) == (1, "0 cleared\n")
     assert registry["default"].backend.extend(held, 30)

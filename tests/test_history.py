@@ -87,7 +87,7 @@ def test_every_event_is_written_with_its_seconds(kept):
     with pytest.raises(LockLost), Lock("c") as hold:
         lose(hold)
     with pytest.raises(LockLost), Lock("d") as hold:
-        Lock("d").clear(seen=str(hold.fence), user="ann", reason="hangs")
+        Lock("d").clear(if_version=str(hold.fence), user="ann", reason="hangs")
         hold.check()
 
     told = events()
@@ -194,7 +194,7 @@ def test_the_page_of_a_lock_shows_what_happened_and_a_chart(page):
     waiter.join(30)
     with identity.activity("bob /b"), Lock("a"):
         [held] = registry["default"].backend.holders(key_of("a"))
-        html = page(f"{LIST}{id_of('default', held.key, held.seen).replace(':', '_3A')}/change/")
+        html = page(f"{LIST}{id_of('default', held.key, held.version).replace(':', '_3A')}/change/")
         past = html.context["past"]
         text = html.content.decode()
 

@@ -68,7 +68,19 @@ NO_KEYS = [
 ]
 # What the engine keeps nothing under, and a stranger something alike.
 FREE = ["0" * 40, "f" * 40, f"{NUMBER:016x}" + "0" * 24]
-SEEN = ["' OR '1'='1", "-1", "0", "1-", "٣", "9" * 30, "9" * 5_000, "1.0", "1 OR 1=1", "\n", "%"]
+VERSIONS = [
+    "' OR '1'='1",
+    "-1",
+    "0",
+    "1-",
+    "٣",
+    "9" * 30,
+    "9" * 5_000,
+    "1.0",
+    "1 OR 1=1",
+    "\n",
+    "%",
+]
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -132,7 +144,7 @@ def bystander(request):
         [before] = Lock(NAME, using=alias).holders()
         yield alias
         [after] = Lock(NAME, using=alias).holders()
-        assert (after.seen, after.fence) == (before.seen, before.fence)
+        assert (after.version, after.fence) == (before.version, before.fence)
         assert before.expires_in is None or after.expires_in <= before.expires_in
 
 
@@ -146,8 +158,8 @@ def hostile_ids(alias):
     key = key_of(NAME)
     yield from (id_of(alias, sendable(no_key)) for no_key in NO_KEYS)
     yield from (f"{alias}:{no_key}" for no_key in (*STATEMENTS, *SHAPES))
-    yield from (id_of(alias, free, seen) for free in FREE for seen in ("", "1", "1-"))
-    yield from (id_of(alias, key, seen) for seen in SEEN)
+    yield from (id_of(alias, free, version) for free in FREE for version in ("", "1", "1-"))
+    yield from (id_of(alias, key, version) for version in VERSIONS)
     yield from (f"{text}{alias}:{key}" for text in ("%00", "%0a", "'", "x:", "*"))
 
 
@@ -197,8 +209,8 @@ def test_the_command_does_nothing_for_hostile_words(bystander, enemy):
 
     for text in (*STATEMENTS, *ENDS[::4]):
         distlock("clear", "--yes", f"--using={bystander}", "--", text)
-    for text in (*STATEMENTS, *SEEN):
-        distlock("clear", "--yes", f"--using={bystander}", f"--seen={text}", "--", NAME)
+    for text in (*STATEMENTS, *VERSIONS):
+        distlock("clear", "--yes", f"--using={bystander}", f"--if-version={text}", "--", NAME)
         distlock("show", f"--using={text}", "--", NAME)
 
 
@@ -212,8 +224,8 @@ def test_no_verb_of_an_engine_takes_anything_but_a_key(bystander, enemy):
         for no_key in NO_KEYS:
             with pytest.raises(ValueError, match="not the key of a lock"):
                 getattr(backend, verb)(no_key, *more.get(verb, ()))
-    for seen in SEEN:
-        assert backend.clear(key_of(NAME), seen) == 0
-        assert not backend.prolongs or backend.prolong(key_of(NAME), seen, 60.0) is False
+    for version in VERSIONS:
+        assert backend.clear(key_of(NAME), version) == 0
+        assert not backend.prolongs or backend.prolong(key_of(NAME), version, 60.0) is False
     for free in FREE:
         assert list(backend.holders(free)) == [] and backend.clear(free) == 0

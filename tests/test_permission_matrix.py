@@ -80,7 +80,7 @@ def lock(settings):
     DistLock.objects.create(key=key_of("row"), name="row", expiry="2001-01-01T00:00Z")
     registry["default"].backend.acquire(claim("a", ttl=30), 0)
     [holding] = registry["default"].backend.holders(key_of("a"))
-    return id_of("default", holding.key, holding.seen)
+    return id_of("default", holding.key, holding.version)
 
 
 def pages(lock):
@@ -116,7 +116,9 @@ def client_of(kind):
 
 def state():
     """Return what pages might change: who holds the lock and for how long, which rows are left."""
-    held = [(h.seen, h.expires_in > 60) for h in registry["default"].backend.holders(key_of("a"))]
+    held = [
+        (h.version, h.expires_in > 60) for h in registry["default"].backend.holders(key_of("a"))
+    ]
     return held, DistLock.objects.count(), LogEntry.objects.count()
 
 

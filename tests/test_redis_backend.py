@@ -115,11 +115,11 @@ def test_fences_grow_when_the_clock_is_behind(own):
 
 def test_clear_spares_a_lock_that_changed_hands(backend):
     first = backend.acquire(claim("a"), 0)
-    seen = next(iter(backend.holders(first.claim.key))).seen
+    shown = next(iter(backend.holders(first.claim.key))).version
     backend.release(first)
     second = backend.acquire(claim("a"), 0)
 
-    assert backend.clear(second.claim.key, seen) == 0
+    assert backend.clear(second.claim.key, shown) == 0
     assert backend.extend(second, 30)
     assert backend.clear(second.claim.key, str(second.fence)) == 1
     assert backend.extend(second, 30) is False
@@ -184,7 +184,7 @@ def test_holders_says_who_has_it_since_when_and_who_waits(backend):
 
     assert (holding.name, holding.alias, holding.waiters) == ("invoice:42", "redis", 1)
     assert holding.holder == json.loads(grant.claim.holder)
-    assert holding.seen == str(grant.fence)
+    assert holding.version == str(grant.fence)
     assert 19 < holding.expires_in <= 20 and 0.02 <= holding.held_for < 5
     assert list(backend.holders(key_of("another"))) == []
 
@@ -217,7 +217,7 @@ def test_the_permissions_in_the_documentation_are_enough(own):
         waiter.ask()
         [held] = backend.holders()
         assert [h.fence for h in backend.page(0, 10)[0]] == [grant.fence]
-        assert backend.prolong(held.key, held.seen, 60)
+        assert backend.prolong(held.key, held.version, 60)
         assert backend.extend(grant, 60) and backend.release(grant)
         assert backend.clear(waiter.granted().claim.key) == 1
     assert len(backend.acquire_all([claim("a"), claim("b")])) == 2

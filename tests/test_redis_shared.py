@@ -356,9 +356,9 @@ def test_an_engine_without_guarded_writes_says_so(name):
 def test_a_hold_that_was_taken_away_is_lost_alone(name):
     lock = Lock(name, using="redis", limit=2)
     one, other = elsewhere(lock), elsewhere(lock)
-    [seen] = [h.seen for h in Lock(name, using="redis").holders() if h.fence == one.fence]
+    [version] = [h.version for h in Lock(name, using="redis").holders() if h.fence == one.fence]
 
-    assert Lock(name, using="redis").clear(seen=seen) == 1
+    assert Lock(name, using="redis").clear(if_version=version) == 1
 
     with pytest.raises(LockLost):
         one.extend()

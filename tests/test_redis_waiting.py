@@ -307,7 +307,7 @@ def test_a_stopped_waiter_has_the_lock_for_three_seconds(backend, processes, pre
 
     worker.pause()
     backend.release(grants[0])
-    [stopped] = [one for one in backend.holders() if one.seen != str(grants[-1].fence)]
+    [stopped] = [one for one in backend.holders() if one.version != str(grants[-1].fence)]
     second = wait_for(backend, 15, "a", **kind)
     worker.resume()
 

@@ -496,7 +496,7 @@ def test_holders_are_what_a_majority_says(backend, nodes):
         client.flushall()
     assert [one.fence for one in backend.holders(grant.claim.key)] == [grant.fence]
     assert backend.clear(grant.claim.key, "1") == 0
-    assert backend.clear(grant.claim.key, held.seen) == 1
+    assert backend.clear(grant.claim.key, held.version) == 1
     assert backend.extend(grant, 30) is False
 
 

@@ -434,7 +434,7 @@ def test_the_locks_of_a_parent_survive_its_child(backend, processes, at_exit):
     assert said["status"] == 0
     assert not free("forked")
     (holding,) = lock("forked").holders()
-    assert holding.seen.startswith(f"{said['number']}-")
+    assert holding.version.startswith(f"{said['number']}-")
     worker.tell("go on")
     assert worker.result() is False
     assert free("forked")
@@ -452,8 +452,8 @@ def test_the_holder_in_another_process_is_shown_and_cleared(processes):
     (holding,) = lock("far").holders()
     assert holding.key == key_of("far")
     assert lock("far").locked()
-    assert lock("far").clear(seen=f"9{holding.seen}") == 0
-    assert lock("far").clear(seen=holding.seen) == 1
+    assert lock("far").clear(if_version=f"9{holding.version}") == 0
+    assert lock("far").clear(if_version=holding.version) == 1
 
     with lock("far") as hold:
         assert hold.fence > fence

@@ -87,9 +87,9 @@ def rows_of(ids: Iterable[str]) -> Found:
     ]
     rows: dict[str, LiveLock] = {}
     free = 0
-    for alias, key, seen in asked.values():
+    for alias, key, version in asked.values():
         same = [h for h in reading.holdings if (h.alias, h.key) == (alias, key)]
-        matching = [row_of(h) for h in same if not seen or h.seen == seen]
+        matching = [row_of(h) for h in same if not version or h.version == version]
         if matching:
             rows[matching[0].pk] = matching[0]
         elif same:
@@ -119,7 +119,7 @@ def clear(row: LiveLock, user: str, reason: str) -> str:
     """Take the lock from the holder in `row`; return why not, or nothing if it is done."""
     held = row.holding
     try:
-        if core_lock.clear(held.alias, held.key, row.name, held.seen, user, reason):
+        if core_lock.clear(held.alias, held.key, row.name, held.version, user, reason):
             return ""
     except BackendError as error:
         why = Health(alias=held.alias, error=error).reason
@@ -135,7 +135,7 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
     if not may_extend(row):
         return gettext("Locks of “%(alias)s” cannot be extended here.") % {"alias": held.alias}
     try:
-        if core_lock.prolong(held.alias, held.key, row.name, held.seen, seconds, user):
+        if core_lock.prolong(held.alias, held.key, row.name, held.version, seconds, user):
             return ""
     except BackendError as error:
         return Health(alias=held.alias, error=error).reason

@@ -16,24 +16,24 @@ from ..operations.reading import Health, activity_of, place_of, read, read_pages
 from ..primitives.names import is_key, shown
 
 
-def id_of(alias: str, key: str, seen: str = "") -> str:
-    """Return the id of a holding, or without `seen` of the lock whoever holds it."""
-    parts = [alias, key, seen] if seen else [alias, key]
+def id_of(alias: str, key: str, version: str = "") -> str:
+    """Return the id of a holding, or without `version` of the lock whoever holds it."""
+    parts = [alias, key, version] if version else [alias, key]
     return ":".join(quote(part, safe="") for part in parts)
 
 
 def parts_of(row_id: str) -> tuple[str, str, str]:
-    """Return alias, key and seen of an id from `id_of`; raise ValueError if it is none."""
-    alias, key, *seen = (unquote(part) for part in row_id.split(":"))
-    if len(seen) > 1 or not alias or "\0" in alias or not is_key(key):
+    """Return alias, key and version of an id from `id_of`; raise ValueError if it is none."""
+    alias, key, *version = (unquote(part) for part in row_id.split(":"))
+    if len(version) > 1 or not alias or "\0" in alias or not is_key(key):
         raise ValueError(f"not the id of a live lock: {row_id!r}")
-    return alias, key, "".join(seen)
+    return alias, key, "".join(version)
 
 
 def row_of(holding: Holding) -> LiveLock:
     """Return the row for one holding."""
     row = LiveLock(
-        id=id_of(holding.alias, holding.key, holding.seen),
+        id=id_of(holding.alias, holding.key, holding.version),
         name=shown(holding.name),
     )
     row.holding = holding
@@ -46,7 +46,7 @@ def row_of(holding: Holding) -> LiveLock:
 # What the list may be sorted by. None sorts last, as "for ever" should.
 _SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
     "name": lambda held: held.name.casefold(),
-    "pk": lambda held: (held.alias, held.key, held.seen),
+    "pk": lambda held: (held.alias, held.key, held.version),
     "alias": lambda held: held.alias,
     "kind": lambda held: held.kind,
     "state": state_of,
@@ -96,7 +96,7 @@ class LiveLocks:
 
     def with_these(self, holdings: Iterable[Holding]) -> LiveLocks:
         """Return those and these, each once."""
-        every = {(h.alias, h.key, h.seen): h for h in (*self._holdings, *holdings)}
+        every = {(h.alias, h.key, h.version): h for h in (*self._holdings, *holdings)}
         return LiveLocks(every.values())
 
     def filter(self, *conditions: Any, **lookups: Any) -> LiveLocks:
@@ -107,7 +107,7 @@ class LiveLocks:
         if ids is None:
             return self
         wanted = set(map(str, ids))
-        return self.where(lambda held: id_of(held.alias, held.key, held.seen) in wanted)
+        return self.where(lambda held: id_of(held.alias, held.key, held.version) in wanted)
 
     def order_by(self, *fields: str) -> LiveLocks:
         """Return them in this order; a leading "-" turns it round."""

@@ -145,15 +145,15 @@ class BaseLockBackend:
         more = len(held) > start + count
         return held[start : start + count], None if more else len(held)
 
-    def clear(self, key: str, seen: str | None = None) -> int:
+    def clear(self, key: str, if_version: str | None = None) -> int:
         """Take away the claims on `key`; return how many. Their fences stay behind the next.
 
-        With `seen` (see Holding) only that claim: 0 if the lock changed hands meanwhile.
+        With `if_version` (of a Holding) only that claim: 0 if the lock changed hands meanwhile.
         """
         raise NotImplementedError
 
-    def prolong(self, key: str, seen: str, ttl: float) -> bool:
-        """Do as extend() with the claim that people know by `seen`, whoever owns it."""
+    def prolong(self, key: str, version: str, ttl: float) -> bool:
+        """Do as extend() with the claim of this `version` (see Holding), whoever its owner."""
         raise NotImplementedError
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:

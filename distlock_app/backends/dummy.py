@@ -35,5 +35,5 @@ class DummyBackend(BaseLockBackend):
     def holders(self, key: str | None = None) -> Iterable[Holding]:
         return ()
 
-    def clear(self, key: str, seen: str | None = None) -> int:
+    def clear(self, key: str, if_version: str | None = None) -> int:
         return 0

@@ -139,15 +139,15 @@ class LocMemBackend(BaseLockBackend):
             waiters = list(state.queue.values()) if state else []
         return [identity.holder_fields(waiter.claim.holder) for waiter in waiters]
 
-    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+    def prolong(self, key: str, version: str, ttl: float) -> bool:
         with self._lock:
             state = self._states.get(key)
             held = list(state.held.values()) if state else []
-            claims = [h.claim for h in held if str(h.fence) == seen]
+            claims = [h.claim for h in held if str(h.fence) == version]
         return any(self.extend(Grant(claim), ttl) for claim in claims)
 
-    def clear(self, key: str, seen: str | None = None) -> int:
-        cleared, woken = self._take_away(key, seen)
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        cleared, woken = self._take_away(key, if_version)
         self._wake(woken)
         return cleared
 
@@ -187,14 +187,14 @@ class LocMemBackend(BaseLockBackend):
         return Busy(free_in=max(0.0, ends - now)), woken
 
     @_alone
-    def _take_away(self, key: str, seen: str | None) -> tuple[int, list[Grant]]:
+    def _take_away(self, key: str, if_version: str | None) -> tuple[int, list[Grant]]:
         """Return from how many it was taken, and whom to wake."""
         state = self._states.get(key)
         if state is None:
             return 0, []
         now = monotonic()
         live = [(o, str(h.fence)) for o, h in list(state.held.items()) if h.until > now]
-        owners = [owner for owner, fence in live if seen in (None, fence)]
+        owners = [owner for owner, fence in live if if_version in (None, fence)]
         for owner in owners:
             state.held.pop(owner, None)
         return len(owners), self._hand_over(key, state, now)
@@ -300,7 +300,7 @@ class LocMemBackend(BaseLockBackend):
             name=names.shown(claim.name),
             key=claim.key,
             alias=self.alias,
-            seen=str(held.fence),
+            version=str(held.fence),
             kind="shared" if claim.shared else "permit" if claim.limit > 1 else "exclusive",
             fence=held.fence,
             expires_in=held.until - now,

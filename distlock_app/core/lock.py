@@ -219,13 +219,13 @@ class Lock:
         """Ask the engine who holds the lock."""
         return list(registry[self.using].backend.holders(names.key_of(self.name)))
 
-    def clear(self, *, seen: str | None = None, user: str = "", reason: str = "") -> int:
-        """Take the lock away from whoever holds it; return from how many.
+    def clear(self, *, if_version: str | None = None, user: str = "", reason: str = "") -> int:
+        """Take the lock away from its holders; return from how many.
 
-        With `seen` (of `holders()`) only from that holder. Their next renewal tells them,
-        and their fences are stale at once.
+        With `if_version` only from the holding of that `version`. The next renewal of a holder
+        fails, and its fence is stale at once.
         """
-        return clear(self.using, names.key_of(self.name), self.name, seen, user, reason)
+        return clear(self.using, names.key_of(self.name), self.name, if_version, user, reason)
 
     def __enter__(self) -> Hold:
         hold = self._acquire(entered=True)
@@ -294,11 +294,11 @@ def _check_max_hold(seconds: Any) -> None:
         raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")
 
 
-def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: str) -> int:
+def clear(alias: str, key: str, name: str, version: str | None, user: str, reason: str) -> int:
     """Take the lock of `key` away; return from how many holders. Logged and signalled."""
-    cleared = registry[alias].backend.clear(key, seen)
+    cleared = registry[alias].backend.clear(key, version)
     if cleared:
-        facts = {"alias": alias, "name": name, "seen": seen, "user": user, "reason": reason}
+        facts = {"alias": alias, "name": name, "version": version, "user": user, "reason": reason}
         name, user, reason = map(names.shown, (name, user, reason))
         logger.warning(
             "%r (alias %r) cleared by %s%s",
@@ -309,9 +309,9 @@ def clear(alias: str, key: str, name: str, seen: str | None, user: str, reason: 
     return cleared
 
 
-def prolong(alias: str, key: str, name: str, seen: str, ttl: float, user: str) -> bool:
-    """Let the holder `seen` of `key` have it for `ttl` seconds or more; False: it is gone."""
-    done = registry[alias].backend.prolong(key, seen, ttl)
+def prolong(alias: str, key: str, name: str, version: str, ttl: float, user: str) -> bool:
+    """Let the holder of `version` keep `key` for `ttl` seconds or more; False: it is gone."""
+    done = registry[alias].backend.prolong(key, version, ttl)
     if done:
         name, user = map(names.shown, (name, user))
         logger.warning(

@@ -158,7 +158,7 @@ def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) 
         detail = identity.holder_text()
     elif event == LockEvent.CLEARED:
         detail = shown(": ".join(filter(None, (facts["user"], facts["reason"]))))
-        fence = int(facts["seen"]) if (facts["seen"] or "").isdecimal() else None
+        fence = int(facts["version"]) if (facts["version"] or "").isdecimal() else None
     elif event == LockEvent.LOST:
         detail = shown(facts["reason"])
     writer.note(

@@ -172,15 +172,15 @@ class LockBackendContract(SharingContract):
         self.needs("prolongs")
         name = self.name()
         grant = self.backend.acquire(a_claim(name, ttl=5), 0)
-        (seen,) = self.backend.holders(grant.claim.key)
+        (held,) = self.backend.holders(grant.claim.key)
 
-        assert self.backend.prolong(grant.claim.key, seen.seen, 60) is True
+        assert self.backend.prolong(grant.claim.key, held.version, 60) is True
         (now,) = self.backend.holders(grant.claim.key)
-        assert now.expires_in > 50 and now.seen == seen.seen
-        assert self.backend.prolong(grant.claim.key, str(seen.fence - 1), 60) is False
+        assert now.expires_in > 50 and now.version == held.version
+        assert self.backend.prolong(grant.claim.key, str(held.fence - 1), 60) is False
         assert self.backend.prolong(grant.claim.key, "made up", 60) is False
         assert self.backend.release(grant) is True
-        assert self.backend.prolong(grant.claim.key, seen.seen, 60) is False
+        assert self.backend.prolong(grant.claim.key, held.version, 60) is False
 
     def test_fences_grow_with_every_owner(self) -> None:
         self.needs("fences")
@@ -266,14 +266,14 @@ class LockBackendContract(SharingContract):
     def test_clear_spares_a_lock_that_changed_hands(self) -> None:
         name = self.name()
         first = self.backend.acquire(a_claim(name), 0)
-        (seen,) = self.backend.holders(first.claim.key)
+        (held,) = self.backend.holders(first.claim.key)
         self.backend.release(first)
         second = self.backend.acquire(a_claim(name), 0)
 
-        assert self.backend.clear(first.claim.key, seen.seen) == 0
+        assert self.backend.clear(first.claim.key, held.version) == 0
         assert self.backend.extend(second, 30) is True
-        (seen,) = self.backend.holders(first.claim.key)
-        assert self.backend.clear(first.claim.key, seen.seen) == 1
+        (held,) = self.backend.holders(first.claim.key)
+        assert self.backend.clear(first.claim.key, held.version) == 1
         assert self.backend.release(second) is False
 
     def test_the_last_try_leaves_no_place_in_a_queue(self) -> None:

@@ -249,13 +249,13 @@ class SharingContract:
             held = list(self.backend.holders(key))
 
             assert [(h.name, h.kind) for h in held] == [(name, what)] * 2
-            assert len({h.seen for h in held}) == 2
+            assert len({h.version for h in held}) == 2
             assert {h.fence for h in held} == {first.fence, second.fence}
             assert [h.key for h in self.backend.holders()].count(key) == 2
             if self.backend.fences:
-                [seen] = [h.seen for h in held if h.fence == first.fence]
-                assert self.backend.clear(key, seen) == 1
-                assert self.backend.clear(key, seen) == 0
+                [version] = [h.version for h in held if h.fence == first.fence]
+                assert self.backend.clear(key, version) == 1
+                assert self.backend.clear(key, version) == 0
                 assert self.backend.extend(first, 30) is False
                 assert self.backend.extend(second, 30) is True
                 assert self.take(name, **kind).fence > second.fence

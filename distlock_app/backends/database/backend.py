@@ -191,7 +191,7 @@ class DatabaseBackend(BaseLockBackend):
             name=name,
             key=key,
             alias=self.alias,
-            seen=str(fence),
+            version=str(fence),
             fence=fence,
             expires_in=left_us / 1e6,
             held_for=None if held_us is None else held_us / 1e6,
@@ -207,15 +207,15 @@ class DatabaseBackend(BaseLockBackend):
                 return
             first = rows[-1][0] + "0"  # what follows that key
 
-    def clear(self, key: str, seen: str | None = None) -> int:
-        fences = (0, MAX_FENCE) if seen is None else (fence := _fence_of(seen), fence)
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
         cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
         for who in self._sessions.holding(key) if cleared else ():
             self._free_queue(who)
         return cleared
 
-    def prolong(self, key: str, seen: str, ttl: float) -> bool:
-        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, _fence_of(seen)))
+    def prolong(self, key: str, version: str, ttl: float) -> bool:
+        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, _fence_of(version)))
         if owner is None:
             return False
         return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
@@ -541,10 +541,10 @@ def _purge_part(part: str, older_than: float, session: Session) -> int:
     return session.dialect.purge(session.cursor, older_than, part)
 
 
-def _fence_of(seen: str) -> int:
+def _fence_of(version: str) -> int:
     """Return the fence that people know a holder by; one that nobody has if it is none."""
-    is_number = seen.isascii() and seen.isdecimal() and len(seen) <= len(str(MAX_FENCE))
-    return min(int(seen), MAX_FENCE) if is_number else -1
+    is_number = version.isascii() and version.isdecimal() and len(version) <= len(str(MAX_FENCE))
+    return min(int(version), MAX_FENCE) if is_number else -1
 
 
 def _who(claim: Claim) -> tuple[str, str]:

@@ -188,16 +188,16 @@ class EtcdBackend(BaseLockBackend):
                 name=about["name"],
                 key=first.key.split("/")[-2],
                 alias=self.alias,
-                seen=str(first.created),
+                version=str(first.created),
                 fence=epoch + first.created,
                 expires_in=left,
                 waiters=len(queue) - 1,
                 holder=holder_fields(about["holder"]),
             )
 
-    def clear(self, key: str, seen: str | None = None) -> int:
+    def clear(self, key: str, if_version: str | None = None) -> int:
         view = self._look(key)
-        if not view.queue or seen not in (None, str(view.queue[0].created)):
+        if not view.queue or if_version not in (None, str(view.queue[0].created)):
             return 0
         first = view.queue[0]
         delete = {"request_delete_range": {"key": encoded(first.key)}}

@@ -287,11 +287,11 @@ class RedisBackend(BaseLockBackend):
         batches = (keys[at : at + BATCH] for at in range(0, len(keys), BATCH))
         return [h for batch in batches for h in self._holdings(batch)], sum(counts)
 
-    def clear(self, key: str, seen: str | None = None) -> int:
-        request = fill(self._template(CLEAR, key), b"" if seen is None else seen.encode())
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        request = fill(self._template(CLEAR, key), (if_version or "").encode())
         return int(self._pool.run(CLEAR, request))
 
-    def prolong(self, key: str, seen: str, ttl: float) -> bool:
+    def prolong(self, key: str, version: str, ttl: float) -> bool:
         lock = self._lock(key)
         requests = pack(b"GET", lock), pack(b"ZRANGE", lock + b":m", b"0", b"-1")
         held, owners = self._pool.ask(*requests)
@@ -303,7 +303,7 @@ class RedisBackend(BaseLockBackend):
             fences = {e.split(b" ", 1)[0]: o for e, o in zip(entries, owners, strict=True) if e}
         else:
             fences = {}
-        if (owner := fences.get(seen.encode())) is None:
+        if (owner := fences.get(version.encode())) is None:
             return False
         request = fill(self._template(EXTEND, key), owner, _milliseconds(ttl))
         return bool(self._pool.run(EXTEND, request))
@@ -431,7 +431,7 @@ class RedisBackend(BaseLockBackend):
             name=name,
             key=key,
             alias=self.alias,
-            seen=fence,
+            version=fence,
             kind={"0": "shared", "1": "exclusive"}.get(limit, "permit"),
             fence=int(fence),
             expires_in=left,

@@ -319,7 +319,7 @@ return was_mine and 1 or 0
 """
 )
 
-# ARGV 2 fence that was seen, or ''  -> how many claims were taken away
+# ARGV 2 version (fence) of the claim, or ''  -> how many claims were taken away
 _CLEAR = (
     _BEGIN
     + _CLOCK
@@ -327,15 +327,15 @@ _CLEAR = (
     + _MEMBERS
     + _HAND_OVER
     + """
-local seen, cleared = token, 0
+local version, cleared = token, 0
 drop_expired()
-if held and (seen == '' or string.match(held, '^%S+ (%d+)') == seen) then
+if held and (version == '' or string.match(held, '^%S+ (%d+)') == version) then
   redis.call('DEL', lock)
   held = false
   cleared = 1
 end
 for _, owner in ipairs(redis.call('ZRANGE', members, 0, -1)) do
-  if seen == '' or fence_of(owner) == seen then
+  if version == '' or fence_of(owner) == version then
     drop(owner)
     cleared = cleared + 1
   end

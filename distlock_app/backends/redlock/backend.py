@@ -233,14 +233,13 @@ class RedlockBackend(BaseLockBackend):
         for start in range(0, PARTS, BATCH):
             yield from self._held(range(start, start + BATCH)).values()
 
-    def clear(self, key: str, seen: str | None = None) -> int:
-        owners = [
-            owner for owner, holding in self._held([0], key).items() if seen in (None, holding.seen)
-        ]
-        if seen is not None and not owners:
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        held = self._held([0], key).items()
+        owners = [owner for owner, h in held if if_version in (None, h.version)]
+        if if_version is not None and not owners:
             return 0
-        # Without `seen`, also what a few nodes hold for nobody.
-        ballot = self._ballot(CLEAR, key, owners[0].encode() if seen is not None else b"")
+        # Without `if_version`, also what a few nodes hold for nobody.
+        ballot = self._ballot(CLEAR, key, owners[0].encode() if if_version is not None else b"")
         self._quorum.ask([ballot])
         if not ballot.decided:
             raise self._quorum.failure(ballot)
@@ -319,7 +318,7 @@ class RedlockBackend(BaseLockBackend):
             name=about[end + 1 :],
             key=key,
             alias=self.alias,
-            seen=str(fence),
+            version=str(fence),
             fence=fence,
             expires_in=left / 1000,
             # A fence is the servers' time unless a clock was set back.

@@ -291,10 +291,11 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             fields.setdefault("name", _from_note(named, lock).get("name", f"({lock})"))
             if (began_us := fields.get("fence") or since_us) is not None:
                 fields["held_for"] = max(0.0, (now_us - began_us) / 1e6)
-            yield Holding(alias=self.alias, seen=f"{number}-{fields.pop('tag', '')}", **fields)
+            yield Holding(alias=self.alias, version=f"{number}-{fields.pop('tag', '')}", **fields)
 
-    def clear(self, key: str, seen: str | None = None) -> int:
-        found = [one.seen for one in self.holders(key) if seen is None or _same(one.seen, seen)]
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        held = [holding.version for holding in self.holders(key)]
+        found = [one for one in held if if_version is None or _same(one, if_version)]
         numbers = [int(one.partition("-")[0]) for one in found]
         return self._question(lambda session: sum(session.kill(key, number) for number in numbers))
 

@@ -210,7 +210,7 @@ class ZooKeeperBackend(BaseLockBackend):
                 if key in (None, found):
                     yield from self._holdings(_in_line(list(queue)), epoch)
 
-    def clear(self, key: str, seen: str | None = None) -> int:
+    def clear(self, key: str, if_version: str | None = None) -> int:
         shard = self._shard(key)
         nodes = [node for node in map(Node.of, self._list(shard)) if node.key == key]
         paths = [f"{shard}/{node.name}" for node in _holding(_in_line(nodes))]
@@ -218,7 +218,7 @@ class ZooKeeperBackend(BaseLockBackend):
         return sum(
             self._delete(path)
             for path, stat in zip(paths, stats, strict=True)
-            if stat is not None and seen in (None, str(stat.czxid))
+            if stat is not None and if_version in (None, str(stat.czxid))
         )
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
@@ -381,7 +381,7 @@ class ZooKeeperBackend(BaseLockBackend):
                 name=about["name"],
                 key=node.key,
                 alias=self.alias,
-                seen=str(found[1].czxid),
+                version=str(found[1].czxid),
                 kind="shared" if node.kind == "r" else "exclusive",
                 fence=epoch + found[1].czxid,
                 waiters=len(queue) - len(holding),

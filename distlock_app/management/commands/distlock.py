@@ -1,6 +1,6 @@
 """`manage.py distlock`: look at locks and engines, take one away, run a program under one.
 
-Exit codes: 0 done; 1 `show`, `clear`: nobody holds it, or not as it was seen; 69 an engine is
+Exit codes: 0 done; 1 `show`, `clear`: nobody holds it, or another version; 69 an engine is
 down or cannot be used; 75 `run`: somebody else holds it; 76 `run`: the lock was lost, the
 program terminated; else the program's own. It works while a database is down: it uses no model
 and no system check.
@@ -67,7 +67,7 @@ class Command(BaseCommand):
             added.add_argument("name", metavar="NAME")
         for added in (listing, showing, watching, doctor, clearing, purging):
             added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
-        clearing.add_argument("--seen", help="only from the holder whom `show --json` calls so")
+        clearing.add_argument("--if-version", help="only this `version` of `show --json`")
         clearing.add_argument("--reason", default="", help="for the log")
         clearing.add_argument("--yes", action="store_true", help="do not ask")
         watching.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
@@ -137,13 +137,13 @@ class Command(BaseCommand):
         *,
         name: str,
         using: str | None,
-        seen: str | None,
+        if_version: str | None,
         reason: str,
         yes: bool,
         as_json: bool,
         **options: Any,
     ) -> int:
-        held = [h for h in self._held(name, using) if seen in (None, h.seen)]
+        held = [h for h in self._held(name, using) if if_version in (None, h.version)]
         if len(aliases := sorted({h.alias for h in held})) > 1:
             raise CommandError(f"held under {' and '.join(aliases)}: choose one with --using")
         if held and not yes:
@@ -152,7 +152,7 @@ class Command(BaseCommand):
         cleared = [
             h
             for h in held
-            if clear(h.alias, h.key, h.name, h.seen, f"{_user()} (command line)", reason)
+            if clear(h.alias, h.key, h.name, h.version, f"{_user()} (command line)", reason)
         ]
         if as_json:
             self._write(cleared, as_json)
