@@ -55,10 +55,10 @@ class Busy:
     # Seconds until the claim in the way ends unless it is renewed; None: not known.
     free_in: float | None = None
     # A file descriptor that is readable as soon as another try is worth it.
-    news: int | None = None
+    wake_fd: int | None = None
     # Kept by the core as long as the caller waits; to drop it is to give up a place in a queue.
-    place: Any = None
-    told: bool = False  # claim.wake will be called when another try is worth it
+    ticket: Any = None
+    will_wake: bool = False  # claim.wake will be called when another try is worth it
 
     def __bool__(self) -> Literal[False]:
         return False

@@ -21,7 +21,7 @@ lock_cleared = Signal()  # version, user, reason
 version_conflict = Signal()  # instance, attempt, expected, found
 
 
-def tell(signal: Signal, facts: dict[str, Any]) -> None:
+def send(signal: Signal, facts: dict[str, Any]) -> None:
     """Send `signal`; whatever goes wrong there is logged."""
     try:
         signal.send_robust(**facts)
@@ -34,8 +34,8 @@ def _log(facts: dict[str, Any]) -> None:
     logger.exception("a signal of locks could not be sent", extra=about)
 
 
-async def atell(signal: Signal, facts: dict[str, Any]) -> None:
-    """Do as `tell`, in an event loop."""
+async def asend(signal: Signal, facts: dict[str, Any]) -> None:
+    """Do as `send`, in an event loop."""
     try:
         await signal.asend_robust(**facts)
     except Exception:

@@ -151,7 +151,7 @@ def end_the_transaction_in_a_child():
                 for _, function, _ in connection.run_on_commit:
                     function()
             connection.run_on_commit.clear()
-            renewer.settle()
+            renewer.drain()
             return backend.asked[asked:]
 
         os.environ["COMMITS"] = "1"

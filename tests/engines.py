@@ -194,7 +194,7 @@ def until(condition, within=DEADLINE):
 
 
 @contextmanager
-def deserted(wait, waits):
+def closing_loop(wait, waits):
     """Run the coroutine function, until `waits()`; then its loop is closed without a word."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(wait())

@@ -22,10 +22,10 @@ from django.test import override_settings
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.scripts import pack
 from distlock_app.claims import Claim, Grant
-from distlock_app.core.waiting import AsyncBell, Bell, acquiring, arun, run
+from distlock_app.core.waiting import AsyncWaker, Waker, acquiring, arun, run
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
-from tests.engines import deserted
+from tests.engines import closing_loop
 from tests.processes import hear, say
 
 DEADLINE = 60.0
@@ -52,8 +52,8 @@ def backend_at(url: str, *, prefix: str = "distlock", **more: Any) -> RedisBacke
 
 def wait_for(backend: RedisBackend, wanted: float, name: str, **options: Any) -> Grant:
     """Get the lock as the core does, within `wanted` seconds."""
-    bell = Bell()
-    grant, _ = run(acquiring(backend, claim(name, wake=bell.ring, **options), wanted), bell)
+    waker = Waker()
+    grant, _ = run(acquiring(backend, claim(name, wake=waker.wake, **options), wanted), waker)
     return grant
 
 
@@ -91,14 +91,14 @@ def left_waiting(backend: Any, name: str) -> Iterator[None]:
     """Let a task wait for the lock whose event loop was closed without a word to it."""
 
     async def wait() -> None:
-        bell = AsyncBell()
-        steps = acquiring(backend, claim(name, wake=bell.ring), None)
-        await arun(backend, steps, bell, cancelled=lambda: None)
+        waker = AsyncWaker()
+        steps = acquiring(backend, claim(name, wake=waker.wake), None)
+        await arun(backend, steps, waker, cancelled=lambda: None)
 
     if isinstance(backend, RedisBackend):
         backend._listener(key_of(name)).works(DEADLINE)
     before = len(backend.queue(key_of(name)))
-    with deserted(wait, lambda: len(backend.queue(key_of(name))) > before):
+    with closing_loop(wait, lambda: len(backend.queue(key_of(name))) > before):
         yield
 
 

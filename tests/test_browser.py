@@ -340,7 +340,7 @@ def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, settings, monke
     for _ in range(3):
         with held_elsewhere("invoice:42"), contextlib.suppress(LockBusy):
             Lock("invoice:42", wait=0.05).acquire()
-    history.writer.settle(30)
+    history.writer.flush(30)
     taken("invoice:42")
     page = browser("view_livelock")
 

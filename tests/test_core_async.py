@@ -410,8 +410,8 @@ def test_what_an_ended_program_began_is_released_before_the_process_ends(engine)
 
     asyncio.run(main())  # cancels what still runs
     assert taken.wait(DEADLINE)
-    until(lambda: renewer._owed or all_free(engine))
-    renewer.settle()
+    until(lambda: renewer._releases or all_free(engine))
+    renewer.drain()
 
     assert all_free(engine)
 

@@ -509,7 +509,7 @@ def test_a_late_release_of_a_stable_owner_never_hits_its_next_hold(engine):
         pass
 
     hold = lock.acquire(wait=0)
-    renewer.settle()
+    renewer.drain()
 
     assert list(engine.holders())
     hold.release()
@@ -525,7 +525,7 @@ def test_a_release_is_not_tried_when_its_time_is_over(engine):
     until(lambda: monotonic() > over)
 
     engine.go_on()
-    renewer.settle()
+    renewer.drain()
 
     assert engine.asked.count("release") == renewal_module.RELEASERS
 
@@ -603,7 +603,7 @@ def test_the_end_of_the_process_does_not_wait_for_an_engine_that_hangs(monkeypat
     renewer.give_back(engine, hold._lease.grant)
     began = time.monotonic()
 
-    renewer.settle()
+    renewer.drain()
 
     assert time.monotonic() - began < 5
     engine.go_on()

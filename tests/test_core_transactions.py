@@ -148,7 +148,7 @@ def test_after_a_rollback_the_lock_can_be_taken_again_at_once(engine):
                 raise Stop
 
         with Lock("a", wait=0) as hold:
-            renewer.settle()
+            renewer.drain()
             hold.check()
             assert held(engine)
 
@@ -163,7 +163,7 @@ def test_a_hold_adopted_after_a_rollback_waits_for_the_next_block(engine):
         with transaction.atomic():
             with Lock("a", wait=0):
                 pass
-            renewer.settle()
+            renewer.drain()
             assert held(engine)
 
         until(lambda: not held(engine))
@@ -208,7 +208,7 @@ def test_a_block_that_began_after_the_release_is_waited_for_when_the_lock_is_tak
         pass
 
     first.__exit__(error and Stop, error, None)
-    renewer.settle()
+    renewer.drain()
     assert held(engine)
     second.__exit__(None, None, None)
 

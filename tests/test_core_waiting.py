@@ -15,7 +15,7 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
-from distlock_app.core.waiting import AsyncBell, Bell, acquired, acquiring, arun, run
+from distlock_app.core.waiting import AsyncWaker, Waker, acquired, acquiring, arun, run
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from tests import engines
@@ -64,20 +64,20 @@ def _be_down():
 def get(request):
     """How a thread waits: both ways have to come to the same."""
     if request.param == "stepwise":
-        return lambda backend, claim, wait, bell: run(acquiring(backend, claim, wait), bell)
+        return lambda backend, claim, wait, waker: run(acquiring(backend, claim, wait), waker)
     return acquired
 
 
-def test_a_place_in_a_queue_is_dropped_when_the_engine_fails(get):
-    class Place:
+def test_a_ticket_of_a_queue_is_dropped_when_the_engine_fails(get):
+    class Ticket:
         pass
 
     dropped = []
 
     def lined_up():
-        place = Place()
-        weakref.finalize(place, dropped.append, "place")
-        return Busy(place=place)
+        ticket = Ticket()
+        weakref.finalize(ticket, dropped.append, "ticket")
+        return Busy(ticket=ticket)
 
     backend = Scripted(
         lined_up,
@@ -85,9 +85,9 @@ def test_a_place_in_a_queue_is_dropped_when_the_engine_fails(get):
         lambda: dropped.append("asked again") or Grant(claim()),
     )
 
-    get(backend, claim(), 5, Bell())
+    get(backend, claim(), 5, Waker())
 
-    assert dropped == ["place", "asked again"]
+    assert dropped == ["ticket", "asked again"]
 
 
 def test_one_try_asks_once_and_leaves_nothing_behind(engine):
@@ -123,7 +123,7 @@ def test_a_try_that_took_until_the_deadline_was_the_last(get):
     backend = Scripted(slowly)
 
     with pytest.raises(LockTimeout):
-        get(backend, claim(), 0.05, Bell())
+        get(backend, claim(), 0.05, Waker())
 
     assert len(backend.asked) == 1
 
@@ -133,7 +133,7 @@ def test_the_last_try_is_a_look_where_nothing_is_left_behind(get):
     backend.look = lambda claim: Busy()
 
     with pytest.raises(LockTimeout):
-        get(backend, claim(), 0.02, Bell())
+        get(backend, claim(), 0.02, Waker())
 
     assert len(backend.asked) == 1
 
@@ -206,7 +206,7 @@ def test_an_error_keeps_nothing_of_its_caller(answers):
         weakref.finalize(mine, end.append, "sync")
         backend = Scripted(*answers)
         with pytest.raises((BackendError, LockBusy)) as caught:
-            acquired(backend, claim(), 0.02, Bell())
+            acquired(backend, claim(), 0.02, Waker())
         del caught
 
     async def aask(end):
@@ -215,7 +215,7 @@ def test_an_error_keeps_nothing_of_its_caller(answers):
         backend = Scripted(*answers)
         steps = acquiring(backend, claim(), 0.02)
         with pytest.raises((BackendError, LockBusy)) as caught:
-            await arun(backend, steps, AsyncBell(), cancelled=lambda: None)
+            await arun(backend, steps, AsyncWaker(), cancelled=lambda: None)
         del caught
 
     gc.collect()
@@ -236,7 +236,7 @@ def test_the_last_try_has_no_wait_whatever_came_before(get):
     backend = Scripted(Busy())
 
     with pytest.raises(LockTimeout):
-        get(backend, claim(), 0.05, Bell())
+        get(backend, claim(), 0.05, Waker())
 
     assert backend.asked[-1] == 0
     assert all(wait > 0 for wait in backend.asked[:-1])
@@ -252,7 +252,7 @@ def test_an_engine_that_waited_until_the_deadline_is_asked_once_more_without_a_w
     backend.blocks = True
 
     with pytest.raises(LockTimeout):
-        get(backend, claim(), 1.0, Bell())
+        get(backend, claim(), 1.0, Waker())
 
     assert 0 < backend.asked[0] <= 1.0
     assert backend.asked[1:] == [0]
@@ -296,7 +296,7 @@ def test_an_engine_that_is_down_at_the_deadline_is_no_timeout(get):
     backend = Scripted(Busy(), BackendError("down"))
 
     with pytest.raises(BackendError):
-        get(backend, claim(), 0.05, Bell())
+        get(backend, claim(), 0.05, Waker())
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -306,7 +306,7 @@ def test_a_failing_engine_is_asked_again_after_a_pause(blocks, get):
     backend.poll_min = backend.poll_max = 0.1
 
     with pytest.raises(BackendError):
-        get(backend, claim(), 1.0, Bell())
+        get(backend, claim(), 1.0, Waker())
 
     assert len(backend.asked) < 100
 
@@ -319,7 +319,7 @@ def test_a_grant_that_comes_after_its_own_lease_is_given_back(get):
     backend = Scripted(slowly, Grant(claim()))
     began = time.monotonic()
 
-    grant, asked_at = get(backend, claim(ttl=0.1), 60, Bell())
+    grant, asked_at = get(backend, claim(ttl=0.1), 60, Waker())
 
     assert grant.claim.ttl == 10 and asked_at >= began + 0.12
     assert backend.asked[1] == "release"
@@ -334,7 +334,7 @@ def test_an_engine_that_fails_to_take_a_late_grant_back_does_not_end_the_wait(ge
     backend = Scripted(slowly, Grant(claim()))
     backend.release = lambda grant: _raise(BackendError("down"))
 
-    grant, _ = get(backend, claim(ttl=0.1), 10, Bell())
+    grant, _ = get(backend, claim(ttl=0.1), 10, Waker())
 
     assert grant.claim.ttl == 10
 
@@ -343,7 +343,7 @@ def test_the_time_that_a_grant_names_decides_when_its_lease_began(get):
     began = monotonic() - 5
     backend = Scripted(Grant(claim(), asked_at=began))
 
-    _, asked_at = get(backend, claim(), 10, Bell())
+    _, asked_at = get(backend, claim(), 10, Waker())
 
     assert asked_at == began
 
@@ -353,19 +353,19 @@ def test_a_late_pushed_grant_is_refused_once_and_not_again(get):
     stale = Grant(wanted, asked_at=monotonic() - 5)
     backend = Scripted(Busy(), Busy(), Busy(), Grant(wanted))
     backend.pushes = True
-    bell = Bell()
-    bell.ring(stale)
+    waker = Waker()
+    waker.wake(stale)
 
-    get(backend, wanted, 10, bell)
+    get(backend, wanted, 10, waker)
 
     assert backend.asked.count("release") == 1
 
 
 def test_an_async_bell_forgets_a_grant_that_was_heard():
     async def main():
-        bell = AsyncBell()
-        bell.ring(Grant(claim()))
-        return [await bell.pause(0.5), await bell.pause(0.01)]
+        waker = AsyncWaker()
+        waker.wake(Grant(claim()))
+        return [await waker.wait(0.5), await waker.wait(0.01)]
 
     heard = asyncio.run(main())
 
@@ -373,30 +373,30 @@ def test_an_async_bell_forgets_a_grant_that_was_heard():
 
 
 def test_a_bell_that_rang_before_the_pause_ends_it_at_once():
-    bell = Bell()
-    bell.ring(None)
+    waker = Waker()
+    waker.wake(None)
     began = time.monotonic()
 
-    bell.pause(20)
+    waker.wait(20)
 
     assert time.monotonic() - began < 5
 
 
 def test_cancelling_a_pause_is_never_swallowed_by_the_bell():
     async def main():
-        bell = AsyncBell()
-        task = asyncio.ensure_future(bell.pause(20))
+        waker = AsyncWaker()
+        task = asyncio.ensure_future(waker.wait(20))
         await asyncio.sleep(0)
-        bell._rung.set()
+        waker._woken.set()
         await asyncio.sleep(0)
         task.cancel()
         return await asyncio.gather(task, return_exceptions=True)
 
     async def at_every_step(steps):
-        bell = AsyncBell()
-        task = asyncio.ensure_future(bell.pause(20))
+        waker = AsyncWaker()
+        task = asyncio.ensure_future(waker.wait(20))
         await asyncio.sleep(0.01)
-        bell._rung.set()
+        waker._woken.set()
         for _ in range(steps):
             await asyncio.sleep(0)
         asked = task.cancel()

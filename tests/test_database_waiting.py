@@ -383,7 +383,7 @@ def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, places):
     backend.close()  # its queue lock is gone with the connection
     waiter = Waiter()
     waiter.start()
-    eventually(lambda: [one for one in waiting_in(places) if one.news is None])  # its turn
+    eventually(lambda: [one for one in waiting_in(places) if one.wake_fd is None])  # its turn
 
     assert waiter.got_at is None
     assert backend.extend(held, 30) is True

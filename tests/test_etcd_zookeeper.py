@@ -28,10 +28,10 @@ from distlock_app.backends.zookeeper.backend import Departure, Place
 from distlock_app.backends.zookeeper.session import TRUSTED, Session
 from distlock_app.claims import Grant
 from distlock_app.core.registry import registry
-from distlock_app.core.waiting import Bell, acquired
+from distlock_app.core.waiting import Waker, acquired
 from distlock_app.primitives.names import key_of
 from distlock_app.testing.sharing import a_claim
-from tests.engines import DEADLINE, deserted, until
+from tests.engines import DEADLINE, closing_loop, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
 from tests.servers import EtcdServer, ZooKeeperEnsemble, ZooKeeperServer
@@ -521,8 +521,8 @@ def test_the_same_owner_waits_with_a_longer_ttl(engine):
 
 
 def waited_for(backend, claim):
-    bell = Bell()
-    return acquired(backend, replace(claim, wake=bell.ring), 20, bell)[0]
+    waker = Waker()
+    return acquired(backend, replace(claim, wake=waker.wake), 20, waker)[0]
 
 
 def test_an_owner_of_two_locks_leaves_no_place_behind(engine):
@@ -732,7 +732,7 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(engine):
     def waits():
         return [holding.waiters for holding in other().holders(key_of("a"))] == [1]
 
-    with deserted(Lock("a", using="own", ttl=ttl).aacquire, waits):
+    with closing_loop(Lock("a", using="own", ttl=ttl).aacquire, waits):
         assert other().release(held) is True
         Lock("a", using="other", ttl=TTL, wait=15).acquire().release()
 

@@ -55,7 +55,7 @@ def page(client, kept):
     client.force_login(user)
 
     def get(url, **query):
-        history.writer.settle(30)
+        history.writer.flush(30)
         response = client.get(url, query, follow=True)
         assert response.status_code == 200
         return response
@@ -65,7 +65,7 @@ def page(client, kept):
 
 def events():
     """Return what was written, in order, as (event, name)."""
-    history.writer.settle(30)
+    history.writer.flush(30)
     return [(e.event, e.name) for e in LockEvent.objects.order_by("pk")]
 
 
@@ -157,7 +157,7 @@ def test_of_a_hot_lock_no_more_is_kept_than_settings_say(kept):
         for _ in range(50):
             with Lock("hot"):
                 pass
-        history.writer.settle(30)
+        history.writer.flush(30)
 
     assert LockEvent.objects.filter(name="hot").count() <= 40
     assert LockEvent.objects.filter(name="quiet").count() == 2

@@ -12,7 +12,7 @@ from distlock_app.backends.redis import backend as redis_backend
 from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
-from distlock_app.core.waiting import Bell, acquiring, run
+from distlock_app.core.waiting import Waker, acquiring, run
 from distlock_app.errors import LockTimeout
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
@@ -499,10 +499,10 @@ def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(
 
 def test_waiting_ends_at_its_deadline_and_leaves_nothing(backend, server, prefix):
     grant = backend.acquire(claim("a"), 0)
-    bell = Bell()
+    waker = Waker()
 
     with pytest.raises(LockTimeout):
-        run(acquiring(backend, claim("a", wake=bell.ring), 0.2), bell)
+        run(acquiring(backend, claim("a", wake=waker.wake), 0.2), waker)
 
     assert list(server.scan_iter(f"{prefix}:*:[qw]")) == []
     backend.release(grant)

@@ -24,7 +24,7 @@ from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
 from distlock_app.testing.sharing import a_claim
-from tests.engines import deserted, running, until
+from tests.engines import closing_loop, running, until
 from tests.proxy import proxy_to
 
 ALIAS, ENGINE = settings.SERVER_LOCKS.get(settings.ENGINE, ("", ""))
@@ -319,7 +319,7 @@ def test_a_task_cancelled_while_its_thread_connects_does_not_line_up(backend, mo
 
     monkeypatch.setattr(backend, "_lend", lend_late)
     asyncio.run(main())
-    renewer.settle()  # the release came before the thread has lined up
+    renewer.drain()  # the release came before the thread has lined up
     monkeypatch.setattr(backend, "_lend", lend)
     go_on.set()
 
@@ -335,7 +335,7 @@ def test_a_task_cancelled_while_its_thread_connects_does_not_line_up(backend, mo
 def test_a_task_whose_loop_was_closed_takes_no_lock_with_it():
     held = lock("a").acquire()
 
-    with deserted(lock("a", ttl=60).aacquire, lambda: waiters("a") == 1):
+    with closing_loop(lock("a", ttl=60).aacquire, lambda: waiters("a") == 1):
         held.release()
         lock("a", wait=15).acquire().release()
 

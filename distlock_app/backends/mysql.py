@@ -99,9 +99,9 @@ class NamedLockSession(LockSession):
         except self.wrapper.Database.Error as error:
             trouble = _trouble(error)
             # The client's own errors, which end the session, have numbers from 2000.
-            self.owes = trouble.code is None or 2000 <= trouble.code < 3000
+            self.awaiting_reply = trouble.code is None or 2000 <= trouble.code < 3000
             raise trouble from error
-        self.owes = False
+        self.awaiting_reply = False
         return [] if result is None else list(result.fetch_row(0))
 
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:

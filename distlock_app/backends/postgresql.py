@@ -111,7 +111,7 @@ class AdvisoryLockSession(LockSession):
                 ]
         except self.wrapper.Database.Error as error:
             raise Trouble(None, str(error)) from error
-        self.owes = False
+        self.awaiting_reply = False
         if refused:
             raise refused
         return rows

@@ -15,7 +15,7 @@ from .hold import Hold
 from .lease import Lease, by_runner
 from .registry import checked_wait, registry
 from .renewal import renewer
-from .waiting import AsyncBell, Bell
+from .waiting import AsyncWaker, Waker
 
 
 class _Unset:
@@ -58,14 +58,14 @@ class Attempt:
         release_now = self.lock.release == "now"
         lease = self.lease()
         # Without a hold it only waits for a commit, or for its release after a rollback.
-        if lease is not None and (lease.entered or not lease.handles or self._same_owner(lease)):
-            if lease.handles > 0 and not self.lock.reentrant:
+        if lease is not None and (lease.entered or not lease.holds or self._same_owner(lease)):
+            if lease.holds > 0 and not self.lock.reentrant:
                 raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
             hold = Hold(lease, release_now=release_now, released=True)
             hold.entered = entered
-            if lease.join(hold):
+            if lease.add_hold(hold):
                 return hold
-            renewer.settle(lease)
+            renewer.drain(lease)
         transactions.check_before_lock(self.lock.name, release_now=release_now)
         return None
 
@@ -80,7 +80,7 @@ class Attempt:
             return lease
         return None
 
-    def claim(self, bell: Bell | AsyncBell) -> Claim:
+    def claim(self, waker: Waker | AsyncWaker) -> Claim:
         """Return what the engine is asked for."""
         lock = self.lock
         return Claim(
@@ -94,7 +94,7 @@ class Attempt:
             limit=lock.limit,
             stable=lock.owner is not None,
             renew=lock.renew,
-            wake=bell.ring,
+            wake=waker.wake,
         )
 
     def hold(self, grant: Grant, asked_at: float, *, entered: bool = False) -> Hold:
@@ -140,7 +140,7 @@ class Attempt:
             lease = by_runner.get((*self.place[:3], *mode))
             if lease is None or lease.runner() is not self.runner:
                 continue
-            if not lease.handles or lease.lost:
+            if not lease.holds or lease.lost:
                 continue
             name = names.shown(self.lock.name)
             text = f"the lock {name!r} was taken by this thread or task itself"
@@ -166,7 +166,7 @@ def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | N
     runner = identity.current_runner()
     place = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
     lease = by_runner.get(place)
-    return lease if lease is not None and lease.runner() is runner and lease.handles else None
+    return lease if lease is not None and lease.runner() is runner and lease.holds else None
 
 
 def _stable_owner(lock: Any) -> str:

@@ -13,7 +13,7 @@ from .acquiring import Attempt
 from .hold import Hold
 from .registry import registry
 from .renewal import renewer
-from .waiting import Bell
+from .waiting import Waker
 
 
 class Together:
@@ -24,7 +24,7 @@ class Together:
     def __init__(self, backend: BaseLockBackend, attempts: list[Attempt]) -> None:
         self.backend = backend
         self.attempts = attempts
-        self.claims: list[Claim] = [attempt.claim(Bell()) for attempt in attempts]
+        self.claims: list[Claim] = [attempt.claim(Waker()) for attempt in attempts]
         self.holds: list[Hold] = []
 
     @classmethod

@@ -10,7 +10,7 @@ from types import CodeType, TracebackType
 from ..errors import LockBusy, LockTimeout
 from ..primitives import identity, names
 from ..primitives.timing import Deadline
-from ..signals import atell, lock_acquired, tell
+from ..signals import asend, lock_acquired, send
 from .acquiring import UNSET
 from .batch import Together
 from .entered import enter, entered, forget
@@ -211,7 +211,7 @@ class AllOf:
                 return None
             if lock_acquired.receivers:
                 for hold, attempt in zip(holds, together.attempts, strict=True):
-                    tell(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+                    send(lock_acquired, {"fence": hold.fence, **attempt.facts()})
             return Holds(holds)
         except BaseException as error:
             together.give_back(at_once=not isinstance(error, Exception))
@@ -234,7 +234,7 @@ class AllOf:
                 return None
             if lock_acquired.receivers:
                 for hold, attempt in zip(holds, together.attempts, strict=True):
-                    await atell(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+                    await asend(lock_acquired, {"fence": hold.fence, **attempt.facts()})
             return Holds(holds)
         except BaseException as error:
             # Cancelled while the request is under way: in_thread() gives back when it has ended.

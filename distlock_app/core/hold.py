@@ -18,7 +18,7 @@ from ..primitives import transactions
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.timing import monotonic
-from ..signals import atell, lock_released, tell
+from ..signals import asend, lock_released, send
 from .handover import packed
 from .lease import Lease
 from .registry import MIN_TTL, checked_ttl
@@ -113,7 +113,7 @@ class Hold:
             if self._begin_release():
                 self._check_release(self._ask_release())
                 if lock_released.receivers:
-                    tell(lock_released, lease_facts(self._lease))
+                    send(lock_released, lease_facts(self._lease))
         except Exception:
             raise
         except BaseException:  # Ctrl-C: the process may end before a worker could do it
@@ -131,7 +131,7 @@ class Hold:
             )
             self._check_release(was_ours)
             if lock_released.receivers:
-                await atell(lock_released, lease_facts(self._lease))
+                await asend(lock_released, lease_facts(self._lease))
 
     def abandon(self) -> None:
         """Have the lock released soon, without waiting for that: nothing was done under it."""
@@ -236,16 +236,16 @@ class Hold:
         write = getattr(self._lease.backend, "guarded_set", None)
         if write is None:
             raise LockError(f"the engine of alias {self._lease.alias!r} has no guarded_set()")
-        if release and self._lease.handles > 1:
+        if release and self._lease.holds > 1:
             raise LockError("guarded_set(release=True) inside another hold of the same lock")
         if not write(self._lease.grant, key, value, ttl=ttl, release=release):
             renewer.lose(self._lease, "the engine refused the guarded write")
             raise self._lost_error()
         if release:
-            self._lease.part(self)
+            self._lease.remove_hold(self)
             renewer.unwatch(self._lease)
             if lock_released.receivers:
-                tell(lock_released, lease_facts(self._lease))
+                send(lock_released, lease_facts(self._lease))
 
     def enter(self, *, inside: bool = True) -> Hold:
         """Let the running thread or task take the lock again, until the release; or no longer."""
@@ -323,7 +323,7 @@ class Hold:
             return
         # No request here, and no release: the work that the lock guards may still go on.
         # Nothing refers to the lease any more, so it is not renewed and ends by itself.
-        if lease.part(self):
+        if lease.remove_hold(self):
             renewer.let_expire(lease)
         text = f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()"
         if self.taken_at is not None:
@@ -358,7 +358,7 @@ class Hold:
     def _check_dump(self) -> None:
         if not self._lease.backend.expires:
             raise LockError("this engine's locks end with their session: they cannot be dumped")
-        if self._lease.handles > 1:
+        if self._lease.holds > 1:
             raise LockError(f"{shown(self.name)!r} was taken again here: dump the only hold of it")
         if not self._release_now and transactions.open_blocks():
             raise LockError("a lock is not handed over inside atomic(): dump it after the commit")
@@ -370,7 +370,7 @@ class Hold:
         """End the hold without a release, and let go of what the engine keeps with it here."""
         lease = self._lease
         grant = lease.grant
-        if lease.part(self):
+        if lease.remove_hold(self):
             renewer.unwatch(lease)
             lease.grant = replace(grant, session=None)
         return grant
@@ -393,8 +393,8 @@ class Hold:
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
-            blocks = [block for block in blocks if id(block) not in lease.unended_blocks]
-            last = lease.part(self, blocks=[id(block) for block in blocks])
+            blocks = [block for block in blocks if id(block) not in lease.open_transactions]
+            last = lease.remove_hold(self, blocks=[id(block) for block in blocks])
         if last:
             renewer.unwatch(lease)
         elif last is None:
@@ -423,7 +423,7 @@ class Hold:
                 renewer.lose(lease, LATE, at_release=True)
                 raise self._lost_error() from error
             lease.release_asked |= in_time
-            lease.rejoin()
+            lease.restore_hold()
             self.released = self.entered = False
             raise
         if not (in_time or lease.release_asked):
@@ -467,8 +467,8 @@ def check_at_end(lease: Lease) -> None:
 
 def release_at_end(lease: Lease, block: int) -> None:
     """Release `lease` after the last commit, unless it was taken again meanwhile."""
-    lease.unended_blocks.discard(block)
-    if not lease.end_unheld():
+    lease.open_transactions.discard(block)
+    if not lease.end_if_unused():
         return
     renewer.unwatch(lease)
     in_time = not lease.lost
@@ -507,6 +507,6 @@ def unpin(lease: Lease, ttl: float, asked_at: float) -> None:
 
 def drop_at_end(lease: Lease, block: int) -> None:
     """Have `lease` released after the last rollback; runs in a finalizer."""
-    lease.unended_blocks.discard(block)
-    if not lease.unended_blocks:
+    lease.open_transactions.discard(block)
+    if not lease.open_transactions:
         renewer.release_later(lease)

@@ -15,7 +15,7 @@ from ..primitives import identity, names
 from .acquiring import UNSET, stable_token
 from .registry import checked_ttl, checked_wait, registry
 from .renewal import renewer
-from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
+from .waiting import AsyncWaker, Waker, acquired, acquiring, arun, in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class Latch:
         """
         if asyncio._get_running_loop() is not None:
             identity.refuse_to_block("`await latch.await_()`")
-        bell = Bell()
-        claim = self._claim(None, bell)
+        waker = Waker()
+        claim = self._claim(None, waker)
         try:
-            acquired(self._backend, claim, self._timeout(timeout), bell)
+            acquired(self._backend, claim, self._timeout(timeout), waker)
         except LockBusy:
             return False
         except BaseException:
@@ -76,12 +76,12 @@ class Latch:
 
     async def await_(self, timeout: float | None = UNSET) -> bool:
         """Do as `wait`, without blocking the event loop: a waiting task costs no thread."""
-        bell = AsyncBell()
-        claim = self._claim(None, bell)
+        waker = AsyncWaker()
+        claim = self._claim(None, waker)
         give_back = partial(renewer.give_back, self._backend, Grant(claim))
         try:
             steps = acquiring(self._backend, claim, self._timeout(timeout))
-            await arun(self._backend, steps, bell, cancelled=give_back)
+            await arun(self._backend, steps, waker, cancelled=give_back)
         except LockBusy:
             return False
         except Exception:
@@ -108,7 +108,7 @@ class Latch:
     def _timeout(self, timeout: Any) -> float | None:
         return registry[self.using].wait if timeout is UNSET else checked_wait(timeout)
 
-    def _claim(self, by: str | None, bell: Bell | AsyncBell | None = None) -> Claim:
+    def _claim(self, by: str | None, waker: Waker | AsyncWaker | None = None) -> Claim:
         return Claim(
             name=self.name,
             key=names.key_of(self.name, b"latch"),
@@ -117,5 +117,5 @@ class Latch:
             holder=identity.holder_text(),
             limit=self.count,
             latch=True,
-            wake=None if bell is None else bell.ring,
+            wake=None if waker is None else waker.wake,
         )

@@ -52,10 +52,10 @@ class Lease:
         "ends_by",
         "entered",
         "grant",
-        "handles",
+        "holds",
         "lock",
         "lost_because",
-        "owed",
+        "pending_release",
         "pins",
         "release_asked",
         "renews",
@@ -64,7 +64,7 @@ class Lease:
         "term",
         "trusted_until",
         "ttl",
-        "unended_blocks",
+        "open_transactions",
     )
 
     def __init__(
@@ -88,18 +88,18 @@ class Lease:
         self.renews = renew
         self.ends_by = float("inf") if max_hold is None else self.since + max_hold
         self.due: float | None = None  # when the renewer looks at it next
-        self.handles = 1  # holds that need it
+        self.holds = 1  # holds that need it
         self.entered = 0  # those of them that are in a `with`: only there it may be taken again
         self.pins = 0  # transactions that keep everybody else from the claim
-        self.unended_blocks: set[int] = set()  # whose end the release waits for: id(connection)
+        self.open_transactions: set[int] = set()  # whose end the release waits for: id(connection)
         self.ended = False  # released or given up: nothing more to renew
-        self.owed: int | None = None  # the number of its release on a worker thread
+        self.pending_release: int | None = None  # the number of its release on a worker thread
         self.release_asked = False  # in time, but the answer did not come
         self.lost_because: str | None = None
         self.runner: Any = None
         self._process = _process
         self._callbacks: list[Callback] | None = []
-        # Reentrant: a finalizer may part or end in the middle of any of the methods below.
+        # Reentrant: a finalizer may remove a hold in the middle of any method below.
         self.lock = threading.RLock()
 
     @property
@@ -156,31 +156,31 @@ class Lease:
         with self.lock:
             self.ended = True
 
-    def join(self, hold: Any) -> bool:
+    def add_hold(self, hold: Any) -> bool:
         """Add a hold, unless the lease has ended."""
         with self.lock:
             if self.ended:
                 return False
             # No call in between: a signal must not leave one without the other.
-            self.handles += 1
+            self.holds += 1
             self.entered += hold.entered
             hold.released = False
             return True
 
-    def part(self, hold: Any, *, blocks: Iterable[int] = ()) -> bool | None:
+    def remove_hold(self, hold: Any, *, blocks: Iterable[int] = ()) -> bool | None:
         """Take a hold away; return whether it was the last, and the lease has ended with it.
 
         None: it was, but now the release waits for `blocks` too, which were not waited for.
         """
         with self.lock:
-            self.handles -= 1
+            self.holds -= 1
             self.entered -= hold.entered
             hold.released = True
             answer = None
-            if self.handles > 0 or (self.unended_blocks and (self.ended or not blocks)):
+            if self.holds > 0 or (self.open_transactions and (self.ended or not blocks)):
                 answer = False
             elif blocks and not self.ended:
-                self.unended_blocks.update(blocks)
+                self.open_transactions.update(blocks)
             else:
                 self.ended = True
                 return True
@@ -200,16 +200,16 @@ class Lease:
             self.runner = identity.reference(runner)
             by_runner[id(runner), self.backend, claim.key, claim.shared, claim.limit] = self
 
-    def rejoin(self) -> None:
+    def restore_hold(self) -> None:
         """Add the hold again whose release failed; the lease has ended all the same."""
         with self.lock:
-            self.handles += 1
+            self.holds += 1
             self.entered = 0
 
-    def end_unheld(self) -> bool:
+    def end_if_unused(self) -> bool:
         """End it after the last transaction; False if it was taken again or ended meanwhile."""
         with self.lock:
-            if self.handles > 0 or self.unended_blocks or self.ended or self.foreign:
+            if self.holds > 0 or self.open_transactions or self.ended or self.foreign:
                 return False
             self.ended = True
             return True

@@ -20,7 +20,7 @@ from ..errors import LockBusy, LockError, NotHeld
 from ..primitives import identity, names
 from ..primitives.logs import fields, logger
 from ..primitives.transactions import check_caller
-from ..signals import atell, lock_acquired, lock_busy, lock_cleared, tell
+from ..signals import asend, lock_acquired, lock_busy, lock_cleared, send
 from .acquiring import UNSET, Attempt, lease_of_runner
 from .entered import enter, entered, forget
 from .handover import unpacked
@@ -28,7 +28,7 @@ from .hold import Hold
 from .lease import Lease
 from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
 from .renewal import renewer
-from .waiting import AsyncBell, Bell, acquired, acquiring, arun, in_thread
+from .waiting import AsyncWaker, Waker, acquired, acquiring, arun, in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +109,19 @@ class Lock:
         attempt = Attempt(self, wait)
         if (hold := attempt.reenter(entered=entered)) is not None:
             return hold
-        bell = Bell()
-        claim = attempt.claim(bell)
+        waker = Waker()
+        claim = attempt.claim(waker)
         try:
-            grant, asked_at = acquired(attempt.backend, claim, attempt.wait, bell)
+            grant, asked_at = acquired(attempt.backend, claim, attempt.wait, waker)
             hold = attempt.hold(grant, asked_at, entered=entered)
             if lock_acquired.receivers:
-                tell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+                send(lock_acquired, {"fence": grant.fence, **attempt.facts()})
             return hold
         except LockBusy as busy:
             attempt.explain(busy)
             attempt.note_wait("timeout")
             if lock_busy.receivers:
-                tell(lock_busy, attempt.facts())
+                send(lock_busy, attempt.facts())
             raise
         except BaseException as error:
             # It may have been granted without our hearing of it.
@@ -148,21 +148,21 @@ class Lock:
             await check_caller(self.name)
         if (hold := attempt.reenter(entered=entered)) is not None:
             return hold
-        bell = AsyncBell()
-        claim = attempt.claim(bell)
+        waker = AsyncWaker()
+        claim = attempt.claim(waker)
         give_back = partial(renewer.give_back, attempt.backend, Grant(claim))
         try:
             steps = acquiring(attempt.backend, claim, attempt.wait)
-            grant, asked_at = await arun(attempt.backend, steps, bell, cancelled=give_back)
+            grant, asked_at = await arun(attempt.backend, steps, waker, cancelled=give_back)
             hold = attempt.hold(grant, asked_at, entered=entered)
             if lock_acquired.receivers:
-                await atell(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+                await asend(lock_acquired, {"fence": grant.fence, **attempt.facts()})
             return hold
         except LockBusy as busy:
             attempt.explain(busy)
             attempt.note_wait("timeout")
             if lock_busy.receivers:
-                await atell(lock_busy, attempt.facts())
+                await asend(lock_busy, attempt.facts())
             raise
         except BaseException as error:
             if hold is not None:  # cancelled meanwhile: no time to wait for an engine
@@ -209,7 +209,7 @@ class Lock:
         alias, known, fence, session = unpacked(text)
         token = {field: known.pop(field) for field in ("owner", "stable")}
         attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
-        return attempt, Grant(replace(attempt.claim(Bell()), **token), fence, session=session)
+        return attempt, Grant(replace(attempt.claim(Waker()), **token), fence, session=session)
 
     def locked(self) -> bool:
         """Ask the engine whether anybody holds the lock."""
@@ -305,7 +305,7 @@ def clear(alias: str, key: str, name: str, version: str | None, user: str, reaso
             *(name, alias, user or "a program", f": {reason}" if reason else ""),
             extra=fields("cleared", alias, name=name, key=key, user=user, reason=reason),
         )
-        tell(lock_cleared, {"sender": type(registry[alias].backend), **facts})
+        send(lock_cleared, {"sender": type(registry[alias].backend), **facts})
     return cleared
 
 

@@ -29,7 +29,7 @@ from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.threads import Worker, started
 from ..primitives.timing import monotonic
-from ..signals import lock_lost, lock_released, tell
+from ..signals import lock_lost, lock_released, send
 from .lease import Lease
 
 RENEW_AT = 1 / 3  # of the ttl
@@ -66,8 +66,8 @@ class Renewer:
         # Until when no other release is tried, after one that failed: they may be very many.
         self._quiet: weakref.WeakKeyDictionary[BaseLockBackend, float]
         self._quiet = weakref.WeakKeyDictionary()
-        self._telling = Worker("distlock-telling", _call_all)
-        self._owed: set[int] = set()  # numbers of the releases under way
+        self._notifier = Worker("distlock-notifier", _call_all)
+        self._releases: set[int] = set()  # numbers of the releases under way
 
     def watch(self, lease: Lease) -> None:
         """Keep `lease` renewed, and tell when it is lost, until it has ended."""
@@ -95,8 +95,8 @@ class Renewer:
         Unless it is taken again meanwhile. Safe in a finalizer.
         """
         number = next(self._numbers)
-        self._owed.add(number)
-        lease.owed = number
+        self._releases.add(number)
+        lease.pending_release = number
         self._inbox.put((number, lease))
 
     def let_expire(self, lease: Lease) -> None:
@@ -117,14 +117,14 @@ class Renewer:
 
     def _give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
         number = next(self._numbers)
-        self._owed.add(number)
+        self._releases.add(number)
         self._put_release(backend, number, grant, monotonic() + grant.claim.ttl, None)
 
     def released(self, lease: Lease, was_ours: bool) -> None:
         """Tell what came of a release of which nobody waits for the outcome."""
         if was_ours and lease.lost_because is None:
             if lock_released.receivers:
-                self._telling.put(partial(tell, lock_released, lease_facts(lease)))
+                self._notifier.put(partial(send, lock_released, lease_facts(lease)))
         else:
             self.lose(lease, "it was gone before the transaction had ended", at_release=True)
 
@@ -138,15 +138,16 @@ class Renewer:
         for callback in callbacks:
             work = partial(_call_back, *callback)
             if not started(work, "distlock-lost"):
-                self._telling.put(work)
+                self._notifier.put(work)
         facts = lease_facts(lease)
         about = fields("lost", lease.alias, lease.grant, held=facts["held"], reason=reason)
-        self._telling.put(partial(_tell_lost, facts, reason, about))
+        self._notifier.put(partial(_notify_lost, facts, reason, about))
 
-    def settle(self, lease: Lease | None = None) -> None:
+    def drain(self, lease: Lease | None = None) -> None:
         """Wait for the releases under way, or one; but not for an engine that does not answer."""
         end = monotonic() + EXIT_PATIENCE
-        while (lease.owed in self._owed if lease else self._owed) and monotonic() < end:
+        releases = self._releases
+        while (lease.pending_release in releases if lease else releases) and monotonic() < end:
             sleep(0.001)
 
     def _schedule(self, lease: Lease, due: float) -> None:
@@ -209,12 +210,12 @@ class Renewer:
             job = (lease.backend, -1, lease.grant, until + lease.ttl, None)
             with self._lock:
                 self._push(until, job)
-        elif lease.end_unheld():
+        elif lease.end_if_unused():
             self.unwatch(lease)
             until = lease.trusted_until
             self._put_release(lease.backend, number, lease.grant, until, lease)
         else:
-            self._owed.discard(number)
+            self._releases.discard(number)
 
     def _due(self) -> tuple[list[Lease | tuple[Any, ...]], float]:
         now = monotonic()
@@ -337,7 +338,7 @@ class Renewer:
         except BaseException as error:
             # A claim without an end stays, and the engine says when its session is over.
             if grant.claim.stable or (late and backend.expires):
-                self._owed.discard(number)
+                self._releases.discard(number)
                 logger.warning(
                     "gave up releasing a lock (alias %r): %s",
                     *(backend.alias, error),
@@ -350,7 +351,7 @@ class Renewer:
             with self._lock:
                 self._push(again, job)
         else:
-            self._owed.discard(number)
+            self._releases.discard(number)
             if lease is not None:
                 self.released(lease, was_ours)
 
@@ -392,15 +393,15 @@ def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], None]) -> N
         connections.close_all()  # those of this thread
 
 
-def _tell_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> None:
+def _notify_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> None:
     logger.warning(
         "lost the lock %r (alias %r) after %.3f s: %s",
         *(about["lock_name"], facts["alias"], facts["held"], reason),
         extra=about,
     )
-    tell(lock_lost, {**facts, "reason": reason})
+    send(lock_lost, {**facts, "reason": reason})
 
 
 renewer = Renewer()
 os.register_at_fork(after_in_child=renewer.__init__)  # type: ignore[misc]
-atexit.register(renewer.settle)
+atexit.register(renewer.drain)

@@ -39,7 +39,7 @@ Step = tuple[Any, ...]
 
 
 def acquired(
-    backend: BaseLockBackend, claim: Claim, wait: float | None, bell: Bell
+    backend: BaseLockBackend, claim: Claim, wait: float | None, waker: Waker
 ) -> tuple[Grant, float]:
     """Run `acquiring` in this thread: a free lock is granted without any of its steps."""
     asked_at = monotonic()
@@ -47,8 +47,8 @@ def acquired(
     if answer and (began := _trusted(answer, asked_at)) is not None:
         return answer, began
     steps = acquiring(backend, claim, wait, first=(asked_at, answer))
-    del answer  # it may hold a place in a queue, which the steps alone keep or drop
-    grant, began = run(steps, bell)
+    del answer  # it may hold a ticket of a queue, which the steps alone keep or drop
+    grant, began = run(steps, waker)
     return grant, began
 
 
@@ -70,7 +70,7 @@ def acquiring(
     tried = first is not None  # not merely looked, because too many others try
     failures: list[LockError] = []
     answer: Any = None
-    refusal: Any = None  # kept, for it may hold a place in a queue
+    refusal: Any = None  # kept, for it may hold a ticket of a queue
     while True:
         left = deadline.remaining()
         last = left == 0
@@ -96,10 +96,10 @@ def acquiring(
             failures, answer, refusal = [error], None, None
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
-            news = getattr(refusal, "news", None)
-            told = news is not None or getattr(refusal, "told", False)
-            pause = _pause(backend, attempt, free_in, told=told, failed=bool(failures))
-            answer = yield ("pause", deadline.cap(pause), news)
+            wake_fd = getattr(refusal, "wake_fd", None)
+            notified = wake_fd is not None or getattr(refusal, "will_wake", False)
+            pause = _pause(backend, attempt, free_in, notified=notified, failed=bool(failures))
+            answer = yield ("pause", deadline.cap(pause), wake_fd)
         if answer:
             if (began := _trusted(answer, asked_at)) is not None:
                 return answer, began
@@ -114,7 +114,7 @@ def acquiring(
 def _keeps_nothing(backend: BaseLockBackend, refusal: Any) -> bool:
     """Tell whether the engine has nothing of the claim that a last try would take away."""
     polled = not (backend.blocks or backend.pushes or backend.queues)
-    return polled and getattr(refusal, "place", None) is None
+    return polled and getattr(refusal, "ticket", None) is None
 
 
 def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
@@ -137,12 +137,12 @@ def _pause(
     attempt: int,
     free_in: float | None,
     *,
-    told: bool,
+    notified: bool,
     failed: bool,
 ) -> float:
     if backend.blocks and not failed:
         return 0.0
-    if told:
+    if notified:
         pause = LOOK_EVERY
     elif backend.pushes:
         pause = backend.poll_max
@@ -158,49 +158,49 @@ def _refusal(claim: Claim, wait: float | None, free_in: float | None) -> LockBus
     return LockTimeout(f"the lock {name!r} was held by others for {wait:.3f} s", free_in=free_in)
 
 
-class Bell:
+class Waker:
     """Ends the pause of a waiting thread."""
 
-    __slots__ = ("_grant", "_rung")
+    __slots__ = ("_grant", "_woken")
 
     def __init__(self) -> None:
         self._grant: Grant | None = None
-        self._rung = threading.Lock()
-        self._rung.acquire()
+        self._woken = threading.Lock()
+        self._woken.acquire()
 
-    def ring(self, grant: Grant | None) -> None:
+    def wake(self, grant: Grant | None) -> None:
         """Wake the waiter; may be called from any thread, any number of times."""
         if grant is not None:
             self._grant = grant
         try:
-            self._rung.release()
-        except RuntimeError:  # it rings already
+            self._woken.release()
+        except RuntimeError:  # woken already
             pass
 
-    def pause(self, seconds: float, news: int | None = None) -> Grant | None:
-        """Sleep until it rings, or until there are `news`, at most `seconds`."""
-        if news is None:
-            self._rung.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
-        else:  # an engine that has these rings no bell
+    def wait(self, seconds: float, wake_fd: int | None = None) -> Grant | None:
+        """Sleep until woken or until `wake_fd` is readable, at most `seconds`."""
+        if wake_fd is None:
+            self._woken.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+        else:  # an engine that has these wakes nobody
             with selectors.DefaultSelector() as selector:
-                selector.register(news, selectors.EVENT_READ)
+                selector.register(wake_fd, selectors.EVENT_READ)
                 selector.select(seconds)
         grant, self._grant = self._grant, None
         return grant
 
 
-class AsyncBell:
+class AsyncWaker:
     """Ends the pause of a waiting asyncio task."""
 
-    __slots__ = ("_grant", "_loop", "_rung", "deserted")
+    __slots__ = ("_grant", "_loop", "_woken", "on_loop_closed")
 
     def __init__(self) -> None:
-        self.deserted: Callable[[], None] | None = None  # called when it rings, and nobody hears
+        self.on_loop_closed: Callable[[], None] | None = None
         self._grant: Grant | None = None
         self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
+        self._woken = asyncio.Event()
 
-    def ring(self, grant: Grant | None) -> None:
+    def wake(self, grant: Grant | None) -> None:
         """Wake the waiter; may be called from any thread, any number of times.
 
         Raise RuntimeError if its loop is closed: nobody waits any more, or takes a grant.
@@ -208,32 +208,32 @@ class AsyncBell:
         if grant is not None:
             self._grant = grant
         try:
-            self._loop.call_soon_threadsafe(self._rung.set)
+            self._loop.call_soon_threadsafe(self._woken.set)
         except RuntimeError:
-            if self.deserted is not None:
-                self.deserted()
+            if self.on_loop_closed is not None:
+                self.on_loop_closed()
             raise
 
-    async def pause(self, seconds: float, news: int | None = None) -> Grant | None:
-        """Sleep until it rings, or until there are `news`, at most `seconds`."""
-        # Not wait_for(): before Python 3.12 it swallows a cancellation as the bell rings.
-        timer = self._loop.call_later(seconds, self._rung.set)
-        if news is not None:
+    async def wait(self, seconds: float, wake_fd: int | None = None) -> Grant | None:
+        """Sleep until woken or until `wake_fd` is readable, at most `seconds`."""
+        # Not wait_for(): before Python 3.12 it swallows a cancellation as it is woken.
+        timer = self._loop.call_later(seconds, self._woken.set)
+        if wake_fd is not None:
             with suppress(NotImplementedError):  # the default loop of Windows: it looks later
-                self._loop.add_reader(news, self._rung.set)
+                self._loop.add_reader(wake_fd, self._woken.set)
         try:
-            await self._rung.wait()
+            await self._woken.wait()
         finally:
             timer.cancel()
-            if news is not None:
+            if wake_fd is not None:
                 with suppress(NotImplementedError):
-                    self._loop.remove_reader(news)
-        self._rung.clear()
+                    self._loop.remove_reader(wake_fd)
+        self._woken.clear()
         grant, self._grant = self._grant, None
         return grant
 
 
-def run(steps: Generator[Step, Any, Any], bell: Bell) -> Any:
+def run(steps: Generator[Step, Any, Any], waker: Waker) -> Any:
     """Run the generator in this thread; return what it returns."""
     answer: Any = None
     error: Exception | None = None
@@ -246,7 +246,7 @@ def run(steps: Generator[Step, Any, Any], bell: Bell) -> Any:
             error = None
             try:
                 if step[0] == "pause":
-                    answer = bell.pause(*step[1:])
+                    answer = waker.wait(*step[1:])
                 else:
                     answer = step[1](*step[2:])
             except Exception as raised:
@@ -258,7 +258,7 @@ def run(steps: Generator[Step, Any, Any], bell: Bell) -> Any:
 async def arun(
     backend: BaseLockBackend,
     steps: Generator[Step, Any, Any],
-    bell: AsyncBell,
+    waker: AsyncWaker,
     *,
     cancelled: Callable[[], None],
 ) -> Any:
@@ -267,7 +267,7 @@ async def arun(
     `cancelled` is called when the task was cancelled and no call is under way any more, and
     at once if that call waits: to end it. Also when its turn comes after its loop was closed.
     """
-    bell.deserted = cancelled
+    waker.on_loop_closed = cancelled
     answer: Any = None
     error: Exception | None = None
     request: Future[Any] | None = None
@@ -280,7 +280,7 @@ async def arun(
             error = None
             try:
                 if step[0] == "pause":
-                    answer = await _paused(bell, step, cancelled)
+                    answer = await _paused(waker, step, cancelled)
                 else:
                     request = _BEGIN[step[0]](backend, *step[1:])
                     answer = await _end(request, cancelled, at_once=step[0] == "wait")
@@ -290,9 +290,9 @@ async def arun(
         error = request = None  # their tracebacks refer to this frame
 
 
-async def _paused(bell: AsyncBell, step: Step, cancelled: Callable[[], None]) -> Grant | None:
+async def _paused(waker: AsyncWaker, step: Step, cancelled: Callable[[], None]) -> Grant | None:
     try:
-        return await bell.pause(*step[1:])
+        return await waker.wait(*step[1:])
     except BaseException:
         cancelled()
         raise
@@ -349,7 +349,7 @@ def _begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -
 
 
 class _Seen(NamedTuple):
-    """What a look has said in place of a first try."""
+    """What a look has said instead of a first try."""
 
     busy: Any
 

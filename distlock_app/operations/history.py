@@ -71,14 +71,14 @@ class _Writer:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._failing = False  # said once
-        self._news, self._hurry, self._done = (threading.Event() for _ in range(3))
+        self._pending, self._hurry, self._done = (threading.Event() for _ in range(3))
         self._noted: Counter[tuple[str, str]] = Counter()
 
     def note(self, **event: Any) -> None:
         """Remember an event."""
         self._done.clear()
         self._waiting.append(event)
-        self._news.set()
+        self._pending.set()
         if self._thread is None or not self._thread.is_alive():
             with self._starting, suppress(RuntimeError):  # no thread to be had
                 if self._thread is None or not self._thread.is_alive():
@@ -87,7 +87,7 @@ class _Writer:
                     )
                     self._thread.start()
 
-    def settle(self, within: float = AT_EXIT) -> None:
+    def flush(self, within: float = AT_EXIT) -> None:
         """Wait so many seconds at most until everything is written."""
         if self._thread is not None and self._thread.is_alive():
             self._hurry.set()
@@ -96,9 +96,9 @@ class _Writer:
 
     def _run(self) -> None:
         while True:
-            self._news.wait()
+            self._pending.wait()
             self._hurry.wait(EVERY)
-            self._news.clear()
+            self._pending.clear()
             try:
                 self._write()
                 self._failing = False
@@ -149,7 +149,7 @@ def _keep(events: Any, most: int) -> None:
 
 writer = _Writer()
 os.register_at_fork(after_in_child=writer.__init__)  # type: ignore[misc]
-atexit.register(writer.settle)
+atexit.register(writer.flush)
 
 
 def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) -> None:

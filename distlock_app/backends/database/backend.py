@@ -85,7 +85,7 @@ class DatabaseBackend(BaseLockBackend):
             if seat is None and lines.wanted(claim.key):
                 seat = lines.sit(_who(claim), claim.wake)
             if seat is not None and not lines.leads(seat):
-                return Busy(place=seat, told=True)
+                return Busy(ticket=seat, will_wake=True)
         try:
             if seat is not None and wait == 0 and (refusal := self._look(claim)) is not None:
                 answer: Grant | Busy = refusal  # for a row that is pinned, a try would take longer
@@ -93,7 +93,7 @@ class DatabaseBackend(BaseLockBackend):
                 answer = self._lead(seat, claim, wait) if seat else self._join(claim, wait)
         except Crowded as error:
             self._refuse_to_wait_for_itself(error)
-            answer = Busy(place=seat)
+            answer = Busy(ticket=seat)
         if seat is not None and (answer or wait == 0):
             lines.rise(seat)
         return answer
@@ -103,11 +103,11 @@ class DatabaseBackend(BaseLockBackend):
         seat = lines.seat_of(_who(claim))
         if seat is not None and seat.line is not None:
             if seat.place is not None:
-                return None  # another one leads, or did: it is not to wait for news from there
+                return None  # another one leads, or did: it is not to wait for that one
             if not lines.leads(seat):
                 return Busy()
             place = seat.line.place
-            if not seat.asked or (place is not None and place.news and place.called()):
+            if not seat.asked or (place is not None and place.wake_fd and place.called()):
                 return None
         return self._look(claim)
 
@@ -268,18 +268,18 @@ class DatabaseBackend(BaseLockBackend):
 
     def _lead(self, seat: Seat, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for a line of this process, or at the deadline for one who stands in it."""
-        place, news = self._sessions.lines.place_of(seat), seat.asked
+        place, asked = self._sessions.lines.place_of(seat), seat.asked
         seat.asked = True
         if place is None:
             return self._join(claim, wait, seat)
         if place.called():
             return self._take_turn(place, seat, claim, wait)
-        if wait != 0 and not news:  # another one has lined up on the server before it left
-            return Busy(news=place.news, place=seat)
+        if wait != 0 and not asked:  # another one has lined up on the server before it left
+            return Busy(wake_fd=place.wake_fd, ticket=seat)
         answer = self._join(claim, 0)
         if isinstance(answer, Grant):
             return answer
-        return Busy(answer.free_in, news=place.news, place=seat)
+        return Busy(answer.free_in, wake_fd=place.wake_fd, ticket=seat)
 
     def _join(self, claim: Claim, wait: float | None, seat: Seat | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; by polling if no connection may stay."""
@@ -321,15 +321,15 @@ class DatabaseBackend(BaseLockBackend):
         lines = self._sessions.lines
         seat = seat or lines.sit(_who(claim), claim.wake)
         if not lines.leads(seat):
-            return Busy(place=seat, told=True)
+            return Busy(ticket=seat, will_wake=True)
         seat.asked = True
         line = seat.line
         if place is not None and session is not None and line is not None and line.place is None:
-            place.news = session.dialect.line_up(session.wrapper, claim.key)
+            place.wake_fd = session.dialect.line_up(session.wrapper, claim.key)
             place.keep(session)
             lines.wait_at(seat, place)
-            return Busy(answer.free_in, news=place.news, place=seat)
-        return Busy(answer.free_in, place=seat)
+            return Busy(answer.free_in, wake_fd=place.wake_fd, ticket=seat)
+        return Busy(answer.free_in, ticket=seat)
 
     def _take_turn(
         self, place: Place, seat: Seat, claim: Claim, wait: float | None
@@ -350,11 +350,11 @@ class DatabaseBackend(BaseLockBackend):
         if isinstance(answer, Grant):
             lines.wait_no_more(seat, place)
             return self._granted(place, answer)
-        return Busy(answer.free_in, place=seat)
+        return Busy(answer.free_in, ticket=seat)
 
     def _take_turn_on(self, place: Place, claim: Claim, session: Session) -> Grant | Busy | None:
-        if place.news is not None:
-            place.news = None
+        if place.wake_fd is not None:
+            place.wake_fd = None
             if not session.dialect.called(session.wrapper):  # the server waited long enough
                 place.detach()
                 return None

@@ -83,13 +83,13 @@ class Session:
 class Place:
     """A connection that stays with a claim, or with those who wait; dropping it closes that."""
 
-    __slots__ = ("__weakref__", "_slots", "news", "pid", "session", "since")
+    __slots__ = ("__weakref__", "_slots", "pid", "session", "since", "wake_fd")
 
     def __init__(self, slots: deque[None]) -> None:
         """Take one of the `slots`; raises IndexError if there is none."""
         self._slots: deque[None] | None = None
         self.session: Session | None = None
-        self.news: int | None = None  # what a waiter waits on, as long as the server waits
+        self.wake_fd: int | None = None  # what a waiter waits on, as long as the server waits
         self.since = 0.0
         self.pid = os.getpid()
         slots.pop()
@@ -113,7 +113,7 @@ class Place:
 
     def called(self, within: float = 0.0) -> bool:
         """Tell whether the server has answered."""
-        return self.news is None or _readable(self.news, within)
+        return self.wake_fd is None or _readable(self.wake_fd, within)
 
     def detach(self) -> None:
         """Leave the connection to others: it neither has nor wants the queue lock any more."""

@@ -139,7 +139,7 @@ class Listener:
         self._connection: Any = None
         self._closed = threading.Event()
         self._subscribed: bool | None = None  # None: not known yet
-        self._told = threading.Condition()  # is reentrant too, an Event is not
+        self._changed = threading.Condition()  # is reentrant too, an Event is not
 
     @property
     def running(self) -> bool:
@@ -159,8 +159,8 @@ class Listener:
                 except RuntimeError:  # no more threads, or the interpreter is ending
                     self._thread = None
                     return False
-        with self._told:
-            self._told.wait_for(lambda: self._subscribed is not None, timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._subscribed is not None, timeout)
         return bool(self._subscribed)
 
     def trying(self, claim: Claim, asked: float) -> Waiter:
@@ -231,16 +231,16 @@ class Listener:
                             type(error).__name__,
                             extra=fields("not_listening", self._alias),
                         )
-                    self._tell(subscribed=False)
+                    self._notify(subscribed=False)
                     pause = min(2 * pause, RETRY_MAX)
             self._closed.wait(pause)
             if self._ends(idle=monotonic() - failing_since):
                 return
 
-    def _tell(self, *, subscribed: bool) -> None:
-        with self._told:
+    def _notify(self, *, subscribed: bool) -> None:
+        with self._changed:
             self._subscribed = subscribed
-            self._told.notify_all()
+            self._changed.notify_all()
 
     def _ends(self, *, idle: float) -> bool:
         """Whether the thread is to end; from then on the next waiter starts another one."""
@@ -260,7 +260,7 @@ class Listener:
             connection.send_command("SUBSCRIBE", self.channel, check_health=False)
             connection.read_response(disconnect_on_error=True)
             self._wake_all()  # before anybody counts on this connection: they have lost nothing
-            self._tell(subscribed=True)
+            self._notify(subscribed=True)
             self._hear(connection)
         finally:
             self._connection = None

@@ -54,8 +54,8 @@ class Listener:
         self._half_called: set[Waiter] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._settled = False  # the first attempt to subscribe has ended
-        self._told = threading.Condition()  # is reentrant too, an Event is not
+        self._ready = False  # the first attempt to subscribe has ended
+        self._changed = threading.Condition()  # is reentrant too, an Event is not
 
     @property
     def running(self) -> bool:
@@ -69,7 +69,7 @@ class Listener:
         """
         with self._lock:
             if self._thread is None and not self._closed:
-                self._settled = False
+                self._ready = False
                 self._thread = threading.Thread(
                     target=self._run, name=f"distlock {self.channel.decode()}", daemon=True
                 )
@@ -78,8 +78,8 @@ class Listener:
                 except RuntimeError:  # no more threads, or the interpreter is ending
                     self._thread = None
                     return
-        with self._told:
-            self._told.wait_for(lambda: self._settled, SUBSCRIBE_SECONDS)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready, SUBSCRIBE_SECONDS)
 
     def expect(self, claim: Claim, ticket: int) -> int:
         """Note that `claim` is about to ask and to wait; return the ticket of its first time."""
@@ -115,7 +115,7 @@ class Listener:
                 if self._waiters:
                     needed = monotonic()
                 ears.mend(needed=bool(self._waiters))
-                self._settle()
+                self._mark_ready()
                 for node, turn in ears.hear(CALL_SECONDS if self._half_called else LOOK_SECONDS):
                     self._called(node, turn[:OWNER], turn[OWNER:])
                 self._wake_half_called()
@@ -126,14 +126,14 @@ class Listener:
             with self._lock:
                 self._thread = None
         finally:
-            self._settle()
+            self._mark_ready()
             ears.close()
 
-    def _settle(self) -> None:
-        if not self._settled:
-            with self._told:
-                self._settled = True
-                self._told.notify_all()
+    def _mark_ready(self) -> None:
+        if not self._ready:
+            with self._changed:
+                self._ready = True
+                self._changed.notify_all()
 
     def _ends(self, *, idle: float) -> bool:
         """Whether the thread is to end; from then on the next waiter starts another one."""

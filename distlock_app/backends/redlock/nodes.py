@@ -97,7 +97,7 @@ class Ballot:
 class Link:
     """A connection to one node: answers come in the order of the requests, a line each."""
 
-    __slots__ = ("_begun", "_connection", "_socket", "fd", "owed")
+    __slots__ = ("_begun", "_connection", "_socket", "fd", "in_flight")
 
     def __init__(self, connection: Any) -> None:
         """Take a connected Connection of redis-py, with nothing left to read."""
@@ -105,7 +105,7 @@ class Link:
         self._socket = connection._sock
         self._socket.setblocking(False)
         self.fd: int = self._socket.fileno()
-        self.owed: deque[tuple[Ballot, float]] = deque()  # and when each was sent
+        self.in_flight: deque[tuple[Ballot, float]] = deque()  # and when each was sent
         self._begun = b""  # of a line
 
     def send(self, data: bytes) -> None:
@@ -171,7 +171,7 @@ class Node:
             self._late.extend(late)
             connection.disconnect()
             raise
-        link.owed.extend((ballot, now) for ballot in due)
+        link.in_flight.extend((ballot, now) for ballot in due)
         return link
 
     def failed(self, why: str) -> None:
@@ -212,7 +212,9 @@ class Panel:
         silent = [
             at
             for at, link in enumerate(self._links)
-            if link is not None and link.owed and now - link.owed[0][1] > self._nodes[at].timeout
+            if link is not None
+            and link.in_flight
+            and now - link.in_flight[0][1] > self._nodes[at].timeout
         ]
         if not silent and now - self.used < TRUST_SECONDS:
             return
@@ -220,7 +222,11 @@ class Panel:
             self._read(self._at[fd])
         for at in silent:
             link = self._links[at]
-            if link is not None and link.owed and link.owed[0][1] < now - self._nodes[at].timeout:
+            if (
+                link is not None
+                and link.in_flight
+                and link.in_flight[0][1] < now - self._nodes[at].timeout
+            ):
                 self._drop(at, "silent")
 
     def vote(
@@ -277,7 +283,7 @@ class Panel:
                 self._nodes[at].remember(ballot)
             return
         now = monotonic()
-        link.owed.extend([(ballot, now) for ballot in ballots])
+        link.in_flight.extend([(ballot, now) for ballot in ballots])
         try:
             link.send(b"".join([ballot.request for ballot in ballots]))
         except OSError:
@@ -289,12 +295,12 @@ class Panel:
             return
         try:
             for line in link.lines():
-                ballot, _ = link.owed.popleft()
+                ballot, _ = link.in_flight.popleft()
                 if not line.startswith(b"-") or line.startswith(b"-OOM"):
                     ballot.take(at, line)
                 elif line.startswith(b"-NOSCRIPT"):
                     if ballot.keep or not ballot.over:
-                        link.owed.append((ballot, monotonic()))
+                        link.in_flight.append((ballot, monotonic()))
                         link.send(ballot.script.in_full(ballot.request))
                 else:
                     # Such as READONLY: whoever connects anew may find a new master.
@@ -310,7 +316,7 @@ class Panel:
         self._links[at] = None
         self._poll.unregister(link.fd)
         del self._at[link.fd]
-        for ballot, _ in link.owed:
+        for ballot, _ in link.in_flight:
             node.remember(ballot)
             if not ballot.over:
                 ballot.waiting -= 1

@@ -407,7 +407,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
     def _begin_beat(self, session: S, claim: Claim, now: float) -> bool | BackendError | None:
         """Ask if it is time to; return True, or else the answer to the core."""
         try:
-            if not session.owes and not session.heard(0):
+            if not session.awaiting_reply and not session.heard(0):
                 if now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
                     return None
             statement, values = session.question(claim)
@@ -428,7 +428,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
     def _troubled(self, session: S, trouble: Trouble) -> bool | BackendError:
         """Return False if the session is gone; who only refused a question has its lock."""
         try:
-            if session.owes:
+            if session.awaiting_reply:
                 raise trouble
             session.wait(f"SELECT {session.note()} 1", BEAT_WAIT)
         except Trouble:

@@ -84,7 +84,7 @@ class ServerSession:
         self.used_at = 0.0
         self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
         self.asked_at = 0.0  # when the last question was asked that was answered
-        self.owes = False  # an answer
+        self.awaiting_reply = False  # an answer
         self.claim: Claim | None = None  # what it holds, or waits for
         self.fence: int | None = None
         self.waits = False
@@ -119,7 +119,7 @@ class ServerSession:
     def receive(self) -> Rows:
         """Return the whole answer, which has begun to arrive, or raise it as Trouble.
 
-        When it was read to its end nothing is owed any more.
+        When it was read to its end no reply is awaited any more.
         """
         raise NotImplementedError
 
@@ -133,10 +133,10 @@ class ServerSession:
 
     def wait(self, question: str, seconds: float, *values: Value) -> tuple[Rows, float]:
         """Do as `ask`, for a statement that waits; also return a time before the answer came."""
-        if self.owes:
-            self._settle()
+        if self.awaiting_reply:
+            self._discard_reply()
         asked_at = began = monotonic()
-        self.owes = True
+        self.awaiting_reply = True
         self.send(question, values)
         end = began + seconds
         while not self.heard(min(LOOK, max(0.0, end - began))):
@@ -149,11 +149,11 @@ class ServerSession:
 
     def begin_to_ask(self, question: str, *values: Value) -> None:
         """Send `question`, unless an earlier one is still unanswered (Silence)."""
-        if self.owes:
+        if self.awaiting_reply:
             if not self.heard(0):
                 raise Silence("still no answer")
-            self._settle()  # it comes too late to be worth anything
-        self.owes = True
+            self._discard_reply()  # it comes too late to be worth anything
+        self.awaiting_reply = True
         self.send(question, values)
 
     def finish_asking(self, asked_at: float) -> Rows:
@@ -162,7 +162,7 @@ class ServerSession:
         self.asked_at = asked_at
         return rows
 
-    def _settle(self) -> None:
+    def _discard_reply(self) -> None:
         if not self.heard(ANSWER_WAIT):
             raise Silence("still no answer")
         self.receive()
