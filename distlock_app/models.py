@@ -64,7 +64,7 @@ class LiveLock(models.Model):
     if TYPE_CHECKING:  # set by `admin.rows.row_of`
         holding: Holding
         state: str
-        place: str
+        origin: str
         activity: str
 
     id = models.TextField(primary_key=True, editable=False)

@@ -121,11 +121,11 @@ class LiveColumns:
             '<span class="dl-time" data-dl-since="{}">{}</span>', f"{held:.3f}", clock(held)
         )
 
-    @admin.display(description=_("holder"), ordering="place")
+    @admin.display(description=_("holder"), ordering="origin")
     def holder(self, row: LiveLock) -> str:
         """Return where it runs, and below that what it does; the list cuts it, not its title."""
-        place = format_html_join(mark_safe(":<wbr>"), "{}", [(p,) for p in row.place.split(":")])
-        lines = [(line,) for line in (place, row.activity) if line]
+        origin = format_html_join(mark_safe(":<wbr>"), "{}", [(p,) for p in row.origin.split(":")])
+        lines = [(line,) for line in (origin, row.activity) if line]
         text = format_html_join(mark_safe("<br>"), "{}", lines)
         if not text:
             return UNKNOWN

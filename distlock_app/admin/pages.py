@@ -20,7 +20,7 @@ from django.utils.translation import gettext_lazy as _
 from ..claims import Holding
 from ..models import LiveLock
 from ..operations import history
-from ..operations.reading import Reading, activity_of, place_of, read, read_more, who
+from ..operations.reading import Reading, activity_of, origin_of, read, read_more, who
 from ..primitives.names import key_of, shown
 from . import clearing
 from . import past as past_events
@@ -91,7 +91,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             return queryset, False
 
         def wanted(held: Holding) -> bool:
-            parts = (shown(held.name), place_of(held.holder), activity_of(held.holder))
+            parts = (shown(held.name), origin_of(held.holder), activity_of(held.holder))
             text = " ".join(parts).casefold()
             return all(word in text for word in words)
 

@@ -12,7 +12,7 @@ from django.core.exceptions import FieldError
 
 from ..claims import Holding
 from ..models import LiveLock
-from ..operations.reading import Health, activity_of, place_of, read, read_pages, state_of
+from ..operations.reading import Health, activity_of, origin_of, read, read_pages, state_of
 from ..primitives.names import is_key, shown
 
 
@@ -38,7 +38,7 @@ def row_of(holding: Holding) -> LiveLock:
     )
     row.holding = holding
     row.state = state_of(holding)
-    row.place = place_of(holding.holder)
+    row.origin = origin_of(holding.holder)
     row.activity = activity_of(holding.holder)
     return row
 
@@ -52,7 +52,7 @@ _SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
     "state": state_of,
     "expires_in": lambda held: _number(held.expires_in),
     "held_for": lambda held: _number(held.held_for),
-    "place": lambda held: (place_of(held.holder), activity_of(held.holder)),
+    "origin": lambda held: (origin_of(held.holder), activity_of(held.holder)),
     "waiters": lambda held: _number(held.waiters),
     "fence": lambda held: _number(held.fence),
 }
@@ -83,9 +83,9 @@ class LiveLocks:
     def __iter__(self) -> Iterator[LiveLock]:
         return map(row_of, self._holdings)
 
-    def __getitem__(self, place: Any) -> Any:
-        found = self._holdings[place]
-        return LiveLocks(found) if isinstance(place, slice) else row_of(found)
+    def __getitem__(self, index: Any) -> Any:
+        found = self._holdings[index]
+        return LiveLocks(found) if isinstance(index, slice) else row_of(found)
 
     def count(self) -> int:
         return len(self._holdings)
@@ -139,8 +139,8 @@ class PagedLocks(LiveLocks):
     def __iter__(self) -> Iterator[LiveLock]:
         return iter(self[:])
 
-    def __getitem__(self, place: Any) -> Any:
-        first, last, _ = place.indices(self.count())
+    def __getitem__(self, index: Any) -> Any:
+        first, last, _ = index.indices(self.count())
         ranges, skipped = {}, 0
         for alias, size in self._sizes.items():
             begin, end = max(first - skipped, 0), min(last - skipped, size)

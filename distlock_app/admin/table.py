@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.registry import registry
 from ..models import DistLock
-from ..operations.reading import activity_of, place_of
+from ..operations.reading import activity_of, origin_of
 from ..primitives.identity import holder_fields
 from . import clearing
 
@@ -55,9 +55,9 @@ class DatabaseFilter(admin.SimpleListFilter):
 class DistLockAdmin(_TableAdmin):
     """The lock table, to look at; never the owners, who are known by that token alone."""
 
-    list_display = ("name", "held", "expiry", "acquired_at", "place", "fence")
+    list_display = ("name", "held", "expiry", "acquired_at", "origin", "fence")
     fields = (
-        "name", "key", "database", "held", "expiry", "acquired_at", "place", "activity", "fence",
+        "name", "key", "database", "held", "expiry", "acquired_at", "origin", "activity", "fence",
     )  # fmt: skip
     readonly_fields = fields
     list_filter = (DatabaseFilter,)
@@ -108,8 +108,8 @@ class DistLockAdmin(_TableAdmin):
         return held
 
     @admin.display(description=_("last holder"), empty_value="—")
-    def place(self, row: DistLock) -> str:
-        return place_of(holder_fields(row.holder))
+    def origin(self, row: DistLock) -> str:
+        return origin_of(holder_fields(row.holder))
 
     @admin.display(description=_("doing"), empty_value="—")
     def activity(self, row: DistLock) -> str:

@@ -32,7 +32,7 @@ UNSET: Any = _Unset()
 class Attempt:
     """What one call of acquire works with."""
 
-    __slots__ = ("alias", "backend", "key", "lock", "place", "runner", "started", "ttl", "wait")
+    __slots__ = ("alias", "backend", "key", "lock", "lease_key", "runner", "started", "ttl", "wait")
 
     def __init__(self, lock: Any, wait: float | None) -> None:
         entry = registry[lock.using]
@@ -47,7 +47,7 @@ class Attempt:
         self.backend = entry.backend
         self.key = names.key_of(lock.name)
         self.runner = identity.current_runner()
-        self.place = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
+        self.lease_key = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
         self.started = monotonic()
 
     def reenter(self, *, entered: bool = False) -> Hold | None:
@@ -75,7 +75,7 @@ class Attempt:
 
     def lease(self) -> Lease | None:
         """Return what this runner has already, unless it was lost."""
-        lease = by_runner.get(self.place)
+        lease = by_runner.get(self.lease_key)
         if lease is not None and lease.runner() is self.runner and not lease.lost:
             return lease
         return None
@@ -111,7 +111,7 @@ class Attempt:
         hold = Hold(lease, release_now=self.lock.release == "now")
         hold.entered = entered
         lease.entered = int(entered)
-        by_runner[self.place] = lease
+        by_runner[self.lease_key] = lease
         renewer.watch(lease)
         if lease.since - self.started >= SLOW_WAIT:
             self.note_wait("slow_wait", grant)
@@ -137,7 +137,7 @@ class Attempt:
     def explain(self, busy: LockBusy) -> None:
         """Let the error say so if this runner itself is in the way."""
         for mode in ((False, 1), (True, 1), (False, self.lock.limit)):
-            lease = by_runner.get((*self.place[:3], *mode))
+            lease = by_runner.get((*self.lease_key[:3], *mode))
             if lease is None or lease.runner() is not self.runner:
                 continue
             if not lease.holds or lease.lost:
@@ -164,8 +164,8 @@ class Attempt:
 def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:
     """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
     runner = identity.current_runner()
-    place = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
-    lease = by_runner.get(place)
+    lease_key = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
+    lease = by_runner.get(lease_key)
     return lease if lease is not None and lease.runner() is runner and lease.holds else None
 
 

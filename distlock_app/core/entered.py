@@ -44,10 +44,10 @@ def forget(lock: Any, frame: FrameType | None, hold: Any = None) -> None:
     """Note that the `with` of `lock` in `frame` has ended, if there is one (of this `hold`)."""
     entry = _find(lock, frame)
     if entry is not None and hold in (None, entry.hold):
-        for place in (id(lock), id(entry.frame)), (id(lock), id(entry.runner)):
-            here = _entries.pop(place, ())
+        for key in (id(lock), id(entry.frame)), (id(lock), id(entry.runner)):
+            here = _entries.pop(key, ())
             if len(here) > 1:
-                _entries[place] = [other for other in here if other is not entry]
+                _entries[key] = [other for other in here if other is not entry]
 
 
 def _find(lock: Any, frame: FrameType | None) -> Entry | None:

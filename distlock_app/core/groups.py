@@ -107,7 +107,7 @@ class AllOf:
 
         By default it waits as long as the most patient of the locks.
         """
-        taken_at = identity.place_of_caller()
+        taken_at = identity.caller_location()
         return self._acquire(wait).bare(taken_at)
 
     def _acquire(self, wait: float | None = UNSET) -> Holds:
@@ -118,9 +118,9 @@ class AllOf:
         try:
             if (holds := self._at_once()) is not None:
                 return holds
-            for place, lock in self._order():
+            for index, lock in self._order():
                 # Entered, for the same lock may come twice.
-                taken[place] = lock._acquire(deadline.remaining(), entered=True)
+                taken[index] = lock._acquire(deadline.remaining(), entered=True)
             return _in_order(taken)
         except BaseException as error:
             Holds(taken.values()).leave(error, unused=True)
@@ -128,7 +128,7 @@ class AllOf:
 
     async def aacquire(self, wait: float | None = UNSET) -> Holds:
         """Do as `acquire`, without blocking the event loop."""
-        taken_at = identity.place_of_caller()
+        taken_at = identity.caller_location()
         return (await self._aacquire(wait)).bare(taken_at)
 
     async def _aacquire(self, wait: float | None = UNSET) -> Holds:
@@ -137,8 +137,8 @@ class AllOf:
         try:
             if (holds := await self._aat_once()) is not None:
                 return holds
-            for place, lock in self._order():
-                taken[place] = await lock._aacquire(deadline.remaining(), entered=True)
+            for index, lock in self._order():
+                taken[index] = await lock._aacquire(deadline.remaining(), entered=True)
             return _in_order(taken)
         except BaseException as error:
             await Holds(taken.values()).aleave(error, unused=True)
@@ -257,7 +257,7 @@ class AllOf:
 
 
 def _in_order(taken: dict[int, Hold]) -> Holds:
-    return Holds(taken[place] for place in sorted(taken))
+    return Holds(taken[index] for index in sorted(taken))
 
 
 def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:

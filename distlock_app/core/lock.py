@@ -98,7 +98,7 @@ class Lock:
     def acquire(self, wait: float | None = UNSET) -> Hold:
         """Take the lock; raise LockBusy (wait=0), LockTimeout or BackendError."""
         self._no_atomic()
-        taken_at = identity.place_of_caller()
+        taken_at = identity.caller_location()
         hold = self._acquire(wait)
         hold.taken_at = taken_at
         return hold
@@ -136,7 +136,7 @@ class Lock:
 
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
         """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
-        taken_at = identity.place_of_caller()
+        taken_at = identity.caller_location()
         hold = await self._aacquire(wait)
         hold.taken_at = taken_at
         return hold

@@ -188,7 +188,7 @@ def host_of(holder: Mapping[str, Any]) -> str:
     return shown(str(holder.get("host") or ""))
 
 
-def place_of(holder: Mapping[str, Any]) -> str:
+def origin_of(holder: Mapping[str, Any]) -> str:
     """Return where the holder runs, host:pid:thread, as printable text."""
     parts = [holder[key] for key in ("host", "pid", "thread") if holder.get(key)]
     return shown(":".join(str(part) for part in parts))
@@ -201,7 +201,7 @@ def activity_of(holder: Mapping[str, Any]) -> str:
 
 def who(holder: Mapping[str, Any]) -> str:
     """Return where somebody runs and what for, in one line; empty if nothing was said."""
-    return " – ".join(filter(None, (place_of(holder), activity_of(holder))))
+    return " – ".join(filter(None, (origin_of(holder), activity_of(holder))))
 
 
 def clock(seconds: float) -> str:

@@ -70,7 +70,7 @@ def frame_of_caller() -> FrameType:
     return frame
 
 
-def place_of_caller() -> tuple[CodeType, int]:
+def caller_location() -> tuple[CodeType, int]:
     """Return where this app was called: the code, and the line in its file."""
     frame = frame_of_caller()
     return frame.f_code, frame.f_lineno

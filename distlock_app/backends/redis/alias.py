@@ -87,7 +87,7 @@ def _cluster(urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
         return _ours(ConnectionPool.from_url(urls[0], **_OURS)), nodes
 
 
-def place(alias: str) -> tuple[Any, ...] | None:
+def server_of(alias: str) -> tuple[Any, ...] | None:
     """Return what two aliases of one Redis database have in common; None: not a Redis cache."""
     try:
         pool = recipe(alias)

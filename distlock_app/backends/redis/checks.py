@@ -6,7 +6,7 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning
 
 from ...errors import BackendError
-from .alias import place
+from .alias import server_of
 from .pool import Pool, Servers
 from .scripts import pack
 
@@ -15,8 +15,8 @@ def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
     """Warn if a cache lives in the database of the locks: its clear() is a FLUSHDB."""
     if location is None:
         return []
-    here = place(location)
-    others = [other for other in settings.CACHES if other != location and place(other) == here]
+    here = server_of(location)
+    others = [other for other in settings.CACHES if other != location and server_of(other) == here]
     if here is None or (location != "default" and not others):
         return []
     return [

@@ -18,7 +18,7 @@ from ...primitives.identity import holder_fields
 from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend
-from ..redis.alias import place, recipe
+from ..redis.alias import recipe, server_of
 from ..redis.scripts import fill
 from .checks import check_nodes
 from .listening import Listener
@@ -381,7 +381,7 @@ def _checked(where: str, location: Any) -> list[tuple[str, Any]]:
     recipes = [(alias, recipe(alias)) for alias in location]
     names: dict[Any, str] = {}
     for alias in location:
-        server = (place(alias) or (alias,))[0]
+        server = (server_of(alias) or (alias,))[0]
         if server in names:
             raise ImproperlyConfigured(
                 f"{where}: LOCATION names the same server twice, as {names[server]!r} and "

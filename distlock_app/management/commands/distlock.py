@@ -30,7 +30,7 @@ from distlock_app.operations.reading import (
     Health,
     activity_of,
     clock,
-    place_of,
+    origin_of,
     read,
     read_all,
     state_of,
@@ -260,7 +260,7 @@ def _table(held: Sequence[Holding]) -> Iterable[str]:
     """Yield the lines of a table; nothing for no locks."""
     rows = [("NAME", "ALIAS", "STATE", "KIND", "LEFT", "HELD FOR", "WAITERS", "FENCE", "HOLDER")]
     for h in sorted(held, key=lambda h: (h.alias, h.name, h.fence or 0)):
-        holder = [place_of(h.holder), activity_of(h.holder)]
+        holder = [origin_of(h.holder), activity_of(h.holder)]
         rows.append(
             (
                 names.shown(h.name),
