@@ -328,7 +328,7 @@ def with_receivers():
 
 # What no code can close: an interrupt before the first line of `__exit__`, and one between two
 # lines of taking a lock again. Then the lock is held until its ttl is over.
-OPEN = {("__exit__", "call"), ("join", "c_return")}
+OPEN = {("__exit__", "call"), ("add_hold", "c_return")}
 
 
 @pytest.mark.parametrize("work", [with_lock, with_group, with_nested, with_receivers])

@@ -180,9 +180,9 @@ def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, s
 
     refused = backend.acquire(claim("a"), 30)
 
-    assert not refused.place.line.place.called(within=0.5)
+    assert not refused.ticket.line.place.called(within=0.5)
     assert backend.release(held) is True
-    assert refused.place.line.place.called(within=DEADLINE)
+    assert refused.ticket.line.place.called(within=DEADLINE)
 
 
 def test_who_comes_at_the_hand_over_does_not_overtake(long_handover, backend, places, only_told):
@@ -193,7 +193,7 @@ def test_who_comes_at_the_hand_over_does_not_overtake(long_handover, backend, pl
     backend.release(held)
 
     assert isinstance(backend.acquire(claim("a"), 0), Busy)
-    assert refused.place.line.place.called(within=DEADLINE)
+    assert refused.ticket.line.place.called(within=DEADLINE)
     assert isinstance(registry["locks"].backend.acquire(waiting_for, 30), Grant)
 
 
@@ -205,7 +205,7 @@ def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_anybodys(backend, 
 
     taken = grab(backend, "a")
 
-    assert hangs.place is not None
+    assert hangs.ticket is not None
     assert backend.release(taken) is True
 
 
@@ -456,7 +456,7 @@ def test_with_queue_0_nothing_stays_with_claims():
     refused = backend.acquire(claim("a"), 30)
 
     assert held.session is None
-    assert refused.place is None
+    assert refused.ticket is None
     assert backend.release(held) is True
     backend.close()
 
@@ -573,7 +573,7 @@ def test_a_first_waiter_who_hangs_is_passed_over_once(backend, places):
 
     refused = tries(backend, 20)
 
-    assert hangs.place is not None
+    assert hangs.ticket is not None
     assert len(refused) <= 5
 
 
@@ -589,9 +589,9 @@ def test_a_waiter_that_hung_shares_no_connection_with_the_one_that_took_its_plac
 
     backend.release(held)
 
-    assert waits[0].news != waits[1].news
+    assert waits[0].wake_fd != waits[1].wake_fd
     assert locks.look(hung) is None  # it asks again, and is told what to wait for
-    assert locks.acquire(hung, 30).told
+    assert locks.acquire(hung, 30).will_wake
     eventually(lambda: (grant := locks.acquire(next_one, 30)) and locks.release(grant))
     eventually(lambda: (grant := locks.acquire(hung, 30)) and locks.release(grant))
 
@@ -628,7 +628,7 @@ def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, places):
 
         took = monotonic() - began
     assert isinstance(answer, Busy)
-    assert refusal.place is not None
+    assert refusal.ticket is not None
     assert took < 0.8
 
 
