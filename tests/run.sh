@@ -252,7 +252,7 @@ make_venv_alone() {
     say "Virtual environment $pair"
     rm -rf "$venv"
     "$source" -m venv "$venv" &&
-        run "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
+        run "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-compile \
             -r "$work/$pair-$wanted" &&
         { echo "$source"; cat "$work/$pair-$wanted"; } | cksum > "$venv/stamp" && return
     fail "virtual environment $pair"
