@@ -18,7 +18,7 @@ from tests.processes import say
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/how-to/tasks.md"
 
-# Messages are in memory, for a worker in this process, or in files.
+# Messages are in memory, for a worker in this process, or in Redis.
 app = Celery("tests")
 app.conf.update(
     broker_url="memory://",
@@ -26,16 +26,13 @@ app.conf.update(
     result_backend="cache+memory://",
     broker_connection_retry_on_startup=False,
 )
-if directory := os.environ.get("TESTS_CELERY_DIRECTORY"):
+if url := os.environ.get("TESTS_CELERY_REDIS"):
+    prefix = {"global_keyprefix": os.environ["TESTS_CELERY_PREFIX"]}
     app.conf.update(
-        broker_url="filesystem://",
-        broker_transport_options={
-            "data_folder_in": directory,
-            "data_folder_out": directory,
-            "control_folder": directory,
-            "polling_interval": 0.05,
-        },
-        result_backend=f"file://{directory}",
+        broker_url=url,
+        broker_transport_options=prefix,
+        result_backend=url,
+        result_backend_transport_options=prefix,
     )
 app.set_default()
 
@@ -75,10 +72,7 @@ def stick() -> None:
 
 
 def work() -> None:
-    """Be a Celery worker with two child processes, until SIGTERM; say when it is ready.
-
-    Two processes that make the folders of the messages at the same time get in each other's way.
-    """
+    """Be a Celery worker with two child processes, until SIGTERM; say when it is ready."""
     worker_ready.connect(lambda **kwargs: say("ready"), weak=False)
     app.worker_main(["worker", "--pool=prefork", "--concurrency=2", "--loglevel=warning"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from datetime import timedelta
 from functools import partial
@@ -336,9 +337,9 @@ def test_a_lock_is_handed_over_to_a_task_of_celery(worker, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
-def test_children_of_celery_exclude_each_other_and_release_at_time_limits(processes, tmp_path):
+def test_children_of_celery_exclude_each_other_and_release_at_time_limits(processes, redis_url):
     Counter.objects.create(name="celery")
-    env = {"TESTS_CELERY_DIRECTORY": str(tmp_path)}
+    env = {"TESTS_CELERY_REDIS": redis_url, "TESTS_CELERY_PREFIX": f"celery-{os.getpid()}:"}
     worker = processes.start("tests.celery_project:work", env=env)
     assert worker.read(60) == "ready"
 
