@@ -74,7 +74,7 @@ class Waiter:
         """Try once, as one who will go on waiting."""
         if isinstance(self.backend, RedisBackend):
             # Longer than the second that a lock gives it: the test waits for its message.
-            self.backend._listener(self.claim.key).works(DEADLINE)
+            self.backend._listener(self.claim.key).ensure_subscribed(DEADLINE)
         return self.backend.acquire(self.claim, 30)
 
     def granted(self, within: float = 5.0) -> Grant:
@@ -96,7 +96,7 @@ def left_waiting(backend: Any, name: str) -> Iterator[None]:
         await arun(backend, steps, waker, cancelled=lambda: None)
 
     if isinstance(backend, RedisBackend):
-        backend._listener(key_of(name)).works(DEADLINE)
+        backend._listener(key_of(name)).ensure_subscribed(DEADLINE)
     before = len(backend.queue(key_of(name)))
     with closing_loop(wait, lambda: len(backend.queue(key_of(name))) > before):
         yield

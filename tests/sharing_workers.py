@@ -66,13 +66,13 @@ def visit_twice(first: dict[str, Any], second: dict[str, Any]) -> None:
 def note_arrivals() -> dict[str, int]:
     """Return what this process's waiters are told of the time of their arrival, by owner."""
     arrivals: dict[str, int] = {}
-    real = Listener.waits
+    real = Listener.arm
 
-    def waits(self: Listener, waiter: Any, *args: Any) -> Any:
+    def arm(self: Listener, waiter: Any, *args: Any) -> Any:
         arrivals[waiter.claim.owner] = args[-1]
         return real(self, waiter, *args)
 
-    vars(redis_listener)["Listener"].waits = waits
+    vars(redis_listener)["Listener"].arm = arm
     return arrivals
 
 

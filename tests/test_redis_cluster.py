@@ -157,7 +157,7 @@ def test_a_waiter_that_listens_elsewhere_is_passed_over_and_hears_nothing(backen
     listener = backend._listener(claim(elsewhere).key)
     right, waiter = backend._listener, Waiter(backend, here)
     backend._listener = lambda key: listener
-    assert listener.works(30) and not waiter.ask()
+    assert listener.ensure_subscribed(30) and not waiter.ask()
     backend._listener = right
 
     assert backend.release(first)

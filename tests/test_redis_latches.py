@@ -136,7 +136,7 @@ def test_a_cancelled_task_leaves_nothing(name, server):
 
 def test_waiting_goes_on_without_any_message(name, monkeypatch):
     backend = registry["redis"].backend
-    monkeypatch.setattr(Listener, "works", lambda self, timeout: False)
+    monkeypatch.setattr(Listener, "ensure_subscribed", lambda self, timeout: False)
     monkeypatch.setattr(backend, "poll_max", 0.05)
     latch = Latch(name, 1, using="redis", ttl=60)
     told = []

@@ -269,7 +269,7 @@ def test_the_keys_of_several_holders_expire(backend, server, prefix, kind):
 
 def test_a_waiter_without_a_channel_gets_a_short_lease_first(backend, monkeypatch):
     writer = backend.acquire(claim("a"), 0)
-    monkeypatch.setattr(Listener, "works", lambda self, timeout: False)
+    monkeypatch.setattr(Listener, "ensure_subscribed", lambda self, timeout: False)
     unheard = claim("a", shared=True, wake=lambda grant: None)
     assert not backend.acquire(unheard, 30)
 

@@ -209,7 +209,7 @@ def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, o
     other.poll_max = 30.0  # it has to be woken: it does not just ask again by itself
     grant = backend.acquire(claim("a"), 0)
     # Longer than the second that a lock gives it: who is queued need not have subscribed.
-    assert other._listener(grant.claim.key).works(DEADLINE)
+    assert other._listener(grant.claim.key).ensure_subscribed(DEADLINE)
     [subscriber] = server.client_list(_type="pubsub")
     result = {}
 
@@ -247,7 +247,7 @@ def test_a_waiter_is_woken_to_try_again_when_messages_may_be_lost(own):
 
 
 def test_waiting_works_in_order_without_any_message(backend, monkeypatch):
-    monkeypatch.setattr(redis_listener.Listener, "works", lambda self, timeout: False)
+    monkeypatch.setattr(redis_listener.Listener, "ensure_subscribed", lambda self, timeout: False)
     monkeypatch.setattr(backend, "poll_max", 0.1)
     grant = backend.acquire(claim("a"), 0)
     order = []
@@ -322,7 +322,8 @@ def test_a_lock_that_was_handed_over_is_soon_held_for_its_ttl(redis_url, prefix,
     name, backend = f"{prefix}-a", registry["redis"].backend
     lock = Lock(name, using="redis", ttl=30, renew=renew)
     first = lock.acquire()
-    backend._listener(key_of(name)).works(DEADLINE)  # or its second try finds the lock its own
+    # Or its second try finds the lock its own.
+    backend._listener(key_of(name)).ensure_subscribed(DEADLINE)
     seen = []
 
     def wait():
@@ -344,18 +345,18 @@ def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
     Waiter(backend, "b").ask()
     waiter = Waiter(backend, "a")
     listener = backend._listener(waiter.claim.key)
-    waits = listener.waits
+    arm = listener.arm
 
     def late(*args):
         backend.release(first)
         give_up = time.monotonic() + 5
         while args[0].given is None and time.monotonic() < give_up:
             time.sleep(0.001)
-        return waits(*args)
+        return arm(*args)
 
     backend.acquire(claim("b"), 0)
     Waiter(backend, "b").ask()  # starts the listener
-    monkeypatch.setattr(listener, "waits", late)
+    monkeypatch.setattr(listener, "arm", late)
 
     grant = waiter.ask()
 

@@ -24,7 +24,7 @@ from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
 from .latches import COUNT_DOWN, PASS
 from .listening import Listener
-from .pool import Lost, Pool, Servers
+from .pool import ConnectionLost, Pool, Servers
 from .scripts import (
     ACQUIRE,
     CLEAR,
@@ -44,7 +44,7 @@ BATCH = 500
 # bytes for a held lock instead of 170, up to about 100,000 of them. In a Cluster each part has a
 # hash slot of its own, with the locks in it; a single server has them all in one.
 PARTS = 1024
-# People are shown so many of those who wait.
+# So many waiters are listed.
 MOST_QUEUED = 50
 # How long the first waiter of a process waits for its subscription to be confirmed.
 SUBSCRIBE_SECONDS = 1.0
@@ -60,7 +60,7 @@ class RedisBackend(BaseLockBackend):
     latches = True
     prolongs = True
     pushes = True
-    # The scripts take a waiter who did not ask again for three seconds for dead.
+    # The scripts take a waiter for dead that did not ask again for three seconds.
     poll_max = 1.0
 
     def __init__(
@@ -101,7 +101,7 @@ class RedisBackend(BaseLockBackend):
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
-        """Take the lock, or a place in its queue; a woken caller has the lock already."""
+        """Take the lock or enter its queue; a woken caller has the lock already."""
         asked = monotonic()
         if wait == 0:
             self._forget(claim)
@@ -112,21 +112,21 @@ class RedisBackend(BaseLockBackend):
         if not listener.running:
             # Most locks are free: a process that never waits needs no thread. Not a try that
             # leaves nothing behind, or a waiter would lose its place for a moment.
-            grant = self._try(claim, asked, "-", listener.place_of(claim))[0]
+            grant = self._try(claim, asked, "-", listener.arrival_of(claim))[0]
             if grant:
                 return grant
-        channel = listener.channel if listener.works(SUBSCRIBE_SECONDS) else "-"
+        channel = listener.channel if listener.ensure_subscribed(SUBSCRIBE_SECONDS) else "-"
         asked = monotonic()
-        waiter = listener.trying(claim, asked)
+        waiter = listener.register(claim, asked)
         try:
             result, server, arrived = self._try(claim, asked, channel, waiter.arrived)
         except BaseException:
-            listener.failed(waiter)
+            listener.rearm(waiter)
             raise
         if result:
             self._forget(claim)
             return result
-        again = listener.waits(waiter, asked, server, arrived)
+        again = listener.arm(waiter, asked, server, arrived)
         if isinstance(again, Grant):
             return again
         return Busy(free_in=0.0) if again else result
@@ -266,7 +266,7 @@ class RedisBackend(BaseLockBackend):
         if not owners:
             return []
         entries = self._pool.ask(pack(b"HMGET", claims, *owners))[0]
-        # "heard ttl channel limit holder name", or "fence limit holder name" of who just got it.
+        # "heard ttl channel limit holder name", or of a new member "fence limit holder name".
         words = [entry.decode().split(" ", 4) for entry in entries if entry]
         return [_about_of(w[4])[0] for w in words if len(w) == 5 and not w[2].startswith("{")]
 
@@ -342,8 +342,8 @@ class RedisBackend(BaseLockBackend):
     def _listener(self, key: str) -> Listener:
         """Return the listener at the server of this lock.
 
-        A script knows who listens at the very server where it runs, so each has a listener of
-        its own, and what holds for one server holds in a Cluster.
+        A script knows the subscribers of the server where it runs, so each server has a listener
+        of its own, and what holds for one server holds in a Cluster.
         """
         node = self._pool.node(self._template(ACQUIRE, key))
         listener = self._listeners.get(node)
@@ -392,7 +392,7 @@ class RedisBackend(BaseLockBackend):
         """Run a script whose repetition finds its own work done, and so cannot say True."""
         try:
             return bool(self._pool.run(script, request, repeat=False))
-        except Lost as error:
+        except ConnectionLost as error:
             if self._pool.run(script, request):
                 return True
             raise BackendError(
@@ -447,7 +447,7 @@ def _part(key: str) -> int:
 
 
 def _about(claim: Claim) -> bytes:
-    """Return what people are told of the claim."""
+    """Return what is shown of the claim: its holder and name."""
     name = claim.name
     if len(name) > SHOWN_LENGTH or not name.isprintable():
         name = shown(name)

@@ -11,7 +11,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from ...errors import BackendError
-from .pool import Lost, Pool, Servers, Unreached, code_of
+from .pool import ConnectionLost, Pool, Servers, Unreachable, code_of
 from .scripts import Script, pack
 
 SLOTS = 16384
@@ -85,7 +85,7 @@ class Cluster(Servers):
                     got = pool.exchange(script, [requests[at] for at in group], repeat)
                 except BackendError as error:
                     got, order[pool] = [error] * len(group), 2
-                    if isinstance(error, Unreached) or (repeat and isinstance(error, Lost)):
+                    if isinstance(error, (Unreachable, ConnectionLost) if repeat else Unreachable):
                         left += group
                 for at, answer in zip(group, got, strict=True):
                     answers[at] = answer
@@ -109,7 +109,7 @@ class Cluster(Servers):
         # The first tag in it is that of its first key. Without keys, any server will do.
         pool = slots[slot_of(request)]
         if pool is None:
-            raise Unreached(f"Redis {self.name!r} has no server for these keys.")
+            raise Unreachable(f"Redis {self.name!r} has no server for these keys.")
         return pool
 
     def _learn(self, old: Slots, order: Mapping[Pool, int] | None = None) -> Slots:
@@ -128,7 +128,7 @@ class Cluster(Servers):
                     continue
                 self._read(parts, address)
                 return self._map
-            raise error or Unreached(f"Redis {self.name!r} has no nodes.")
+            raise error or Unreachable(f"Redis {self.name!r} has no nodes.")
 
     def _read(self, parts: Any, asked: Address) -> None:
         """Take the answer to CLUSTER SLOTS: [first slot, last, master, replica...] each."""

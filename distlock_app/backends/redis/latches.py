@@ -3,7 +3,7 @@
 Of a latch there are only, and only for a time:
 
     <prefix>:{<shard>}:<key>:m      ZSET of the tokens that counted down, by time; expires
-    <prefix>:{<shard>}:<key>:w      HASH of those who wait: token -> channel; expires
+    <prefix>:{<shard>}:<key>:w      HASH of waiters: token -> channel; expires
 """
 
 from __future__ import annotations

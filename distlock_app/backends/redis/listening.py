@@ -46,7 +46,7 @@ class Waiter:
         self.again = False  # messages may have been lost while the try was under way
 
     def outdates(self, message: Message) -> bool:
-        """Tell whether the lock was taken by somebody else after that lease began."""
+        """Return whether another owner took the lock after that lease began."""
         return self.server is not None and message.began < self.server
 
     def grant(self, message: Message) -> Grant:
@@ -63,11 +63,11 @@ class Waiter:
         return Grant(self.claim, fence=message.fence, asked_at=asked_at, ttl=message.ttl or None)
 
 
-class _Waits(Protocol):
+class _HasClaim(Protocol):
     claim: Claim
 
 
-AnyWaiter = TypeVar("AnyWaiter", bound=_Waits)
+AnyWaiter = TypeVar("AnyWaiter", bound=_HasClaim)
 
 
 class Waiters(Generic[AnyWaiter]):
@@ -87,7 +87,7 @@ class Waiters(Generic[AnyWaiter]):
         return (waiter for waiters in list(self._lists.values()) for waiter in waiters)
 
     def named(self, owner: str, key: str) -> list[AnyWaiter]:
-        """Return those whom a message is for."""
+        """Return the waiters that a message is for."""
         return self._lists.get((owner, key), [])
 
     def find(self, claim: Claim) -> AnyWaiter | None:
@@ -96,7 +96,7 @@ class Waiters(Generic[AnyWaiter]):
         return next((waiter for waiter in waiters if waiter.claim is claim), None)
 
     def add(self, waiter: AnyWaiter) -> None:
-        """Take one in whose claim has none yet."""
+        """Add the waiter of a claim that has none yet."""
         owner, key = waiter.claim.owner, waiter.claim.key
         self._lists[owner, key] = [*self.named(owner, key), waiter]
 
@@ -146,8 +146,8 @@ class Listener:
         """Whether the thread has been started."""
         return self._thread is not None
 
-    def works(self, timeout: float) -> bool:
-        """Start the thread if need be; tell whether it has subscribed, within `timeout` seconds."""
+    def ensure_subscribed(self, timeout: float) -> bool:
+        """Start the thread if need be; return whether it subscribes within `timeout` seconds."""
         with self._lock:
             if self._thread is None and not self._closed.is_set():
                 self._subscribed = None
@@ -163,8 +163,8 @@ class Listener:
             self._changed.wait_for(lambda: self._subscribed is not None, timeout)
         return bool(self._subscribed)
 
-    def trying(self, claim: Claim, asked: float) -> Waiter:
-        """Note, before its request is sent, that `claim` is about to wait."""
+    def register(self, claim: Claim, asked: float) -> Waiter:
+        """Add the waiter of `claim`, before its request is sent."""
         with self._lock:
             waiter = self._waiters.find(claim)
             if waiter is None:
@@ -175,12 +175,12 @@ class Listener:
             waiter.again = False
             return waiter
 
-    def place_of(self, claim: Claim) -> int:
-        """Return the place of a claim that was trying() before, 0 if it has none."""
+    def arrival_of(self, claim: Claim) -> int:
+        """Return the time of arrival of a registered claim, 0 if it has none."""
         waiter = self._waiters.find(claim)
         return 0 if waiter is None else waiter.arrived
 
-    def waits(self, waiter: Waiter, asked: float, server: int, arrived: int) -> Grant | bool:
+    def arm(self, waiter: Waiter, asked: float, server: int, arrived: int) -> Grant | bool:
         """Let messages wake the claim, whose try has failed.
 
         Return its grant if the message has come already, or whether to try again at once.
@@ -193,8 +193,8 @@ class Listener:
             waiter.armed = not waiter.again
             return waiter.again
 
-    def failed(self, waiter: Waiter) -> None:
-        """Let messages wake the claim although nobody knows what became of its try."""
+    def rearm(self, waiter: Waiter) -> None:
+        """Let messages wake the claim again, after a try with an unknown result."""
         with self._lock:
             waiter.armed = True
 
@@ -259,14 +259,14 @@ class Listener:
             self._connection = connection
             connection.send_command("SUBSCRIBE", self.channel, check_health=False)
             connection.read_response(disconnect_on_error=True)
-            self._wake_all()  # before anybody counts on this connection: they have lost nothing
+            self._wake_all()  # before a new waiter counts on this connection: that one lost nothing
             self._notify(subscribed=True)
-            self._hear(connection)
+            self._receive(connection)
         finally:
             self._connection = None
             connection.disconnect()
 
-    def _hear(self, connection: Any) -> None:
+    def _receive(self, connection: Any) -> None:
         needed, pinged = monotonic(), 0.0
         while not self._ends(idle=monotonic() - needed):
             if self._waiters:
@@ -291,8 +291,8 @@ class Listener:
         message = Message(int(fence), int(began), int(ttl_ms) / 1000, monotonic())
         woken = []
         with self._lock:
-            # Nobody waits with this token any more: its last try got the lock as an answer, or
-            # its release has passed the lock on or is about to.
+            # Without a waiter of this token: its last try got the lock as an answer, or its
+            # release has passed the lock on or is about to.
             for waiter in self._waiters.named(owner, key):
                 if not waiter.armed:
                     waiter.given = message
@@ -311,7 +311,7 @@ class Listener:
         return self._grants and waiter.claim.renew
 
     def _wake_all(self) -> None:
-        """Let everybody try again: messages to the connection before this one are lost."""
+        """Let all waiters try again: messages to the connection before this one are lost."""
         with self._lock:
             armed = [waiter for waiter in self._waiters if waiter.armed]
             for waiter in self._waiters:
@@ -323,7 +323,7 @@ class Listener:
             self._wake(waiter, None)
 
     def _wake(self, waiter: Waiter, grant: Grant | None) -> bool:
-        """Tell whether the waiter could be woken."""
+        """Return whether the waiter could be woken."""
         try:
             if waiter.claim.wake is not None:
                 waiter.claim.wake(grant)

@@ -33,11 +33,11 @@ MASTER_SECONDS = 1.0
 SENTINELS_AWAY_SECONDS = 10.0
 
 
-class Lost(BackendError):
-    """The connection broke under a request: nobody knows whether it was carried out."""
+class ConnectionLost(BackendError):
+    """The connection broke under a request, which may have been carried out."""
 
 
-class Unreached(BackendError):
+class Unreachable(BackendError):
     """There is no connection: nothing was asked."""
 
 
@@ -61,14 +61,14 @@ class Link:
         return self.connection.host, self.connection.port
 
     def usable(self) -> bool:
-        """Tell whether the idle connection is as we left it: nothing to read, no end of file."""
+        """Return whether the idle connection is as we left it: nothing to read, no end of file."""
         if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
             return True
         return self._poll is None or not self._poll.poll(0)
 
 
 class Servers:
-    """Who is asked: one server (Pool), or the masters of a Cluster."""
+    """The servers that are asked: one (Pool), or the masters of a Cluster."""
 
     def __init__(self, name: str) -> None:
         self.name = name  # for messages
@@ -97,7 +97,7 @@ class Servers:
     def run(self, script: Script, request: bytes, *, repeat: bool = True) -> Any:
         """Send one packed EVALSHA and return its answer; raise BackendError.
 
-        Every script may be repeated. With `repeat=False`, or when that fails, too, `Lost`.
+        Every script may be repeated. `ConnectionLost` with `repeat=False`, or if that fails, too.
         """
         [answer] = self.exchange(script, (request,), repeat)
         return self._value(answer)
@@ -143,7 +143,7 @@ class Pool(Servers):
         return [self]
 
     def connect(self) -> Any:
-        """Return a new connection that is nobody else's."""
+        """Return a new connection for the caller alone."""
         return self._connect().connection
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Pool(Servers):
             self.close()
             raise self._failure(error, sent=link is not None) from error
         except OSError as error:  # such as a name that does not resolve, at a sentinel
-            raise Unreached(f"Redis {self.name!r} could not be reached at {self._at}.") from error
+            raise Unreachable(f"Redis {self.name!r} could not be reached at {self._at}.") from error
 
     @property
     def _at(self) -> str:
@@ -204,9 +204,9 @@ class Pool(Servers):
             link.connection.disconnect()
 
     def _leads_to_master(self, link: Link) -> bool:
-        """Tell whether the Sentinels, if there are any, still call its server the master.
+        """Return whether the Sentinels, if there are any, still call its server the master.
 
-        An old one that lives is told ten seconds after the failover, and grants locks until then.
+        A live old master learns of the failover ten seconds later, and grants locks until then.
         """
         if self._ask_master is None:
             return True
@@ -225,7 +225,7 @@ class Pool(Servers):
             answers, refused = _talk(connection, requests)
             if refused and script is not None:
                 again = [at for at, a in enumerate(answers) if type(a) is NoScriptError]
-                if again:  # the server was restarted, or somebody flushed its scripts
+                if again:  # the server was restarted, or its scripts were flushed
                     _talk(connection, [script.load])
                     rest, refused = _talk(connection, [requests[at] for at in again])
                     for at, answer in zip(again, rest, strict=True):
@@ -236,7 +236,7 @@ class Pool(Servers):
             connection.disconnect()
             raise
         if refused:
-            # Such as READONLY: whoever connects anew may find the new master.
+            # Such as READONLY: a new connection may find the new master.
             connection.disconnect()
             self.close()
             return answers
@@ -269,13 +269,13 @@ class Pool(Servers):
 
     def _failure(self, error: RedisError, *, sent: bool) -> BackendError:
         """Say what happened; no URL, and none of the texts that may quote our request."""
-        who, why = f"Redis {self.name!r}", type(error).__name__
+        server, why = f"Redis {self.name!r}", type(error).__name__
         if isinstance(error, AuthenticationError):
-            return BackendError(f"{who} did not let us in: check user and password in CACHES.")
+            return BackendError(f"{server} did not let us in: check user and password in CACHES.")
         if not sent:
-            return Unreached(f"{who} could not be reached at {self._at}: {why}.")
-        kind = Lost if isinstance(error, ConnectionError) else BackendError
-        return kind(f"{who} did not answer: {why}.")
+            return Unreachable(f"{server} could not be reached at {self._at}: {why}.")
+        kind = ConnectionLost if isinstance(error, ConnectionError) else BackendError
+        return kind(f"{server} did not answer: {why}.")
 
 
 def code_of(error: ResponseError) -> str:
@@ -285,7 +285,7 @@ def code_of(error: ResponseError) -> str:
 
 
 def _talk(connection: Any, requests: Sequence[bytes]) -> tuple[list[Any], bool]:
-    """Return an answer for each request, and whether one says that another server may be better."""
+    """Return an answer for each request, and whether one of them hints at another server."""
     connection.send_packed_command(requests, check_health=False)
     answers, refused = [], False
     for _ in requests:

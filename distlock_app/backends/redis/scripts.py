@@ -4,7 +4,7 @@ Keys of one lock, all in the hash slot of its shard and always all in KEYS:
 
     <prefix>:{<shard>}:<key>        lock      "token fence holder name", expires with the lease
     <prefix>:{<shard>}:<key>:q      queue     ZSET of waiting tokens by time of arrival
-    <prefix>:{<shard>}:<key>:w      claims    HASH of those who wait and of the members:
+    <prefix>:{<shard>}:<key>:w      entries   HASH of waiters and members:
                                               token -> "heard ttl channel limit holder name"
                                               token -> "fence limit holder name"
     <prefix>:{<shard>}:held:<part>  index     ZSET of held keys by expiry, for people
@@ -12,10 +12,10 @@ Keys of one lock, all in the hash slot of its shard and always all in KEYS:
     <prefix>:{<shard>}:<key>:m      members   ZSET of tokens that hold it together, by expiry
 
 Times are microseconds of the server's clock, ttls and expiries milliseconds. The fence is such a
-time too (see DESIGN "Fences that survive"), so it also says when the lock was acquired.
+time too, so it grows even after the server lost its data, and says when the lock was acquired.
 
-The limit of a claim says whom it bears beside it: 1 nobody (a mutex, a writer), n up to n - 1
-permits, 0 all who are shared too (a reader). Only one of the two, lock or members, exists.
+The limit of a claim says what it tolerates beside it: 1 nothing (a mutex, a writer), n up to n - 1
+semaphore permits, 0 other readers. Only one of the two, lock or members, exists.
 
 A full server (noeviction) refuses what takes memory, but only as the first write of a script. So
 what must work there begins with a write that takes none: PEXPIRE, ZREM, HDEL or DEL, before ZADD,
@@ -28,9 +28,9 @@ import hashlib
 from functools import lru_cache
 
 # Every script begins with this.
-# KEYS 1 lock, 2 queue, 3 claims, 4 index, 5 counter, 6 members     ARGV 1 key, 2 token
+# KEYS 1 lock, 2 queue, 3 entries, 4 index, 5 counter, 6 members     ARGV 1 key, 2 token
 _BEGIN = """
-local lock, queue, claims, index, counter = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local lock, queue, entries, index, counter = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local members = KEYS[6]
 local key, token = ARGV[1], ARGV[2]
 local held = redis.call('GET', lock)
@@ -55,13 +55,13 @@ local function note(ttl)
   if redis.call('PTTL', index) < tonumber(ttl) then redis.call('PEXPIRE', index, 2 * ttl) end
 end
 
--- Let `owner` be a member for so long. What is known of the members outlives the last of them,
--- so that whoever comes next tidies up.
-local function enlist(owner, ttl)
+-- Let `owner` be a member for so long. The entries outlive the last member, so that the next
+-- request cleans up.
+local function add_member(owner, ttl)
   redis.call('ZADD', members, now_ms + ttl, owner)
   local life = ttl + QUEUE_MS
   if redis.call('PTTL', members) < life then
-    for _, list in ipairs({members, claims, queue}) do redis.call('PEXPIRE', list, life) end
+    for _, list in ipairs({members, entries, queue}) do redis.call('PEXPIRE', list, life) end
   end
   note(redis.call('ZRANGE', members, -1, -1, 'WITHSCORES')[2] - now_ms)
 end
@@ -79,8 +79,8 @@ local function take(owner, ttl, limit, about)
     held = true
     note(ttl)
   else
-    redis.call('HSET', claims, owner, text(fence) .. ' ' .. limit .. ' ' .. about)
-    enlist(owner, ttl)
+    redis.call('HSET', entries, owner, text(fence) .. ' ' .. limit .. ' ' .. about)
+    add_member(owner, ttl)
   end
   if now % 16 == 0 then  -- now and then: drop what expired unreleased from the index
     local stale = redis.call('ZRANGEBYSCORE', index, '-inf', now_ms - 1, 'LIMIT', 0, 64)
@@ -96,14 +96,14 @@ local function is_member()
 end
 
 local function fence_of(owner)
-  return string.match(redis.call('HGET', claims, owner) or '', '^%d+')
+  return string.match(redis.call('HGET', entries, owner) or '', '^%d+')
 end
 
--- Leave nothing of `owner`, who waits or is a member.
+-- Leave nothing of `owner`, a waiter or a member.
 local function drop(owner)
   redis.call('ZREM', queue, owner)
   redis.call('ZREM', members, owner)
-  redis.call('HDEL', claims, owner)
+  redis.call('HDEL', entries, owner)
 end
 
 local function drop_expired()
@@ -117,7 +117,7 @@ local function fits(limit)
   local beside = redis.call('ZCARD', members)
   if beside == 0 then return true end
   if limit == '1' then return false end
-  local other = redis.call('HGET', claims, redis.call('ZRANGE', members, 0, 0)[1])
+  local other = redis.call('HGET', entries, redis.call('ZRANGE', members, 0, 0)[1])
   local readers = string.match(other, '^%d+ (%d+)') == '0'
   if limit == '0' then return readers end
   return not readers and beside < tonumber(limit)
@@ -128,33 +128,33 @@ _HAND_OVER = """
 local HEARD_WITHIN = 3000000  -- a waiter asks again each second: after three it has died
 local FIRST_MS = 3000         -- a waiter's process may be stopped: if it is not, it extends
 
--- Does anybody listen here? Asked before anything is sent: what PUBLISH counts as unheard is heard
--- all the same by who listens at another node of a Cluster, or at a replica.
-local function is_heard(channel)
+-- Does a process listen here? Asked before anything is sent: PUBLISH also reaches, without counting
+-- them, subscribers at other nodes of a Cluster and at replicas.
+local function has_subscriber(channel)
   return redis.call('PUBSUB', 'NUMSUB', channel)[2] > 0
 end
 
 -- Let waiters in, in order of arrival, as long as the next one fits (call drop_expired() first);
 -- return the fence of `me` if I am among them: the answer tells me, not a message.
--- A waiter whom nobody heard of lately, or whose process does not listen, has died or lost
--- its connection: it gets its old place back (by time of arrival) if it ever asks again.
+-- A waiter that did not ask lately, or whose process does not listen, has died or lost its
+-- connection: it gets its old place back (by time of arrival) if it ever asks again.
 local function hand_over(me)
   local granted
   while not held do
     local head = redis.call('ZRANGE', queue, 0, 0)[1]
     if not head then break end
-    local entry = redis.call('HGET', claims, head) or ''
+    local entry = redis.call('HGET', entries, head) or ''
     local heard, ttl, channel, limit, about =
       string.match(entry, '^(%d+) (%d+) (%S+) (%d+) (.*)$')
     local there = heard and now - heard < HEARD_WITHIN
     if there and not fits(limit) then break end
     redis.call('ZREM', queue, head)  -- before take(), which a full server would refuse
-    redis.call('HDEL', claims, head)
+    redis.call('HDEL', entries, head)
     if there and head == me then
       granted = take(head, ttl, limit, about)
     elseif there and channel == '-' then
       take(head, math.min(ttl, FIRST_MS), limit, about)
-    elseif there and is_heard(channel) then
+    elseif there and has_subscriber(channel) then
       local first = math.min(ttl, FIRST_MS)
       local words = {head, key, text(take(head, first, limit, about)), text(now), first}
       redis.call('PUBLISH', channel, table.concat(words, ' '))
@@ -179,19 +179,19 @@ end
 
 # It writes in any case: after that, and on the same connection, WAIT asks the replicas for all
 # that went before.
-_LENGTHEN = """
+_EXTEND_TO = """
 local function end_in(ttl)
   if mine then
     redis.call('PEXPIRE', lock, ttl)
     note(ttl)
   else
     redis.call('PEXPIRE', members, redis.call('PTTL', members))
-    enlist(token, ttl)
+    add_member(token, ttl)
   end
 end
 
 -- Never let a claim end earlier than was promised before.
-local function lengthen(ttl)
+local function extend_to(ttl)
   local left = mine and redis.call('PTTL', lock) or redis.call('ZSCORE', members, token) - now_ms
   end_in(math.max(left, ttl))
 end
@@ -213,15 +213,15 @@ if not held and redis.call('EXISTS', queue, members) == 0 then
 end
 """
     + _MEMBERS
-    + _LENGTHEN
+    + _EXTEND_TO
     + _HAND_OVER
     + """
 -- A repeated request, or a hand-over whose message was not heard.
 if mine then
-  lengthen(ttl)
+  extend_to(ttl)
   return {1, tonumber(string.match(held, '^%S+ (%d+)')), now}
 elseif not held and is_member() then
-  lengthen(ttl)
+  extend_to(ttl)
   return {1, tonumber(fence_of(token)), now}
 end
 
@@ -232,12 +232,12 @@ if channel ~= '' or not (empty or held) then
   if arrived == 0 then arrived = now end
   local back = channel == '' and '-' or channel
   local entry = text(now) .. ' ' .. ttl .. ' ' .. back .. ' ' .. limit .. ' ' .. about
-  redis.call('HDEL', claims, token)  -- first: see above of a full server
+  redis.call('HDEL', entries, token)  -- first: see above of a full server
   redis.call('ZADD', queue, 'NX', arrived, token)
-  redis.call('HSET', claims, token, entry)
+  redis.call('HSET', entries, token, entry)
   local life = held and QUEUE_MS or math.max(QUEUE_MS, redis.call('PTTL', members))
   redis.call('PEXPIRE', queue, life)
-  redis.call('PEXPIRE', claims, life)
+  redis.call('PEXPIRE', entries, life)
   local fence = not held and hand_over(token)
   if fence then return {1, fence, now} end
 end
@@ -256,11 +256,11 @@ _ACQUIRE_ALL = (
     _BEGIN
     + _CLOCK
     + _TAKE
-    + _LENGTHEN
+    + _EXTEND_TO
     + """
 -- Let the names and functions above mean this lock from now on.
 local function choose(at)
-  lock, queue, claims, index, counter, members = unpack(KEYS, 6 * at - 5, 6 * at)
+  lock, queue, entries, index, counter, members = unpack(KEYS, 6 * at - 5, 6 * at)
   key, token = ARGV[4 * at - 3], ARGV[4 * at - 2]
   held = redis.call('GET', lock)
   mine = held and string.sub(held, 1, #token + 1) == token .. ' '
@@ -275,7 +275,7 @@ for at = 1, #KEYS / 6 do
   choose(at)
   if mine then  -- a repeated request
     answer[at + 1] = tonumber(string.match(held, '^%S+ (%d+)'))
-    lengthen(ARGV[4 * at - 1])
+    extend_to(ARGV[4 * at - 1])
   else
     answer[at + 1] = take(token, ARGV[4 * at - 1], '1', ARGV[4 * at])
   end
@@ -290,10 +290,10 @@ _EXTEND = (
     + _CLOCK
     + _TAKE
     + _MEMBERS
-    + _LENGTHEN
+    + _EXTEND_TO
     + """
 if not mine and not is_member() then return 0 end
-if ARGV[4] then end_in(ARGV[3]) else lengthen(ARGV[3]) end
+if ARGV[4] then end_in(ARGV[3]) else extend_to(ARGV[3]) end
 return 1
 """
 )
@@ -384,7 +384,7 @@ class Script:
     __slots__ = ("_opening", "_words", "load", "promises")
 
     def __init__(self, source: str, *, keys: int = 6, args: int, promises: bool = False) -> None:
-        """`promises`: its 1, alone or first in a list, tells somebody that a lock is his."""
+        """`promises`: its 1, alone or first in a list, means that the caller has the lock."""
         self.promises = promises
         code = source.encode()
         sha = hashlib.sha1(code, usedforsecurity=False).hexdigest().encode()

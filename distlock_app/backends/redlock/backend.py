@@ -54,7 +54,7 @@ class RedlockBackend(BaseLockBackend):
 
     fences = True
     pushes = True
-    # The scripts take a waiter who did not ask again for three seconds for dead.
+    # The scripts take a waiter for dead that did not ask again for three seconds.
     poll_max = 1.0
 
     def __init__(self, *, alias: str, location: Any = None, prefix: str = "distlock") -> None:
