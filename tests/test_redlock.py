@@ -154,7 +154,7 @@ def test_what_undoes_a_try_spares_a_later_try_of_the_same_owner(backend, nodes):
     again = backend.acquire(grant.claim, 0)
     until(lambda: backend.extend(grant, 30) and len(nodes.holding(key)) == 5)
 
-    late = backend._ballot(RELEASE, key, owner.encode(), b"%d" % grant.session)
+    late = backend._request(RELEASE, key, owner.encode(), b"%d" % grant.session)
     backend._quorum.ask([late])
 
     assert again.session > grant.session
@@ -402,8 +402,8 @@ def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_han
 
 def test_connections_of_a_burst_are_closed_with_a_later_request(backend, monkeypatch):
     quorum = backend._quorum
-    for panel in [quorum._take() for _ in range(4)]:
-        quorum._idle.append(panel)
+    for connections in [quorum._take() for _ in range(4)]:
+        quorum._idle.append(connections)
     monkeypatch.setattr(redlock_nodes, "IDLE_SECONDS", 0.0)
 
     backend.ping()

@@ -22,7 +22,7 @@ from ..redis.alias import recipe, server_of
 from ..redis.scripts import fill
 from .checks import check_nodes
 from .listening import Listener
-from .nodes import ANSWER_GRACE, Ballot, Node, Panel, Quorum
+from .nodes import ANSWER_GRACE, Node, NodeConnections, Quorum, QuorumRequest
 from .scripts import (
     ACQUIRE,
     ACQUIRE_OR_WAIT,
@@ -69,7 +69,7 @@ class RedlockBackend(BaseLockBackend):
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
-        """Take the lock at a majority, or nowhere; who waits has a place in each node's queue."""
+        """Take the lock at a majority, or nowhere; a waiter is in the queue of each node."""
         listener = self._listener
         if wait == 0:
             listener.forget(claim)
@@ -88,77 +88,77 @@ class RedlockBackend(BaseLockBackend):
             listener.forget(claim)
         return result
 
-    def _try(self, claim: Claim, *place: bytes) -> Grant | Busy:
-        """Try once; `place` is the channel and the ticket of one who waits."""
+    def _try(self, claim: Claim, *waiting: bytes) -> Grant | Busy:
+        """Try once; `waiting` is the channel and the ticket of a waiter."""
         asked = monotonic()
         name = claim.name
         if len(name) > SHOWN_LENGTH or not name.isprintable():
             name = shown(name)
         stamp = self._clock.stamp(asked)
-        tell_time = (b"", b"") if self._clock.due(asked) else ()
-        ballot = self._ballot(
-            ACQUIRE_OR_WAIT if place or tell_time else ACQUIRE,
+        ask_time = (b"", b"") if self._clock.due(asked) else ()
+        request = self._request(
+            ACQUIRE_OR_WAIT if waiting or ask_time else ACQUIRE,
             claim.key,
             claim.owner.encode(),
             _milliseconds(claim.ttl),
             f"{claim.holder} {name}".encode(),
             b"%d" % stamp,
-            *(place or tell_time),
+            *(waiting or ask_time),
         )
 
-        def undo_unless_won(panel: Panel) -> None:
-            if len(ballot.yes) < ballot.majority:
-                self._give_up(panel, claim, stamp, *place, but=ballot.no)
+        def undo_unless_won(connections: NodeConnections) -> None:
+            if len(request.yes) < request.majority:
+                self._give_up(connections, claim, stamp, *waiting, but=request.no)
 
-        self._quorum.ask([ballot], undo_unless_won)
-        yes = [line.split() for line in ballot.yes.values()]
-        no = [line.split() for line in ballot.no.values()]
+        self._quorum.ask([request], undo_unless_won)
+        yes = [line.split() for line in request.yes.values()]
+        no = [line.split() for line in request.no.values()]
         times = [int(words[2]) * 1_000_000 + int(words[3]) for words in yes + no if words[3:]]
         self._clock.learn(monotonic(), times)
-        if len(yes) >= ballot.majority:
+        if len(yes) >= request.majority:
             fence = self._agree(claim, stamp, [int(words[1]) for words in yes])
             return Grant(claim, fence=fence, asked_at=asked, session=stamp)
-        if len(yes) + len(no) < ballot.majority:
-            raise self._quorum.failure(ballot)
+        if len(yes) + len(no) < request.majority:
+            raise self._quorum.failure(request)
         # Free enough when so many more are.
         lefts = sorted(int(words[1]) for words in no)
-        left = lefts[min(ballot.majority - len(yes), len(lefts)) - 1]
+        left = lefts[min(request.majority - len(yes), len(lefts)) - 1]
         return Busy(free_in=left / 1000 if left >= 0 else None)
 
     def _agree(self, claim: Claim, stamp: int, fences: list[int]) -> int:
         """Return a fence that a majority knows, and that is greater than all before.
 
-        Whoever was granted before left his fence at a majority, so at least one node of this one
-        knows it and answered a greater number. If all gave the same, a majority knows that; else
-        the greatest is made known.
+        Each owner before left its fence at a majority, so at least one node of this majority
+        knows it and answered a greater number. If all answered the same, a majority knows that
+        fence; else the greatest is sent to all.
         """
         fence = max(fences)
         if fences.count(fence) > len(self._nodes) // 2:
             return fence
-        ballot = self._ballot(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
+        request = self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
 
-        def undo_unless_known(panel: Panel) -> None:
-            if len(ballot.yes) < ballot.majority:
-                self._give_up(panel, claim, stamp)
+        def undo_unless_known(connections: NodeConnections) -> None:
+            if len(request.yes) < request.majority:
+                self._give_up(connections, claim, stamp)
 
-        self._quorum.ask([ballot], undo_unless_known)
-        if len(ballot.yes) < ballot.majority:
-            raise self._quorum.failure(ballot)
+        self._quorum.ask([request], undo_unless_known)
+        if len(request.yes) < request.majority:
+            raise self._quorum.failure(request)
         return fence
 
     def _give_up(
         self,
-        panel: Panel,
+        connections: NodeConnections,
         claim: Claim,
         stamp: int,
-        *place: bytes,
+        *waiting: bytes,
         but: Iterable[int] = (),
     ) -> None:
         """Release what was granted, or may yet be, over the connections that asked for it."""
-        script = RELEASE_AND_WAIT if place else RELEASE
-        words = claim.owner.encode(), b"%d" % stamp, *place
-        ballot = self._ballot(script, claim.key, *words, keep=claim.ttl)
-        panel.post(ballot, but=set(but))
+        script = RELEASE_AND_WAIT if waiting else RELEASE
+        words = claim.owner.encode(), b"%d" % stamp, *waiting
+        request = self._request(script, claim.key, *words, keep=claim.ttl)
+        connections.broadcast(request, but=set(but))
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         [result] = self.extend_many([(grant, ttl)])
@@ -168,7 +168,7 @@ class RedlockBackend(BaseLockBackend):
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         words = grant.claim.owner.encode(), _milliseconds(ttl), b"exactly"
-        return self._answer(self._ballot(END_IN, grant.claim.key, *words))
+        return self._answer(self._request(END_IN, grant.claim.key, *words))
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []
@@ -181,50 +181,50 @@ class RedlockBackend(BaseLockBackend):
         return results
 
     def _extend(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
-        ballots = [
-            self._ballot(EXTEND, grant.claim.key, grant.claim.owner.encode(), _milliseconds(ttl))
+        requests = [
+            self._request(EXTEND, grant.claim.key, grant.claim.owner.encode(), _milliseconds(ttl))
             for grant, ttl in work
         ]
 
-        def heal(panel: Panel) -> None:
+        def heal(connections: NodeConnections) -> None:
             # A node that lost the lock, in a restart for instance, may have it again: the majority
-            # that never lost it says that nobody else can have had it meanwhile.
-            for ballot, (grant, ttl) in zip(ballots, work, strict=True):
-                if ballot.no and len(ballot.yes) >= ballot.majority:
-                    have = set(range(len(self._nodes))) - set(ballot.no)
-                    panel.post(self._take_again(grant, ttl), but=have)
+            # that never lost it proves that no other owner can have had it meanwhile.
+            for request, (grant, ttl) in zip(requests, work, strict=True):
+                if request.no and len(request.yes) >= request.majority:
+                    have = set(range(len(self._nodes))) - set(request.no)
+                    connections.broadcast(self._take_again(grant, ttl), but=have)
 
-        self._quorum.ask(ballots, heal, grace=ANSWER_GRACE)
-        return [self._outcome(ballot) for ballot in ballots]
+        self._quorum.ask(requests, heal, grace=ANSWER_GRACE)
+        return [self._outcome(request) for request in requests]
 
-    def _take_again(self, grant: Grant, ttl: float) -> Ballot:
+    def _take_again(self, grant: Grant, ttl: float) -> QuorumRequest:
         claim = grant.claim
         about = f"{claim.holder} {shown(claim.name)}".encode()
         # That of the grant: a process that resumes the hold has no greater one to release it.
         stamp = grant.session or self._clock.stamp()
         words = claim.owner.encode(), _milliseconds(ttl), about, b"%d" % stamp
-        return self._ballot(ACQUIRE, claim.key, *words)
+        return self._request(ACQUIRE, claim.key, *words)
 
     def release(self, grant: Grant) -> bool:
-        """Release it everywhere, also where nobody knows whether it was granted."""
+        """Release it everywhere, also where it may not have been granted."""
         claim = grant.claim
         self._listener.forget(claim)
         # A hold may end in another process than it began, where the guess is another.
         stamp = max(self._clock.stamp(), grant.session or 0)
         words = claim.owner.encode(), b"%d" % stamp
-        return self._answer(self._ballot(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
+        return self._answer(self._request(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
 
-    def _answer(self, ballot: Ballot) -> bool:
-        self._quorum.ask([ballot])
-        outcome = self._outcome(ballot)
+    def _answer(self, request: QuorumRequest) -> bool:
+        self._quorum.ask([request])
+        outcome = self._outcome(request)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    def _outcome(self, ballot: Ballot) -> bool | BackendError:
-        if ballot.decided:
-            return len(ballot.yes) >= ballot.majority
-        return self._quorum.failure(ballot)
+    def _outcome(self, request: QuorumRequest) -> bool | BackendError:
+        if request.decided:
+            return len(request.yes) >= request.majority
+        return self._quorum.failure(request)
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         if key is not None:
@@ -238,11 +238,11 @@ class RedlockBackend(BaseLockBackend):
         owners = [owner for owner, h in held if if_version in (None, h.version)]
         if if_version is not None and not owners:
             return 0
-        # Without `if_version`, also what a few nodes hold for nobody.
-        ballot = self._ballot(CLEAR, key, owners[0].encode() if if_version is not None else b"")
-        self._quorum.ask([ballot])
-        if not ballot.decided:
-            raise self._quorum.failure(ballot)
+        # Without `if_version`, also what a minority of nodes holds.
+        request = self._request(CLEAR, key, owners[0].encode() if if_version is not None else b"")
+        self._quorum.ask([request])
+        if not request.decided:
+            raise self._quorum.failure(request)
         return len(owners)
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
@@ -277,33 +277,33 @@ class RedlockBackend(BaseLockBackend):
         lock = f"{self._prefix}{key}".encode()
         return script.template(lock, self._part(int(key[:4], 16) % PARTS))
 
-    def _ballot(
+    def _request(
         self, script: NodeScript, key: str, *words: bytes, keep: float = 0.0, once: bool = False
-    ) -> Ballot:
-        request = fill(self._template(script, key), *words)
-        return Ballot(self._quorum.majority, script, request, keep=keep, once=once)
+    ) -> QuorumRequest:
+        packed = fill(self._template(script, key), *words)
+        return QuorumRequest(self._quorum.majority, script, packed, keep=keep, once=once)
 
     def _held(self, parts: Iterable[int], key: str = "") -> dict[str, Holding]:
         """Return by owner what most nodes hold, or may hold: some may be down."""
         size = len(self._nodes)
         words = self._prefix.encode(), key.encode()
-        ballots = [
-            Ballot(size, LIST, LIST.template(self._part(number), *words)) for number in parts
+        requests = [
+            QuorumRequest(size, LIST, LIST.template(self._part(number), *words)) for number in parts
         ]
-        self._quorum.ask(ballots)
+        self._quorum.ask(requests)
         holdings = {}
-        for ballot in ballots:
-            if len(ballot.yes) < self._quorum.majority:
-                raise self._quorum.failure(ballot)
+        for request in requests:
+            if len(request.yes) < self._quorum.majority:
+                raise self._quorum.failure(request)
             found = defaultdict(list)
-            for line in ballot.yes.values():
+            for line in request.yes.values():
                 _, now, listed = line.decode().split(" ", 2)
                 for key, held, left, waiters in json.loads(listed):
                     if left > 0:
                         owner, fence, _, about = held.split(" ", 3)
                         found[key, owner].append((left, int(fence), waiters, about, int(now)))
             for (key, owner), at in found.items():
-                if len(at) + size - len(ballot.yes) >= self._quorum.majority:
+                if len(at) + size - len(request.yes) >= self._quorum.majority:
                     holdings[owner] = self._holding(key, at)
         return holdings
 
@@ -349,7 +349,7 @@ class ServerClock:
         return self._last
 
     def due(self, at: float) -> bool:
-        """Tell whether the nodes should be asked for the time again."""
+        """Return whether the nodes should be asked for the time again."""
         return self._ahead is None or at - self._learned > LEARN_SECONDS
 
     def learn(self, heard: float, times: Sequence[int]) -> None:

@@ -108,15 +108,17 @@ class Listener:
             thread.join(2 * LOOK_SECONDS)
 
     def _run(self) -> None:
-        ears = Ears(self._quorum, self.channel)
+        links = Subscriptions(self._quorum, self.channel)
         needed = monotonic()
         try:
             while not self._ends(idle=monotonic() - needed):
                 if self._waiters:
                     needed = monotonic()
-                ears.mend(needed=bool(self._waiters))
+                links.reconnect(needed=bool(self._waiters))
                 self._mark_ready()
-                for node, turn in ears.hear(CALL_SECONDS if self._half_called else LOOK_SECONDS):
+                for node, turn in links.receive(
+                    CALL_SECONDS if self._half_called else LOOK_SECONDS
+                ):
                     self._called(node, turn[:OWNER], turn[OWNER:])
                 self._wake_half_called()
         except Exception:  # whatever it is: without this thread waiting is slow
@@ -127,7 +129,7 @@ class Listener:
                 self._thread = None
         finally:
             self._mark_ready()
-            ears.close()
+            links.close()
 
     def _mark_ready(self) -> None:
         if not self._ready:
@@ -187,7 +189,7 @@ class Listener:
             )
 
 
-class Ears:
+class Subscriptions:
     """The subscriptions to one channel at all nodes."""
 
     def __init__(self, quorum: Quorum, channel: bytes) -> None:
@@ -199,7 +201,7 @@ class Ears:
         self._at: dict[int, int] = {}
         self._poll = select.poll()
 
-    def mend(self, *, needed: bool) -> None:
+    def reconnect(self, *, needed: bool) -> None:
         """Subscribe where a connection is missing or dead."""
         now = monotonic()
         for at, link in enumerate(self._links):
@@ -212,7 +214,7 @@ class Ears:
                 self._pinged[at] = now
                 self._send(at, PING)
 
-    def hear(self, seconds: float) -> list[tuple[int, str]]:
+    def receive(self, seconds: float) -> list[tuple[int, str]]:
         """Return which node called which owner to which key, after at most `seconds`."""
         called = []
         for fd, _ in self._poll.poll(seconds * 1000):

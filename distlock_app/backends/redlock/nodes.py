@@ -1,9 +1,9 @@
 """The nodes of a quorum: one request to all at once, until enough have answered.
 
 A thread that asks has a connection to each node as long as it asks: it sends to all and reads
-what comes. A node that is slow still owes its answer when the vote is over; it is read before
+what comes. The answer of a slow node is still in flight when the vote is over; it is read before
 the next one on that connection. A node that stays silent is left out, and threads in the
-background try to reach it again: those who ask do not wait for it.
+background try to reach it again: no request waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...errors import BackendError
 from ...primitives.timing import monotonic
 from .scripts import SCRIPTS, NodeScript
 
-# A node that owes an answer for so long counts as down; sooner if its SOCKET_TIMEOUT is shorter.
+# A node that does not answer for so long counts as down; sooner if its SOCKET_TIMEOUT is shorter.
 SILENT = 1.0
 # How long the last connections are waited for when a majority is there, unless a node is known to
 # be down; and the last answers to an extension.
@@ -31,21 +31,21 @@ CONNECT_GRACE = 0.25
 ANSWER_GRACE = 0.05
 # Pause between two attempts to reach a node that is down.
 REST = 1.0
-# Panels kept after a burst of threads; each is out only for one vote.
+# Sets of connections kept after a burst of threads; each is out only for one vote.
 KEEP_IDLE = 64
 # One that nobody needed for so many seconds is closed after the next vote.
 IDLE_SECONDS = 60.0
-# A panel that was idle for less is used without looking whether nodes closed its connections.
+# A set that was idle for less is used without looking whether nodes closed its connections.
 TRUST_SECONDS = 0.5
 # Releases kept for a node that is down; the oldest make room.
 KEEP_LATE = 1000
 
 
-class Ballot:
-    """One request to all nodes, and what they vote: the line of each answer, by node."""
+class QuorumRequest:
+    """One request to all nodes, and their votes: the line of each answer, by node."""
 
     __slots__ = (
-        *("keep", "majority", "no", "once", "over", "request", "script", "unsure", "waiting"),
+        *("keep", "majority", "no", "once", "over", "packed", "script", "unsure", "waiting"),
         *("why", "yes"),
     )
 
@@ -53,7 +53,7 @@ class Ballot:
         self,
         majority: int,
         script: NodeScript,
-        request: bytes,
+        packed: bytes,
         *,
         keep: float = 0.0,
         once: bool = False,
@@ -64,7 +64,7 @@ class Ballot:
         """
         self.majority = majority
         self.script = script
-        self.request = request
+        self.packed = packed
         self.keep = keep
         self.once = once
         self.yes: dict[int, bytes] = {}
@@ -105,7 +105,7 @@ class Link:
         self._socket = connection._sock
         self._socket.setblocking(False)
         self.fd: int = self._socket.fileno()
-        self.in_flight: deque[tuple[Ballot, float]] = deque()  # and when each was sent
+        self.in_flight: deque[tuple[QuorumRequest, float]] = deque()  # and when each was sent
         self._begun = b""  # of a line
 
     def send(self, data: bytes) -> None:
@@ -137,17 +137,17 @@ class Node:
         self.name = name
         self._recipe = recipe
         self.timeout = min(SILENT, recipe.connection_kwargs["socket_timeout"])
-        self.fresh: deque[Link] = deque()  # opened, and not in a panel yet
+        self.fresh: deque[Link] = deque()  # opened, and not in use yet
         self.opening = False
-        self.failing = False  # nobody waits for it
+        self.failing = False  # no request waits for it
         self.rests_until = 0.0
         self.why = ""
-        self._late: deque[tuple[Ballot, float]] = deque(maxlen=KEEP_LATE)
+        self._late: deque[tuple[QuorumRequest, float]] = deque(maxlen=KEEP_LATE)
 
-    def remember(self, ballot: Ballot) -> None:
+    def remember(self, request: QuorumRequest) -> None:
         """Keep a release for when the node can be reached again."""
-        if ballot.keep:
-            self._late.append((ballot, monotonic() + ballot.keep))
+        if request.keep:
+            self._late.append((request, monotonic() + request.keep))
 
     def connect(self) -> Link:
         """Return a new connection, after the releases that are due; raise RedisError, OSError."""
@@ -157,21 +157,21 @@ class Node:
         while self._late:
             late.append(self._late.popleft())
         try:
-            # A node that has to be told a script first would get it late, or not at all.
+            # A node that does not know the script would run it late, or not at all.
             connection.send_packed_command([script.load for script in SCRIPTS], check_health=False)
             for _ in SCRIPTS:
                 with suppress(ResponseError):  # such as NOPERM: it is sent in full when needed
                     connection.read_response(disconnect_on_error=True)
             now = monotonic()
-            due = [ballot for ballot, until in late if until > now]
-            for ballot in due:
-                connection._sock.sendall(ballot.script.in_full(ballot.request))
+            due = [request for request, until in late if until > now]
+            for request in due:
+                connection._sock.sendall(request.script.in_full(request.packed))
             link = Link(connection)
         except (RedisError, OSError):
             self._late.extend(late)
             connection.disconnect()
             raise
-        link.in_flight.extend((ballot, now) for ballot in due)
+        link.in_flight.extend((request, now) for request in due)
         return link
 
     def failed(self, why: str) -> None:
@@ -181,7 +181,7 @@ class Node:
         self.rests_until = monotonic() + REST
 
 
-class Panel:
+class NodeConnections:
     """A connection to each node that can be reached; one thread at a time has it."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -206,7 +206,7 @@ class Panel:
                     self._poll.register(link.fd, select.POLLIN)
         return missing
 
-    def tidy(self) -> None:
+    def drop_dead(self) -> None:
         """Drop connections that a node closed, or on which it is silent for too long."""
         now = monotonic()
         silent = [
@@ -218,7 +218,7 @@ class Panel:
         ]
         if not silent and now - self.used < TRUST_SECONDS:
             return
-        for fd, _ in self._poll.poll(0):  # perhaps only nobody has read the answers
+        for fd, _ in self._poll.poll(0):  # perhaps the answers were only not read yet
             self._read(self._at[fd])
         for at in silent:
             link = self._links[at]
@@ -231,33 +231,33 @@ class Panel:
 
     def vote(
         self,
-        ballots: Sequence[Ballot],
+        requests: Sequence[QuorumRequest],
         deadline: float,
         *,
         grace: float = 0.0,
         again: bool = False,
     ) -> None:
-        """Ask each node, `again` only what it has not answered, until all ballots are decided.
+        """Ask each node, `again` only what it has not answered, until all requests are decided.
 
         The answers of the other nodes are waited for `grace` seconds more.
         """
         for at in range(len(self._nodes)):
-            asked = ballots
+            asked = requests
             if again:
-                asked = [b for b in ballots if at not in b.yes and at not in b.no]
-            for ballot in asked:
-                ballot.waiting += 1
+                asked = [b for b in requests if at not in b.yes and at not in b.no]
+            for request in asked:
+                request.waiting += 1
             self._send(at, asked)
-        self._collect(ballots, deadline)
+        self._collect(requests, deadline)
         if grace:
-            self._collect(ballots, min(deadline, monotonic() + grace), from_all=True)
+            self._collect(requests, min(deadline, monotonic() + grace), from_all=True)
 
-    def post(self, ballot: Ballot, *, but: Container[int] = ()) -> None:
+    def broadcast(self, request: QuorumRequest, *, but: Container[int] = ()) -> None:
         """Send a request to all nodes but these, whatever they answer."""
-        ballot.over = True
+        request.over = True
         for at in range(len(self._nodes)):
             if at not in but:
-                self._send(at, [ballot])
+                self._send(at, [request])
 
     def close(self) -> None:
         """Drop every connection."""
@@ -266,26 +266,26 @@ class Panel:
                 self._drop(at)
 
     def _collect(
-        self, ballots: Sequence[Ballot], deadline: float, *, from_all: bool = False
+        self, requests: Sequence[QuorumRequest], deadline: float, *, from_all: bool = False
     ) -> None:
-        while any(b.waiting > 0 and (from_all or not b.decided) for b in ballots):
+        while any(b.waiting > 0 and (from_all or not b.decided) for b in requests):
             left = deadline - monotonic()
             if left <= 0:
                 return
             for fd, _ in self._poll.poll(left * 1000):
                 self._read(self._at[fd])
 
-    def _send(self, at: int, ballots: Sequence[Ballot]) -> None:
+    def _send(self, at: int, requests: Sequence[QuorumRequest]) -> None:
         link = self._links[at]
         if link is None:
-            for ballot in ballots:
-                ballot.waiting -= 1
-                self._nodes[at].remember(ballot)
+            for request in requests:
+                request.waiting -= 1
+                self._nodes[at].remember(request)
             return
         now = monotonic()
-        link.in_flight.extend([(ballot, now) for ballot in ballots])
+        link.in_flight.extend([(request, now) for request in requests])
         try:
-            link.send(b"".join([ballot.request for ballot in ballots]))
+            link.send(b"".join([request.packed for request in requests]))
         except OSError:
             self._drop(at)
 
@@ -295,17 +295,17 @@ class Panel:
             return
         try:
             for line in link.lines():
-                ballot, _ = link.in_flight.popleft()
+                request, _ = link.in_flight.popleft()
                 if not line.startswith(b"-") or line.startswith(b"-OOM"):
-                    ballot.take(at, line)
+                    request.take(at, line)
                 elif line.startswith(b"-NOSCRIPT"):
-                    if ballot.keep or not ballot.over:
-                        link.in_flight.append((ballot, monotonic()))
-                        link.send(ballot.script.in_full(ballot.request))
+                    if request.keep or not request.over:
+                        link.in_flight.append((request, monotonic()))
+                        link.send(request.script.in_full(request.packed))
                 else:
-                    # Such as READONLY: whoever connects anew may find a new master.
-                    ballot.take(at, line)
-                    self._drop(at, ballot.why.get(at, "refused"))
+                    # Such as READONLY: a new connection may find a new master.
+                    request.take(at, line)
+                    self._drop(at, request.why.get(at, "refused"))
                     return
         except (OSError, IndexError):
             self._drop(at)
@@ -316,69 +316,69 @@ class Panel:
         self._links[at] = None
         self._poll.unregister(link.fd)
         del self._at[link.fd]
-        for ballot, _ in link.in_flight:
-            node.remember(ballot)
-            if not ballot.over:
-                ballot.waiting -= 1
-                ballot.unsure.add(at)
+        for request, _ in link.in_flight:
+            node.remember(request)
+            if not request.over:
+                request.waiting -= 1
+                request.unsure.add(at)
         link.close()
         if why:
             node.failed(why)
 
 
 class Quorum:
-    """All nodes, and the panels of this process: last in, first out."""
+    """All nodes, and the sets of connections of this process: last in, first out."""
 
     def __init__(self, alias: str, nodes: Sequence[Node]) -> None:
         self.majority = len(nodes) // 2 + 1
         self.alias = alias
         self.nodes = nodes
         self._timeout = max(node.timeout for node in nodes)
-        self._idle: deque[Panel] = deque()  # its append and pop are atomic: no lock
+        self._idle: deque[NodeConnections] = deque()  # its append and pop are atomic: no lock
         self._opened = threading.Condition()
         self._closed = False
 
     def ask(
         self,
-        ballots: Sequence[Ballot],
-        after: Callable[[Panel], None] | None = None,
+        requests: Sequence[QuorumRequest],
+        after: Callable[[NodeConnections], None] | None = None,
         *,
         grace: float = 0.0,
     ) -> None:
-        """Hold the votes; `after` may send more over the same connections, so after the votes."""
-        panel = self._take()
+        """Collect the votes; `after` may send more over the same connections, so after them."""
+        connections = self._take()
         try:
             deadline = monotonic() + self._timeout
-            panel.vote(ballots, deadline, grace=grace)
-            if any(ballot.unsure and not ballot.decided for ballot in ballots):
+            connections.vote(requests, deadline, grace=grace)
+            if any(request.unsure and not request.decided for request in requests):
                 # A server had closed its connection, or was restarted: every script may be
                 # repeated.
-                self.mend(panel)
-                panel.vote(ballots, deadline, again=True)
-            for ballot in ballots:
-                ballot.over = True
+                self.reconnect(connections)
+                connections.vote(requests, deadline, again=True)
+            for request in requests:
+                request.over = True
             if after is not None:
-                after(panel)
-        except BaseException:  # answers might be taken for those of other ballots
-            panel.close()
+                after(connections)
+        except BaseException:  # answers might be taken for those of other requests
+            connections.close()
             raise
-        panel.used = monotonic()
+        connections.used = monotonic()
         if len(self._idle) < KEEP_IDLE and not self._closed:
-            self._idle.append(panel)
+            self._idle.append(connections)
         else:
-            panel.close()
+            connections.close()
         with suppress(IndexError):  # another thread has taken it
-            while self._idle[0].used < panel.used - IDLE_SECONDS:
+            while self._idle[0].used < connections.used - IDLE_SECONDS:
                 self._idle.popleft().close()
 
-    def mend(self, panel: Panel) -> None:
-        """Connect the panel to what can be reached without waiting for what cannot."""
-        if not panel.fill():
+    def reconnect(self, connections: NodeConnections) -> None:
+        """Connect to the nodes that can be reached, without waiting for those that cannot."""
+        if not connections.fill():
             return
         began = monotonic()
         tried: set[Node] = set()
         with self._opened:
-            while missing := panel.fill():
+            while missing := connections.fill():
                 short = len(self.nodes) - len(missing) < self.majority
                 for node in missing:
                     due = short or monotonic() >= node.rests_until
@@ -400,7 +400,7 @@ class Quorum:
         node, began = self.nodes[at], monotonic()
         with self._opened:
             while True:
-                with suppress(IndexError):  # a panel may be faster
+                with suppress(IndexError):  # another thread may be faster
                     return node.fresh.pop()
                 if not node.opening and monotonic() >= node.rests_until:
                     self._open(node)
@@ -412,14 +412,14 @@ class Quorum:
                     return None
                 self._opened.wait(left)
 
-    def failure(self, ballot: Ballot) -> BackendError:
-        """Say why a ballot was not decided; no URL, and no text that may quote the request."""
+    def failure(self, request: QuorumRequest) -> BackendError:
+        """Say why a request was not decided; no URL, and no text that may quote what was sent."""
         silent = [
-            f"{node.name} ({ballot.why.get(at) or node.why or 'no answer'})"
+            f"{node.name} ({request.why.get(at) or node.why or 'no answer'})"
             for at, node in enumerate(self.nodes)
-            if at not in ballot.yes and at not in ballot.no
+            if at not in request.yes and at not in request.no
         ]
-        answers = len(ballot.yes) + len(ballot.no)
+        answers = len(request.yes) + len(request.no)
         return BackendError(
             f"Redlock {self.alias!r}: {answers} of {len(self.nodes)} nodes answered"
             + (f", not {', '.join(silent)}." if silent else ", and no majority agreed.")
@@ -434,14 +434,14 @@ class Quorum:
             while node.fresh:
                 node.fresh.pop().close()
 
-    def _take(self) -> Panel:
+    def _take(self) -> NodeConnections:
         try:
-            panel = self._idle.pop()
-            panel.tidy()
+            connections = self._idle.pop()
+            connections.drop_dead()
         except IndexError:
-            panel = Panel(self.nodes)
-        self.mend(panel)
-        return panel
+            connections = NodeConnections(self.nodes)
+        self.reconnect(connections)
+        return connections
 
     def _open(self, node: Node) -> None:
         node.opening = True
@@ -458,7 +458,7 @@ class Quorum:
             node.fresh.append(node.connect())
         except AuthenticationError:
             why = "did not let us in"
-        except Exception as error:  # whatever it is: those who wait for this thread shall know
+        except Exception as error:  # whatever it is: threads wait for this one
             why = type(error).__name__
         with self._opened:
             if why:

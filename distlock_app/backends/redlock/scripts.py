@@ -7,9 +7,9 @@ import hashlib
 from ..redis.scripts import bulks, pack
 
 # KEYS of every script: 1 lock: "token fence stamp holder name"; 2 part: a hash with the last fence,
-# ":", and the locks taken lately, 'q' if somebody waited for them. Beside the lock, while somebody
-# waits, its queue of owners by ticket and what is known of them; they are named here, as nodes are
-# single servers and each word more costs as much as a command.
+# ":", and the locks taken lately, 'q' with waiters. Beside a lock with waiters: its queue of owners
+# by ticket and what is known of them; they are named here, as nodes are single servers and each
+# word more costs as much as a command.
 # ARGV of every script: 1 token
 #
 # As on a single server, what must work on a full node begins with a write that takes no memory.
@@ -55,7 +55,7 @@ local function first()
   end
 end
 
--- Keep a place. The ticket is the stamp of the waiter's first try.
+-- Enter the queue. The ticket is the stamp of the waiter's first try.
 local function enqueue(channel, ticket)
   redis.call('HDEL', waiters, token)
   redis.call('HSET', part, lock, 'q')
@@ -65,7 +65,7 @@ local function enqueue(channel, ticket)
   redis.call('PEXPIRE', waiters, QUEUE_MS)
 end
 
--- Tell the first who listens that it is its turn; `me` knows.
+-- Notify the first waiter that listens; `me` knows that it is its turn.
 local function call_next(me)
   while true do
     local head, channel = first()
@@ -77,7 +77,7 @@ local function call_next(me)
 end
 """
 
-# ARGV 2 ttl, 3 "holder name", 4 stamp, which is also the proposed fence; of one who waits also:
+# ARGV 2 ttl, 3 "holder name", 4 stamp, which is also the proposed fence; of a waiter also:
 #      5 channel to be called on, '-' without one, 6 ticket; '' and '' only ask for the time
 # -> "1 fence" mine, or "0 milliseconds", after which it may be free; and mostly the time, in
 #    seconds and microseconds
@@ -180,7 +180,7 @@ return {ok = '1'}
 """
 )
 
-# ARGV 2 stamp of the last try that this undoes; of one who goes on waiting: 3 channel, 4 ticket
+# ARGV 2 stamp of the last try that this undoes; of a waiter that stays: 3 channel, 4 ticket
 # -> "1" it was mine, "0" not; either way nothing is left of these tries
 _RELEASE = (
     _BEGIN
