@@ -8,7 +8,7 @@ from django.db import connection
 
 from distlock_app import BackendError, Lock
 from distlock_app.backends.postgresql import AdvisoryLockBackend
-from distlock_app.backends.sessions.pool import GRACE, Trouble
+from distlock_app.backends.sessions.pool import GRACE, ServerError
 from distlock_app.core.registry import registry
 from distlock_app.testing.sharing import a_claim
 
@@ -209,7 +209,7 @@ def test_a_session_runs_one_statement_at_a_time_and_binds_values(backend):
 
     value = "'\\\"$1; -- /*é"
     assert session.ask("SELECT $1::text", value) == [(value,)]
-    with pytest.raises(Trouble):
+    with pytest.raises(ServerError):
         session.ask("SELECT 1; SELECT 2")
 
     backend._pool.drop(session)

@@ -126,10 +126,10 @@ def test_a_cancelled_task_ends_its_wait_on_the_server(sessions):
 
 
 def test_a_connection_that_is_dropped_as_the_interpreter_ends_raises_nothing(monkeypatch):
-    place = connections.Place(deque([None]))
-    for name in "_graveyard", "os":  # Python takes a module's names away in this order
+    queued = connections.QueuedConnection(deque([None]))
+    for name in "_inherited", "os":  # Python takes a module's names away in this order
         monkeypatch.setattr(connections, name, None)
 
-    place.__del__()
+    queued.__del__()
 
-    assert place.session is None
+    assert queued.session is None

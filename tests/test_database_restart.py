@@ -48,7 +48,7 @@ def test_who_waits_while_the_server_restarts_is_served_afterwards(own_server, se
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    while not registry["default"].backend._sessions.lines.places() and waiter.is_alive():
+    while not registry["default"].backend._sessions.queues.connections() and waiter.is_alive():
         got.wait(0.01)
 
     own_server.kill()

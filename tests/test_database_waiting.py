@@ -58,12 +58,12 @@ def backend():
 
 
 @pytest.fixture
-def places():
+def sessions():
     """The connections that stay with the claims of those who wait by `Lock(using="locks")`."""
-    places = registry["locks"].backend._sessions
-    yield places
-    places.lines.tidy()
-    eventually(lambda: not waiting_in(places))
+    sessions = registry["locks"].backend._sessions
+    yield sessions
+    sessions.queues.drop_dead()
+    eventually(lambda: not waiting_in(sessions))
 
 
 class Waiter(threading.Thread):
@@ -113,29 +113,29 @@ def in_queue(number=1, within=DEADLINE):
     eventually(there, within)
 
 
-def in_line(places, number):
+def in_line(sessions, number):
     """Wait until so many wait in this process, one of them on the server."""
-    lines = places.lines._lines
-    eventually(lambda: sum(len(line.seats) for line in list(lines.values())) == number)
+    queues = sessions.queues._queues
+    eventually(lambda: sum(len(queue.waiters) for queue in list(queues.values())) == number)
     in_queue(min(number, 1))
 
 
-def in_line_once(places, number=1):
-    in_line(places, number)
+def in_line_once(sessions, number=1):
+    in_line(sessions, number)
     connections.close_all()  # those of this thread
 
 
 async def wait_until_cancelled(lock):
-    """Keep nothing of what was raised, whose traceback would keep the place."""
+    """Keep nothing of what was raised, whose traceback would keep the waiter."""
     with contextlib.suppress(asyncio.CancelledError):
         await lock.aacquire()
 
 
-def waiting_in(places):
-    return places.lines.places()
+def waiting_in(sessions):
+    return sessions.queues.connections()
 
 
-def test_a_release_wakes_the_waiter(backend, places, only_told):
+def test_a_release_wakes_the_waiter(backend, sessions, only_told):
     held = grab(backend, "a")
     waiter = Waiter()
     waiter.start()
@@ -144,15 +144,15 @@ def test_a_release_wakes_the_waiter(backend, places, only_told):
     assert backend.release(held) is True
 
     assert waiter.served()
-    assert places.parked == 0
+    assert sessions.parked == 0
 
 
-def test_a_release_wakes_a_waiting_task_without_a_thread_of_its_own(backend, places, only_told):
+def test_a_release_wakes_a_waiting_task_without_a_thread_of_its_own(backend, sessions, only_told):
     held = grab(backend, "a")
 
     async def wait():
         task = asyncio.create_task(Lock("a", using="locks", wait=2 * DEADLINE).aacquire())
-        await asyncio.to_thread(in_line_once, places)
+        await asyncio.to_thread(in_line_once, sessions)
         assert not [thread for thread in threading.enumerate() if "wait" in thread.name]
         await asyncio.to_thread(backend.release, held)
         hold = await asyncio.wait_for(task, DEADLINE)
@@ -161,13 +161,13 @@ def test_a_release_wakes_a_waiting_task_without_a_thread_of_its_own(backend, pla
     asyncio.run(wait())
 
 
-def test_waiters_are_served_in_order_of_arrival(backend, places, only_told):
+def test_waiters_are_served_in_order_of_arrival(backend, sessions, only_told):
     held = grab(backend, "a")
     order = []
     waiters = [Waiter(number, order) for number in range(5)]
     for number, waiter in enumerate(waiters):
         waiter.start()
-        in_line(places, number + 1)
+        in_line(sessions, number + 1)
     backend.release(held)
 
     assert all(waiter.served() for waiter in waiters)
@@ -180,12 +180,12 @@ def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, s
 
     refused = backend.acquire(claim("a"), 30)
 
-    assert not refused.ticket.line.place.called(within=0.5)
+    assert not refused.ticket.queue.connection.called(within=0.5)
     assert backend.release(held) is True
-    assert refused.ticket.line.place.called(within=DEADLINE)
+    assert refused.ticket.queue.connection.called(within=DEADLINE)
 
 
-def test_who_comes_at_the_hand_over_does_not_overtake(long_handover, backend, places, only_told):
+def test_a_newcomer_at_the_hand_over_does_not_overtake(long_handover, backend, sessions, only_told):
     held = grab(backend, "a")
     waiting_for = claim("a")
     refused = registry["locks"].backend.acquire(waiting_for, 30)
@@ -193,11 +193,11 @@ def test_who_comes_at_the_hand_over_does_not_overtake(long_handover, backend, pl
     backend.release(held)
 
     assert isinstance(backend.acquire(claim("a"), 0), Busy)
-    assert refused.ticket.line.place.called(within=DEADLINE)
+    assert refused.ticket.queue.connection.called(within=DEADLINE)
     assert isinstance(registry["locks"].backend.acquire(waiting_for, 30), Grant)
 
 
-def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_anybodys(backend, places):
+def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_open_to_all(backend, sessions):
     held = grab(backend, "a")
     hangs = registry["locks"].backend.acquire(claim("a"), 30)
     in_queue()
@@ -210,13 +210,13 @@ def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_anybodys(backend, 
 
 
 @pytest.mark.parametrize("end", ["dropped", "last try", "release"])
-def test_who_gives_up_leaves_no_place(backend, places, end):
+def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
     held = grab(backend, "a")
     waits = registry["locks"].backend
     wanted = claim("a")
     refused = waits.acquire(wanted, 30)
     in_queue()
-    assert places.parked == 1
+    assert sessions.parked == 1
 
     if end == "last try":
         assert not waits.acquire(wanted, 0)
@@ -224,7 +224,7 @@ def test_who_gives_up_leaves_no_place(backend, places, end):
         assert waits.release(Grant(wanted)) is False
     del refused
 
-    eventually(lambda: places.parked == 0)
+    eventually(lambda: sessions.parked == 0)
     backend.release(held)
     if end == "dropped":  # which the server finds out
         grab(backend, "a")
@@ -232,18 +232,18 @@ def test_who_gives_up_leaves_no_place(backend, places, end):
         assert isinstance(backend.acquire(claim("a"), 0), Grant)
 
 
-def test_a_waiter_that_is_just_being_dropped_is_gone(backend, places, monkeypatch):
+def test_a_waiter_that_is_just_being_dropped_is_gone(backend, sessions, monkeypatch):
     held = grab(backend, "a")
     refused = registry["locks"].backend.acquire(claim("a"), 30)
-    monkeypatch.setattr(places.lines._worker, "put", lambda job: places.lines.tidy())
+    monkeypatch.setattr(sessions.queues._worker, "put", lambda job: sessions.queues.drop_dead())
 
     del refused
 
-    assert waiting_in(places) == []
+    assert waiting_in(sessions) == []
     backend.release(held)
 
 
-def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, places):
+def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, sessions):
     held = grab(backend, "a")
     with pytest.raises(LockTimeout) as timeout:
         Lock("a", using="locks", wait=0.3).acquire()
@@ -251,18 +251,18 @@ def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, places):
 
     async def cancel():
         task = asyncio.create_task(Lock("a", using="locks", wait=DEADLINE).aacquire())
-        await asyncio.to_thread(in_line_once, places)
+        await asyncio.to_thread(in_line_once, sessions)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(cancel())
-    eventually(lambda: places.parked == 0)
+    eventually(lambda: sessions.parked == 0)
     assert backend.release(held) is True
 
 
 @pytest.mark.parametrize("stable", [False, True])
-def test_cancelled_tasks_leave_the_servers_queue_at_once(backend, places, stable):
+def test_cancelled_tasks_leave_the_servers_queue_at_once(backend, sessions, stable):
     held = grab(backend, "a")
     locks = [
         Lock("a", using="locks", wait=DEADLINE, owner=f"o{number}" if stable else None)
@@ -271,7 +271,7 @@ def test_cancelled_tasks_leave_the_servers_queue_at_once(backend, places, stable
 
     async def cancel():
         tasks = [asyncio.create_task(wait_until_cancelled(lock)) for lock in locks]
-        await asyncio.to_thread(in_line_once, places, len(tasks))
+        await asyncio.to_thread(in_line_once, sessions, len(tasks))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks)
@@ -281,17 +281,19 @@ def test_cancelled_tasks_leave_the_servers_queue_at_once(backend, places, stable
     assert backend.release(held) is True
 
 
-def test_a_task_cancelled_while_it_lines_up_leaves_the_servers_queue(backend, places, monkeypatch):
+def test_a_task_cancelled_while_it_lines_up_leaves_the_servers_queue(
+    backend, sessions, monkeypatch
+):
     held = grab(backend, "a")
     registry["locks"].backend.ping()
-    line_up, began, cancelled = places.dialect.line_up, threading.Event(), threading.Event()
+    line_up, began, cancelled = sessions.dialect.line_up, threading.Event(), threading.Event()
 
     def line_up_late(*args):
         began.set()
         assert cancelled.wait(DEADLINE)
         return line_up(*args)
 
-    monkeypatch.setattr(places.dialect, "line_up", line_up_late)
+    monkeypatch.setattr(sessions.dialect, "line_up", line_up_late)
 
     async def cancel():
         lock = Lock("a", using="locks", wait=DEADLINE)
@@ -303,35 +305,35 @@ def test_a_task_cancelled_while_it_lines_up_leaves_the_servers_queue(backend, pl
 
     asyncio.run(cancel())
 
-    eventually(lambda: places._idle)
+    eventually(lambda: sessions._idle)
     in_queue(0, within=20)
     assert backend.release(held) is True
 
 
-def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, places, only_told):
+def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, sessions, only_told):
     held = grab(backend, "a")
     waiter = Waiter()
     waiter.start()
     in_queue()
-    eventually(lambda: waiting_in(places))  # the server knew first
-    (place,) = waiting_in(places)
-    wrapper = place.session.wrapper
+    eventually(lambda: waiting_in(sessions))  # the server knew first
+    (queued,) = waiting_in(sessions)
+    wrapper = queued.session.wrapper
     first = (
         wrapper.connection.thread_id()
         if connection.vendor == "mysql"
         else wrapper.connection.info.backend_pid
     )
-    del place
+    del queued
 
     kill(first)
-    eventually(lambda: [one for one in waiting_in(places) if one.session.wrapper is not wrapper])
+    eventually(lambda: [one for one in waiting_in(sessions) if one.session.wrapper is not wrapper])
     in_queue()
     backend.release(held)
 
     assert waiter.served()
 
 
-def test_dead_waiters_hold_nobody_up(backend, places, only_told, processes):
+def test_dead_waiters_hold_nobody_up(backend, sessions, only_told, processes):
     held = grab(backend, "a")
     options = {"name": "a", "using": "locks", "ttl": 30, "wait": DEADLINE}
     dead = processes.start_many("tests.lock_workers:take_once", count=3, **options)
@@ -378,12 +380,12 @@ def test_ctrl_c_ends_a_wait_on_the_server(backend, processes, task):
     assert backend.release(held) is True
 
 
-def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, places):
+def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, sessions):
     held = grab(backend, "a")
     backend.close()  # its queue lock is gone with the connection
     waiter = Waiter()
     waiter.start()
-    eventually(lambda: [one for one in waiting_in(places) if one.wake_fd is None])  # its turn
+    eventually(lambda: [one for one in waiting_in(sessions) if one.wake_fd is None])  # its turn
 
     assert waiter.got_at is None
     assert backend.extend(held, 30) is True
@@ -391,7 +393,7 @@ def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, places):
     assert waiter.served()
 
 
-def test_a_dead_holder_is_waited_for_until_its_row_expires(backend, places):
+def test_a_dead_holder_is_waited_for_until_its_row_expires(backend, sessions):
     died_at = monotonic()
     grab(backend, "a", ttl=1.5)
     waiters = [Waiter() for _ in range(3)]
@@ -402,7 +404,7 @@ def test_a_dead_holder_is_waited_for_until_its_row_expires(backend, places):
     assert min(waiter.got_at for waiter in waiters) >= died_at + 1.5 - 0.5
 
 
-def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, places):
+def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, sessions):
     held = grab(backend, "a")
     waiter = Waiter()
     waiter.start()
@@ -414,9 +416,9 @@ def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, place
     assert backend.release(held) is False
 
 
-def test_beyond_its_connections_a_process_polls(backend, places, monkeypatch):
-    monkeypatch.setattr(places, "_slots", deque([None]))
-    monkeypatch.setattr(places, "_queue", 1)
+def test_beyond_its_connections_a_process_polls(backend, sessions, monkeypatch):
+    monkeypatch.setattr(sessions, "_slots", deque([None]))
+    monkeypatch.setattr(sessions, "_queue", 1)
     held = grab(backend, "a")
     waiters = [Waiter() for _ in range(3)]
     for waiter in waiters:
@@ -426,7 +428,7 @@ def test_beyond_its_connections_a_process_polls(backend, places, monkeypatch):
     backend.release(held)
 
     assert all(waiter.served() for waiter in waiters)
-    assert places.parked == 0
+    assert sessions.parked == 0
 
 
 def test_a_server_without_connections_to_spare_gets_back_those_of_the_queue(backend, monkeypatch):
@@ -467,37 +469,37 @@ def test_a_number_of_connections_that_is_none_is_refused(queue):
         DatabaseBackend(alias="x", queue=queue)
 
 
-def test_a_server_that_cannot_queue_is_polled(backend, places, monkeypatch):
+def test_a_server_that_cannot_queue_is_polled(backend, sessions, monkeypatch):
     held = grab(backend, "a")
     registry["locks"].backend.ping()
-    dialect = places.dialect
+    dialect = sessions.dialect
     monkeypatch.setattr(type(dialect), "can_queue", lambda *args: False)
     registry["locks"].backend.close()
     waiter = Waiter()
     waiter.start()
-    eventually(lambda: places._idle)
+    eventually(lambda: sessions._idle)
 
     backend.release(held)
 
     assert waiter.served()
-    assert places.parked == 0
+    assert sessions.parked == 0
     registry["locks"].backend.close()  # whose connections would not queue in other tests either
 
 
 @pytest.mark.parametrize("leave", ["dump", "leave_for"])
-def test_a_lock_that_is_left_to_itself_keeps_no_connection(places, leave):
+def test_a_lock_that_is_left_to_itself_keeps_no_connection(sessions, leave):
     lock = Lock("a", using="locks", ttl=DEADLINE)
     hold = lock.acquire()
-    assert places.parked == 1
+    assert sessions.parked == 1
 
     getattr(hold, leave)(DEADLINE)
 
-    assert places.parked == 0
+    assert sessions.parked == 0
     assert lock.clear() == 1
     lock.acquire(wait=0).release()
 
 
-def test_one_who_waits_gets_a_lock_that_was_left_as_soon_as_it_ends(places):
+def test_a_waiter_gets_a_lock_that_was_left_as_soon_as_it_ends(sessions):
     hold = Lock("a", using="locks", ttl=10 * DEADLINE).acquire()
     waiter = Waiter()
     waiter.start()
@@ -564,7 +566,7 @@ def test_a_former_holder_who_hangs_keeps_no_free_lock_from_others(backend):
     hangs.close()
 
 
-def test_a_first_waiter_who_hangs_is_passed_over_once(backend, places):
+def test_a_first_waiter_that_hangs_is_passed_over_once(backend, sessions):
     held = grab(backend, "a")
     hangs = registry["locks"].backend.acquire(claim("a"), 30)
     in_queue()
@@ -578,13 +580,13 @@ def test_a_first_waiter_who_hangs_is_passed_over_once(backend, places):
 
 
 def test_a_waiter_that_hung_shares_no_connection_with_the_one_that_took_its_place(
-    backend, places, monkeypatch
+    backend, sessions, monkeypatch
 ):
     locks, hung, next_one = registry["locks"].backend, claim("a"), claim("a")
     held = grab(backend, "a")
     waits = [locks.acquire(hung, 30), locks.acquire(next_one, 30)]
     with monkeypatch.context() as at_once:
-        at_once.setattr(places.lines, "_hangs", 0.0)
+        at_once.setattr(sessions.queues, "_hangs", 0.0)
         waits[1] = locks.acquire(next_one, 30)
 
     backend.release(held)
@@ -614,7 +616,7 @@ def test_a_row_in_somebodys_transaction_is_busy_within_seconds(pooled, monkeypat
     backend.close()
 
 
-def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, places):
+def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, sessions):
     held = grab(backend, "a")
     wanted = claim("a")
     waits = registry["locks"].backend
@@ -662,8 +664,8 @@ def test_an_owner_that_asks_again_closes_no_connection(backend):
 def test_a_claim_that_is_interrupted_just_as_it_is_kept_is_released(backend, monkeypatch):
     asked, granted = claim("a"), backend._granted
 
-    def interrupted(place, answer):
-        granted(place, answer)
+    def interrupted(queued, answer):
+        granted(queued, answer)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(backend, "_granted", interrupted)

@@ -6,7 +6,7 @@ import pytest
 from django.db import connection
 
 from distlock_app.backends.mysql import NamedLockBackend
-from distlock_app.backends.sessions.pool import Trouble
+from distlock_app.backends.sessions.pool import ServerError
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
 from distlock_app.testing.sharing import a_claim
@@ -135,7 +135,7 @@ def test_a_session_runs_one_statement_at_a_time_and_quotes_values(backend):
 
     value = "'\\\"%s; -- /*\x00é"
     assert session.ask("SELECT %s", value) == [(value,)]
-    with pytest.raises(Trouble):
+    with pytest.raises(ServerError):
         session.ask("SELECT 1; SELECT 2")
 
     backend._pool.drop(session)

@@ -135,7 +135,7 @@ def test_a_hundred_waiting_threads_keep_to_the_sessions_of_the_lock_table(names)
         hold.release()
 
 
-def served_in_order(lock, lines, *, count):
+def served_in_order(lock, queues, *, count):
     """Let threads line up for a lock one after the other; return the order they got it in."""
     order, waiters = [], []
 
@@ -144,7 +144,7 @@ def served_in_order(lock, lines, *, count):
             order.append(number)
 
     def standing():
-        return sum(len(line.seats) for line in list(lines._lines.values()))
+        return sum(len(queue.waiters) for queue in list(queues._queues.values()))
 
     with lock:
         for number in range(count):
@@ -158,9 +158,9 @@ def served_in_order(lock, lines, *, count):
 
 
 def test_many_waiters_of_one_process_are_all_served_in_order_of_arrival():
-    lines = registry["locks"].backend._sessions.lines
+    queues = registry["locks"].backend._sessions.queues
 
-    order = served_in_order(Lock("a", using="locks", wait=DEADLINE), lines, count=60)
+    order = served_in_order(Lock("a", using="locks", wait=DEADLINE), queues, count=60)
 
     assert order == list(range(60))
 
@@ -196,7 +196,7 @@ def test_many_waiters_of_one_process_share_a_session_in_order_of_arrival():
     lock = Lock("a", using=OF_THE_SERVER, wait=DEADLINE)
 
     with counting(OF_THE_SERVER) as counter:
-        order = served_in_order(lock, registry[OF_THE_SERVER].backend._lines, count=60)
+        order = served_in_order(lock, registry[OF_THE_SERVER].backend._queues, count=60)
 
     assert order == list(range(60))
     # Of 60: one holds, one waits, and on a busy machine a few are on their way back.

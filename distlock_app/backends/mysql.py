@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from ..claims import Claim
 from ..primitives.names import KEY, is_key
 from .sessions.backend import LockSession, SessionLocksBackend, note
-from .sessions.pool import ANSWER_WAIT, GRACE, LONG_WAITS, Rows, Trouble, Values
+from .sessions.pool import ANSWER_WAIT, GRACE, LONG_WAITS, Rows, ServerError, Values
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})
@@ -89,7 +89,7 @@ class NamedLockSession(LockSession):
         try:
             connection.send_query(question.encode() % tuple(map(connection.literal, values)))
         except self.wrapper.Database.Error as error:
-            raise _trouble(error) from error
+            raise _server_error(error) from error
 
     def receive(self) -> Rows:
         connection = self.wrapper.connection
@@ -97,7 +97,7 @@ class NamedLockSession(LockSession):
             connection.read_query_result()
             result = connection.store_result()
         except self.wrapper.Database.Error as error:
-            trouble = _trouble(error)
+            trouble = _server_error(error)
             # The client's own errors, which end the session, have numbers from 2000.
             self.awaiting_reply = trouble.code is None or 2000 <= trouble.code < 3000
             raise trouble from error
@@ -110,7 +110,7 @@ class NamedLockSession(LockSession):
         try:
             statement, values = self._locking(claim, wait)
             ((locked, fence),), began = self.wait(statement, wait + ANSWER_WAIT, *values)
-        except Trouble as error:
+        except ServerError as error:
             if error.code in BUSY:
                 return None
             if error.code not in INTERRUPTED:
@@ -136,10 +136,10 @@ class NamedLockSession(LockSession):
         return f"{self.prefix}{key}"
 
     def _after_interruption(self, wait: float) -> None:
-        """Unlock what may have been locked; raise Trouble if it was not the statement's limit."""
+        """Unlock what may have been locked; ServerError if that was not its time limit."""
         self.ask("SELECT RELEASE_ALL_LOCKS()")
         if self.is_mariadb or wait == 0:
-            raise Trouble(None, "GET_LOCK answered NULL")
+            raise ServerError(None, "GET_LOCK answered NULL")
 
     def question(self, claim: Claim) -> tuple[str, Values]:
         statement = f"SELECT {note(claim, self.fence)} IS_USED_LOCK(%s) = CONNECTION_ID()"
@@ -165,7 +165,7 @@ class NamedLockSession(LockSession):
             fields = {"number": number, "key": found, "now_us": now_us}
             address = threads.get(number, ("", ""))[0]
             fields |= {"holder": {"host": address, "who": f"session {number}"}}
-            # Who waits for it says its name.
+            # A waiter for it says its name.
             fields |= {"note": text, "named": notes.get(lock), "waiters": waiters[lock]}
             yield fields
 
@@ -180,7 +180,7 @@ class NamedLockSession(LockSession):
             try:
                 rows = self.ask(INSTRUMENTED if instrumented else PLUGIN)
                 held = {lock: (int(number), text) for lock, number, text in rows}
-            except Trouble as error:
+            except ServerError as error:
                 if error.code not in DENIED:
                     raise
         more = sorted({self._lock(key) for key in keys} | {*waited} - held.keys())
@@ -192,10 +192,10 @@ class NamedLockSession(LockSession):
         return now_us, held
 
     def stop(self, number: int) -> None:
-        # Measured on MariaDB 10.11: who waits in GET_LOCK stays in the queue without a client.
+        # Measured on MariaDB 10.11: a session that waits in GET_LOCK stays without a client.
         try:
             self.ask("KILL %s", number)
-        except Trouble as error:
+        except ServerError as error:
             if error.code != NO_SUCH_THREAD:
                 raise
 
@@ -203,7 +203,7 @@ class NamedLockSession(LockSession):
         lock = self._lock(key)
         try:  # NULL is no thread
             self.ask("KILL CASE WHEN IS_USED_LOCK(%s) = %s THEN %s END", lock, number, number)
-        except Trouble as error:
+        except ServerError as error:
             if error.code != NO_SUCH_THREAD:
                 raise
             return False
@@ -228,5 +228,5 @@ class NamedLockBackend(SessionLocksBackend[NamedLockSession]):
             )
 
 
-def _trouble(error: Exception) -> Trouble:
-    return Trouble(error.args[0] if error.args else None, str(error))
+def _server_error(error: Exception) -> ServerError:
+    return ServerError(error.args[0] if error.args else None, str(error))

@@ -11,7 +11,7 @@ from django.db import connections
 
 from ..claims import Claim
 from .sessions.backend import NOTE, LockSession, SessionLocksBackend, note
-from .sessions.pool import ANSWER_WAIT, GRACE, Rows, Trouble, Value, Values
+from .sessions.pool import ANSWER_WAIT, GRACE, Rows, ServerError, Value, Values
 
 # Lock timeout; deadlock; then nothing was locked.
 BUSY = frozenset({"55P03", "40P01"})
@@ -31,7 +31,7 @@ BEGIN = """
            set_config('client_connection_check_interval', '1000', false)"""
 
 # Advisory locks are everybody's. A session of ours has this name, and its last statement has
-# the note of its lock, unless the server does not tell it: to another user, or to nobody.
+# the note of its lock, unless the server does not show it: to another user, or to any.
 APPLICATION = "distlock"
 
 # An advisory lock on a bigint: classid is its upper half, objid the lower, objsubid is 1.
@@ -89,7 +89,7 @@ class AdvisoryLockSession(LockSession):
             while self._pq.flush():  # what does not fit into the socket's buffer
                 self.heard(0.01)
         except self.wrapper.Database.Error as error:
-            raise Trouble(None, str(error)) from error
+            raise ServerError(None, str(error)) from error
 
     def receive(self) -> Rows:
         rows: Rows = []
@@ -98,19 +98,19 @@ class AdvisoryLockSession(LockSession):
             while True:
                 while self._pq.is_busy():
                     if not self.heard(ANSWER_WAIT):
-                        raise Trouble(None, "half an answer")
+                        raise ServerError(None, "half an answer")
                     self._pq.consume_input()
                 result = self._pq.get_result()
                 if result is None:
                     break
                 if message := result.error_message:
-                    refused = Trouble(_text(result.error_field(ord("C"))), message.decode())
+                    refused = ServerError(_text(result.error_field(ord("C"))), message.decode())
                 rows += [
                     tuple(_text(result.get_value(row, column)) for column in range(result.nfields))
                     for row in range(result.ntuples)
                 ]
         except self.wrapper.Database.Error as error:
-            raise Trouble(None, str(error)) from error
+            raise ServerError(None, str(error)) from error
         self.awaiting_reply = False
         if refused:
             raise refused
@@ -131,7 +131,7 @@ class AdvisoryLockSession(LockSession):
         statement = f"SELECT {note(claim)} {', '.join(steps)}"
         try:
             rows, began = self.wait(statement, wait + ANSWER_WAIT, *values)
-        except Trouble as error:
+        except ServerError as error:
             if error.code in BUSY:
                 return None
             raise
@@ -140,7 +140,7 @@ class AdvisoryLockSession(LockSession):
         return None if locked == "f" else (int(fence), began)
 
     def question(self, claim: Claim) -> tuple[str, Values]:
-        # Not the lock but the session: who shares one with others is asked by another process.
+        # Not the lock but the session: behind a pooler, another process of the server would answer.
         return f"SELECT {note(claim, self.fence)} pg_backend_pid() = $1::int", (self.number,)
 
     def unlock(self, claim: Claim) -> bool:

@@ -20,10 +20,10 @@ from ...claims import Busy, Claim, Grant, Holding
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend
-from ..sessions.pool import database_of
-from ..sessions.queues import Seat
+from ..sessions.pool import ConnectionLost, database_of
+from ..sessions.queues import Waiter
 from .checks import check_sharing, check_table
-from .connections import Place, Session, Sessions
+from .connections import QueuedConnection, Session, Sessions
 from .sql import dialect_for
 from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, Pair
 
@@ -44,12 +44,8 @@ NO_TABLE = re.compile("no such table|Table .* doesn't exist|relation .* does not
 POLLS_FOR = 60.0
 
 
-class Crowded(BackendError):
+class Contended(BackendError):
     """Others were changing the same rows for too long; trying again may help."""
-
-
-class Died(BackendError):
-    """The connection, or the server, ended before the answer came."""
 
 
 class DatabaseBackend(BaseLockBackend):
@@ -74,47 +70,47 @@ class DatabaseBackend(BaseLockBackend):
         self._polls_until = 0.0
         give_up = weakref.WeakMethod(self._give_up)
         self._sessions = Sessions(
-            self.using, queue, lambda place: (give_up() or Place.give_up)(place)
+            self.using, queue, lambda queued: (give_up() or QueuedConnection.give_up)(queued)
         )
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
-        lines = self._sessions.lines
-        seat = lines.seat_of(_who(claim))
-        self._free_queue(_who(claim))  # if it was granted before, and asks again
+        queues = self._sessions.queues
+        waiter = queues.waiter_of(_claim_key(claim))
+        self._free_queue(_claim_key(claim))  # if it was granted before, and asks again
         if wait != 0:
-            if seat is None and lines.wanted(claim.key):
-                seat = lines.sit(_who(claim), claim.wake)
-            if seat is not None and not lines.leads(seat):
-                return Busy(ticket=seat, will_wake=True)
+            if waiter is None and queues.has_waiters(claim.key):
+                waiter = queues.enqueue(_claim_key(claim), claim.wake)
+            if waiter is not None and not queues.leads(waiter):
+                return Busy(ticket=waiter, will_wake=True)
         try:
-            if seat is not None and wait == 0 and (refusal := self._look(claim)) is not None:
+            if waiter is not None and wait == 0 and (refusal := self._look(claim)) is not None:
                 answer: Grant | Busy = refusal  # for a row that is pinned, a try would take longer
             else:
-                answer = self._lead(seat, claim, wait) if seat else self._join(claim, wait)
-        except Crowded as error:
+                answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
+        except Contended as error:
             self._refuse_to_wait_for_itself(error)
-            answer = Busy(ticket=seat)
-        if seat is not None and (answer or wait == 0):
-            lines.rise(seat)
+            answer = Busy(ticket=waiter)
+        if waiter is not None and (answer or wait == 0):
+            queues.leave(waiter)
         return answer
 
     def look(self, claim: Claim) -> Busy | None:
-        lines = self._sessions.lines
-        seat = lines.seat_of(_who(claim))
-        if seat is not None and seat.line is not None:
-            if seat.place is not None:
+        queues = self._sessions.queues
+        waiter = queues.waiter_of(_claim_key(claim))
+        if waiter is not None and waiter.queue is not None:
+            if waiter.connection is not None:
                 return None  # another one leads, or did: it is not to wait for that one
-            if not lines.leads(seat):
+            if not queues.leads(waiter):
                 return Busy()
-            place = seat.line.place
-            if not seat.asked or (place is not None and place.wake_fd and place.called()):
+            queued = waiter.queue.connection
+            if not waiter.asked or (queued is not None and queued.wake_fd and queued.called()):
                 return None
         return self._look(claim)
 
     def _look(self, claim: Claim) -> Busy | None:
         try:
             return self._ask(lambda s: s.dialect.look(s.cursor, claim))
-        except Crowded:
+        except Contended:
             return Busy()
 
     def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
@@ -130,37 +126,37 @@ class DatabaseBackend(BaseLockBackend):
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         """Extend by one statement for each 400 claims of one ttl."""
-        places: dict[float, list[int]] = {}
-        for place, (_, ttl) in enumerate(work):
-            places.setdefault(ttl, []).append(place)
+        indexes: dict[float, list[int]] = {}
+        for index, (_, ttl) in enumerate(work):
+            indexes.setdefault(ttl, []).append(index)
         results: list[bool | Exception] = [False] * len(work)
-        for same in places.values():
+        for same in indexes.values():
             for start in range(0, len(same), BATCH):
                 batch = same[start : start + BATCH]
-                answers = self._extend_batch([work[place] for place in batch])
-                for place, answer in zip(batch, answers, strict=True):
-                    results[place] = answer
+                answers = self._extend_batch([work[index] for index in batch])
+                for index, answer in zip(batch, answers, strict=True):
+                    results[index] = answer
                     if answer is False:
-                        self._leave(work[place][0].claim)
+                        self._leave(work[index][0].claim)
         return results
 
     def release(self, grant: Grant) -> bool:
-        seat = self._sessions.lines.seat_of(_who(grant.claim))
-        if seat is not None:
-            self._sessions.lines.rise(seat)
-        place = self._sessions.unpark(_who(grant.claim))
+        waiter = self._sessions.queues.waiter_of(_claim_key(grant.claim))
+        if waiter is not None:
+            self._sessions.queues.leave(waiter)
+        queued = self._sessions.unpark(_claim_key(grant.claim))
         again = partial(self._release_again, grant)
-        if place is not None and place.fresh:
-            release = partial(self._release_to_next, place, grant.claim)
-            return self._ask(release, again=again, on=place.session, urgent=True)
-        if place is not None:
-            place.give_up()
+        if queued is not None and queued.fresh:
+            release = partial(self._release_to_next, queued, grant.claim)
+            return self._ask(release, again=again, on=queued.session, urgent=True)
+        if queued is not None:
+            queued.give_up()
         release = partial(_release, grant.claim)
         try:
             return self._ask(release, again=again, urgent=True)
         finally:
             if grant.fence is None:  # given up: the process may end after this
-                self._sessions.lines.tidy()
+                self._sessions.queues.drop_dead()
 
     def pin(self, grant: Grant, ttl: float) -> bool:
         """Lock the row in the caller's own transaction, where it is the caller's to end.
@@ -210,8 +206,8 @@ class DatabaseBackend(BaseLockBackend):
     def clear(self, key: str, if_version: str | None = None) -> int:
         fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
         cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
-        for who in self._sessions.holding(key) if cleared else ():
-            self._free_queue(who)
+        for claim_key in self._sessions.holding(key) if cleared else ():
+            self._free_queue(claim_key)
         return cleared
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
@@ -227,14 +223,14 @@ class DatabaseBackend(BaseLockBackend):
     def clear_expired(self) -> int:
         """Free the rows of holders that did not renew them, which may yet try; return how many.
 
-        Others may take such a lock anyway. From now on its holder may not, and is behind the
-        next fence.
+        Other owners may take such a lock anyway. From now on its holder may not, and is behind
+        the next fence.
         """
         clear = [partial(_clear_part, part) for part in PARTS]
-        return sum(self._uncrowded(part) for part in clear)
+        return sum(self._unless_contended(part) for part in clear)
 
     def purge(self, older_than: float) -> int:
-        """Delete the rows of names that nobody has held for `older_than` seconds; return how many.
+        """Delete the rows of names that were free for `older_than` seconds; return how many.
 
         Their fences go on from the server's clock, so let it be longer than that clock may
         ever be set back.
@@ -245,13 +241,13 @@ class DatabaseBackend(BaseLockBackend):
         total = 0
         while True:
             began = monotonic()
-            deleted = self._uncrowded(partial(_purge_part, part, older_than))
+            deleted = self._unless_contended(partial(_purge_part, part, older_than))
             total += deleted
             if deleted < PURGED or self._sessions.dialect is None:
                 return total
             if self._sessions.dialect.locks_rows:
                 return total
-            sleep(monotonic() - began)  # SQLite lets nobody else write as long as we do
+            sleep(monotonic() - began)  # on SQLite there is one writer at a time
 
     def ping(self) -> None:
         self._ask(lambda s: s.cursor.execute("SELECT 1") and s.cursor.fetchall())
@@ -266,146 +262,153 @@ class DatabaseBackend(BaseLockBackend):
     def after_fork(self) -> None:
         self._sessions.forget()
 
-    def _lead(self, seat: Seat, claim: Claim, wait: float | None) -> Grant | Busy:
-        """Ask for a line of this process, or at the deadline for one who stands in it."""
-        place, asked = self._sessions.lines.place_of(seat), seat.asked
-        seat.asked = True
-        if place is None:
-            return self._join(claim, wait, seat)
-        if place.called():
-            return self._take_turn(place, seat, claim, wait)
+    def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
+        """Ask for a line of this process, or at the deadline for one claim_key stands in it."""
+        queued, asked = self._sessions.queues.connection_of(waiter), waiter.asked
+        waiter.asked = True
+        if queued is None:
+            return self._join(claim, wait, waiter)
+        if queued.called():
+            return self._take_turn(queued, waiter, claim, wait)
         if wait != 0 and not asked:  # another one has lined up on the server before it left
-            return Busy(wake_fd=place.wake_fd, ticket=seat)
+            return Busy(wake_fd=queued.wake_fd, ticket=waiter)
         answer = self._join(claim, 0)
         if isinstance(answer, Grant):
             return answer
-        return Busy(answer.free_in, wake_fd=place.wake_fd, ticket=seat)
+        return Busy(answer.free_in, wake_fd=queued.wake_fd, ticket=waiter)
 
-    def _join(self, claim: Claim, wait: float | None, seat: Seat | None = None) -> Grant | Busy:
+    def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; by polling if no connection may stay."""
-        place = None if monotonic() < self._polls_until else self._sessions.place()
-        if place is not None:
+        queued = None if monotonic() < self._polls_until else self._sessions.reserve()
+        if queued is not None:
             try:
-                return self._ask(partial(self._join_on, place, seat, claim, wait), within=wait)
+                return self._ask(partial(self._join_on, queued, waiter, claim, wait), within=wait)
             finally:
-                if place.session is None:
-                    place.give_up()
+                if queued.session is None:
+                    queued.give_up()
         answer = self._ask(lambda s: s.dialect.acquire(s.cursor, claim), within=wait)
         if isinstance(answer, Grant) or wait == 0 or not self._queue:
             return answer
-        return self._line_up(seat, claim, answer)
+        return self._line_up(waiter, claim, answer)
 
     def _join_on(
-        self, place: Place, seat: Seat | None, claim: Claim, wait: float | None, session: Session
+        self,
+        queued: QueuedConnection,
+        waiter: Waiter | None,
+        claim: Claim,
+        wait: float | None,
+        session: Session,
     ) -> Grant | Busy:
         dialect = session.dialect
-        if session.queues is None:
-            session.queues = dialect.can_queue(session.wrapper, session.cursor)
-        if not session.queues:
+        if session.can_queue is None:
+            session.can_queue = dialect.can_queue(session.wrapper, session.cursor)
+        if not session.can_queue:
             return dialect.acquire(session.cursor, claim)
         answer = dialect.acquire(session.cursor, claim, "join" if wait == 0 else "wait")
         if isinstance(answer, Grant):
-            place.keep(session)
-            return self._granted(place, answer)
-        return answer if wait == 0 else self._line_up(seat, claim, answer, place, session)
+            queued.keep(session)
+            return self._granted(queued, answer)
+        return answer if wait == 0 else self._line_up(waiter, claim, answer, queued, session)
 
     def _line_up(
         self,
-        seat: Seat | None,
+        waiter: Waiter | None,
         claim: Claim,
         answer: Busy,
-        place: Place | None = None,
+        queued: QueuedConnection | None = None,
         session: Session | None = None,
     ) -> Busy:
-        """Stand in line in this process; who leads it stands in the server's queue, too."""
-        lines = self._sessions.lines
-        seat = seat or lines.sit(_who(claim), claim.wake)
-        if not lines.leads(seat):
-            return Busy(ticket=seat, will_wake=True)
-        seat.asked = True
-        line = seat.line
-        if place is not None and session is not None and line is not None and line.place is None:
-            place.wake_fd = session.dialect.line_up(session.wrapper, claim.key)
-            place.keep(session)
-            lines.wait_at(seat, place)
-            return Busy(answer.free_in, wake_fd=place.wake_fd, ticket=seat)
-        return Busy(answer.free_in, ticket=seat)
+        """Enter the queue of this process; its first enters the server's queue, too."""
+        queues = self._sessions.queues
+        waiter = waiter or queues.enqueue(_claim_key(claim), claim.wake)
+        if not queues.leads(waiter):
+            return Busy(ticket=waiter, will_wake=True)
+        waiter.asked = True
+        queue = waiter.queue
+        if queued and session and queue is not None and queue.connection is None:
+            queued.wake_fd = session.dialect.line_up(session.wrapper, claim.key)
+            queued.keep(session)
+            queues.attach(waiter, queued)
+            return Busy(answer.free_in, wake_fd=queued.wake_fd, ticket=waiter)
+        return Busy(answer.free_in, ticket=waiter)
 
     def _take_turn(
-        self, place: Place, seat: Seat, claim: Claim, wait: float | None
+        self, queued: QueuedConnection, waiter: Waiter, claim: Claim, wait: float | None
     ) -> Grant | Busy:
-        lines = self._sessions.lines
-        session: Any = place.session
+        queues = self._sessions.queues
+        session: Any = queued.session
         try:
-            answer = self._attempt(session, partial(self._take_turn_on, place, claim))
+            answer = self._attempt(session, partial(self._take_turn_on, queued, claim))
         except BaseException as error:
-            lines.wait_no_more(seat, place)
-            place.give_up()
-            if not isinstance(error, Died):
+            queues.detach(waiter, queued)
+            queued.give_up()
+            if not isinstance(error, ConnectionLost):
                 raise
             answer = None
         if answer is None:
-            lines.wait_no_more(seat, place)
-            return self._join(claim, wait, seat)
+            queues.detach(waiter, queued)
+            return self._join(claim, wait, waiter)
         if isinstance(answer, Grant):
-            lines.wait_no_more(seat, place)
-            return self._granted(place, answer)
-        return Busy(answer.free_in, ticket=seat)
+            queues.detach(waiter, queued)
+            return self._granted(queued, answer)
+        return Busy(answer.free_in, ticket=waiter)
 
-    def _take_turn_on(self, place: Place, claim: Claim, session: Session) -> Grant | Busy | None:
-        if place.wake_fd is not None:
-            place.wake_fd = None
+    def _take_turn_on(
+        self, queued: QueuedConnection, claim: Claim, session: Session
+    ) -> Grant | Busy | None:
+        if queued.wake_fd is not None:
+            queued.wake_fd = None
             if not session.dialect.called(session.wrapper):  # the server waited long enough
-                place.detach()
+                queued.detach()
                 return None
         return session.dialect.acquire(session.cursor, claim, "turn")
 
-    def _granted(self, place: Place, answer: Grant) -> Grant:
+    def _granted(self, queued: QueuedConnection, answer: Grant) -> Grant:
         """Let the connection, which has the queue lock, stay until the release."""
-        self._sessions.park(_who(answer.claim), place)
-        return Grant(answer.claim, fence=answer.fence, session=place)
+        self._sessions.park(_claim_key(answer.claim), queued)
+        return Grant(answer.claim, fence=answer.fence, session=queued)
 
     def _leave(self, claim: Claim) -> None:
-        place = self._sessions.unpark(_who(claim))
-        if place is not None:
-            place.give_up()
+        queued = self._sessions.unpark(_claim_key(claim))
+        if queued is not None:
+            queued.give_up()
 
-    def _free_queue(self, who: tuple[str, str]) -> None:
+    def _free_queue(self, claim_key: tuple[str, str]) -> None:
         """Let the next one in the queue come, whatever became of the row.
 
         By a statement: the server frees nothing of a connection before it has noticed its end.
         """
-        place = self._sessions.unpark(who)
-        if place is not None:
-            self._ask(partial(self._unlock, place), on=place.session)
+        queued = self._sessions.unpark(claim_key)
+        if queued is not None:
+            self._ask(partial(self._unlock, queued), on=queued.session)
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, queued: QueuedConnection) -> None:
         """Leave the server's queue."""
-        waiting = place.session
+        waiting = queued.session
         try:
-            # Else the server would call somebody who has gone. Again, if our first words to it
+            # Else the server would call a waiter that has gone. Again, if our first request
             # overtook the ones before.
             for _ in range(3):
-                if waiting is None or place.called():
+                if waiting is None or queued.called():
                     break
                 self._ask(lambda s: s.dialect.leave(waiting.wrapper, s.cursor))
-                place.called(within=0.3)
+                queued.called(within=0.3)
         except Exception:
             pass  # The server ends the wait before long.
         finally:
-            place.give_up()
+            queued.give_up()
 
-    def _release_to_next(self, place: Place, claim: Claim, session: Session) -> bool:
+    def _release_to_next(self, queued: QueuedConnection, claim: Claim, session: Session) -> bool:
         if session.dialect.release_to_next(session.cursor, claim):
-            place.detach()
+            queued.detach()
             return True
-        place.give_up()
+        queued.give_up()
         return False
 
-    def _unlock(self, place: Place, session: Session) -> None:
-        if session is place.session:  # else it had died, and the queue lock with it
+    def _unlock(self, queued: QueuedConnection, session: Session) -> None:
+        if session is queued.session:  # else it had died, and the queue lock with it
             session.dialect.unlock(session.cursor)
-            place.detach()
+            queued.detach()
 
     def _ask(
         self,
@@ -420,29 +423,30 @@ class DatabaseBackend(BaseLockBackend):
 
         The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
         first attempt, it is harmless: every verb is checked by owner. Wait for a connection
-        `within` so many seconds: those who are `urgent` before the others.
+        `within` so many seconds: `urgent` requests before the others.
         """
         if on is not None:
             try:
                 return self._attempt(on, work)
-            except (Crowded, Died) as error:
-                if isinstance(error, Crowded):
+            except (Contended, ConnectionLost) as error:
+                if isinstance(error, Contended):
                     raise
             self._sessions.close_idle()
             work = again or work
-        if not self._sessions.turns.take(min(within or ANSWER_WAIT, ANSWER_WAIT), urgent=urgent):
-            raise Crowded(f"lock table on {self.using!r}: all connections of this process are busy")
+        seconds = min(within or ANSWER_WAIT, ANSWER_WAIT)
+        if not self._sessions.semaphore.acquire(seconds, urgent=urgent):
+            raise Contended(self._says("all connections of this process are busy"))
         try:
             session = self._lend()
             try:
                 return self._attempt(session, work)
-            except (Crowded, Died) as error:
-                if isinstance(error, Crowded) or not session.kept:
+            except (Contended, ConnectionLost) as error:
+                if isinstance(error, Contended) or not session.kept:
                     raise
             self._sessions.close_idle()
             return self._attempt(self._lend(), again or work)
         finally:
-            self._sessions.turns.give()
+            self._sessions.semaphore.release()
 
     def _attempt(self, session: Session, work: Callable[[Session], T]) -> T:
         database = session.wrapper.Database
@@ -454,10 +458,10 @@ class DatabaseBackend(BaseLockBackend):
             if not isinstance(error, database.Error):
                 raise
             kind: type[BackendError] = BackendError
-            if session.dialect.crowded(error):
-                kind = Crowded
+            if session.dialect.contended(error):
+                kind = Contended
             elif isinstance(error, (database.OperationalError, database.InterfaceError)):
-                kind = Died
+                kind = ConnectionLost
             raise kind(self._says(error)) from error
         if not session.parked:
             self._sessions.give_back(session)
@@ -477,7 +481,7 @@ class DatabaseBackend(BaseLockBackend):
         except DjangoDatabaseError as error:
             raise BackendError(self._says(error)) from error
 
-    def _says(self, error: BaseException) -> str:
+    def _says(self, error: BaseException | str) -> str:
         hint = f" (run: manage.py migrate distlock_app --database={self.using})"
         return f"lock table on {self.using!r}: {error}" + hint * bool(NO_TABLE.search(str(error)))
 
@@ -489,10 +493,10 @@ class DatabaseBackend(BaseLockBackend):
             return grant.fence is not None
         raise BackendError(f"lock table on {self.using!r}: the answer to a release was lost")
 
-    def _uncrowded(self, work: Callable[[Session], int]) -> int:
+    def _unless_contended(self, work: Callable[[Session], int]) -> int:
         try:
             return self._ask(work)
-        except Crowded:
+        except Contended:
             return 0
 
     def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
@@ -502,13 +506,13 @@ class DatabaseBackend(BaseLockBackend):
             ours = self._ask(extend, urgent=True)
         except Exception as error:
             dialect = self._sessions.dialect
-            if isinstance(error, Crowded) and dialect and dialect.locks_rows:
-                # One row is in somebody's transaction: the others must not expire for it.
+            if isinstance(error, Contended) and dialect and dialect.locks_rows:
+                # One row is in another transaction: the others must not expire for it.
                 return super().extend_many(work)
             return [error] * len(work)
         return [pair in ours for pair in pairs]
 
-    def _refuse_to_wait_for_itself(self, error: Crowded) -> None:
+    def _refuse_to_wait_for_itself(self, error: Contended) -> None:
         """Raise if the file is locked by the transaction of the thread that asks for the lock."""
         ours = connections[self.using]
         for other in connections.all(initialized_only=True):
@@ -542,12 +546,12 @@ def _purge_part(part: str, older_than: float, session: Session) -> int:
 
 
 def _fence_of(version: str) -> int:
-    """Return the fence that people know a holder by; one that nobody has if it is none."""
+    """Return the fence of a version; one that no holder has if it is none."""
     is_number = version.isascii() and version.isdecimal() and len(version) <= len(str(MAX_FENCE))
     return min(int(version), MAX_FENCE) if is_number else -1
 
 
-def _who(claim: Claim) -> tuple[str, str]:
+def _claim_key(claim: Claim) -> tuple[str, str]:
     return claim.key, claim.owner  # a stable owner may have several locks
 
 

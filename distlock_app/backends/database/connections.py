@@ -1,19 +1,19 @@
 """Connections to the lock table's database: lent per call, or kept to wait in a queue.
 
 Some stay with a claim: the holder's keeps the *queue lock* of its name, a lock of the server's
-own (GET_LOCK, pg_advisory_lock), and another one waits for it, for all who wait for that lock in
+own (GET_LOCK, pg_advisory_lock), and another one waits for it, for all waiters of that lock in
 this process (sessions/queues.py). So the server wakes exactly one process, first come first
 served, and one that dies leaves the queue with its connection.
 
-1. Who finds the row free takes the queue lock by the same statement: nobody pays for a queue
-   that is empty. Who finds it held, or just released while others wait, lines up.
+1. A claim that finds the row free takes the queue lock by the same statement: an empty queue
+   costs nothing. One that finds it held, or just released while others wait, lines up.
 2. A release frees the row, and the queue lock by the same statement: that calls the next one.
-3. Whose turn it is takes the row. If the row is held all the same, it alone asks again and again.
+3. The one called takes the row. If the row is held all the same, it alone asks again and again.
 
-The row alone decides. The queue lock may be lost, or held by somebody who hangs: who waits looks
-at the row once a second too, and a row that was free for `HANDOVER_US` is anybody's. That costs
+The row alone decides. The queue lock may be lost, or held by a process that hangs: a waiter looks
+at the row once a second too, and a row that was free for `HANDOVER_US` is open to all. That costs
 waiting time, never exclusion. Beyond a number of connections, claims neither take the queue lock
-nor heed it: the first of each line polls, as all do where the server cannot queue.
+nor heed it: the first of each queue polls, as all do where the server cannot queue.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from django.db.backends.signals import connection_created
 
 from ...primitives.timing import monotonic
 from ..sessions.pool import sever
-from ..sessions.queues import ASKING, Lines, Turns
+from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues
 from .sql import Dialect, dialect_for
 
-# A connection that nobody needed for so many seconds is closed after the next request.
+# A connection that was idle for so many seconds is closed after the next request.
 IDLE = 60.0
 
 # What a child of fork() inherited. Dropping the last reference would close the connection:
 # a goodbye to the server in the name of the parent, which still uses it.
-_graveyard: list[Any] = []
+_inherited: list[Any] = []
 
 
 class Session:
     """One autocommitting connection, and a cursor of its driver: Django's costs twice that."""
 
-    __slots__ = ("cursor", "dialect", "epoch", "kept", "parked", "queues", "used_at", "wrapper")
+    __slots__ = ("can_queue", "cursor", "dialect", "epoch", "kept", "parked", "used_at", "wrapper")
 
     def __init__(self, wrapper: BaseDatabaseWrapper, dialect: Dialect, epoch: int) -> None:
         """Connect; raises Django's database errors."""
@@ -54,8 +54,8 @@ class Session:
         self.dialect = dialect
         self.epoch = epoch
         self.kept = False  # it has been idle, and the server may have closed it meanwhile
-        self.parked = False  # with a claim, see Place
-        self.queues: bool | None = None  # not known yet
+        self.parked = False  # with a claim, see QueuedConnection
+        self.can_queue: bool | None = None  # not known yet
         self.used_at = 0.0
         wrapper.settings_dict["AUTOCOMMIT"] = True
         dialect.adapt(wrapper.settings_dict)
@@ -80,8 +80,8 @@ class Session:
             sever(self.wrapper.connection.fileno())
 
 
-class Place:
-    """A connection that stays with a claim, or with those who wait; dropping it closes that."""
+class QueuedConnection:
+    """A connection that stays with a claim, or with the waiters; dropping it closes that."""
 
     __slots__ = ("__weakref__", "_slots", "pid", "session", "since", "wake_fd")
 
@@ -112,7 +112,7 @@ class Place:
             return False  # we have closed it: an interrupt came just as it was kept
 
     def called(self, within: float = 0.0) -> bool:
-        """Tell whether the server has answered."""
+        """Return whether the server has answered."""
         return self.wake_fd is None or _readable(self.wake_fd, within)
 
     def detach(self) -> None:
@@ -135,12 +135,12 @@ class Place:
             slots.append(None)
 
     def __del__(self) -> None:
-        if _graveyard is None:  # the interpreter ends, and the connection with it
+        if _inherited is None:  # the interpreter ends, and the connection with it
             return
         if self.pid == os.getpid():
             self.give_up()
         else:
-            _graveyard.append(self.session)
+            _inherited.append(self.session)
 
 
 class Sessions:
@@ -152,7 +152,7 @@ class Sessions:
     in the middle of our own call gets another connection.
     """
 
-    def __init__(self, using: str, queue: int, emptied: Callable[[Place], None]) -> None:
+    def __init__(self, using: str, queue: int, emptied: Callable[[QueuedConnection], None]) -> None:
         """Let `queue` of them stay with claims, and ASKING others ask at a time."""
         self.using = using
         self._queue = queue
@@ -188,18 +188,18 @@ class Sessions:
         except IndexError:
             pass  # Another thread has taken it.
 
-    def park(self, who: Any, place: Place) -> None:
-        """Remember the place of a grant, as long as somebody else keeps it."""
-        self._places[who] = place
+    def park(self, claim_key: Any, queued: QueuedConnection) -> None:
+        """Keep the connection of a grant findable, as long as its owner keeps it."""
+        self._queued[claim_key] = queued
 
-    def unpark(self, who: Any) -> Place | None:
-        """Return the place of a grant, which nobody else finds any more."""
-        return self._places.pop(who, None)
+    def unpark(self, claim_key: Any) -> QueuedConnection | None:
+        """Return the connection of a grant, for this caller alone."""
+        return self._queued.pop(claim_key, None)
 
-    def place(self) -> Place | None:
-        """Return a place for a connection that will stay; None if as many do as may."""
+    def reserve(self) -> QueuedConnection | None:
+        """Return a slot for a connection that will stay; None if as many stay as may."""
         try:
-            return Place(self._slots)
+            return QueuedConnection(self._slots)
         except IndexError:
             return None
 
@@ -209,12 +209,12 @@ class Sessions:
         return self._queue - len(self._slots)
 
     def any_stay(self) -> bool:
-        """Tell whether a connection stays with a claim, or with those who wait."""
-        return bool(self._places or self.lines.places())
+        """Return whether a connection stays with a claim, or with the waiters."""
+        return bool(self._queued or self.queues.connections())
 
     def holding(self, key: str) -> list[Any]:
-        """Return whose claims on `key` hold the queue lock here."""
-        return [who for who in list(self._places) if who[0] == key]
+        """Return the claims on `key` that hold the queue lock here."""
+        return [k for k in list(self._queued) if k[0] == key]
 
     def close_idle(self) -> None:
         """Close what is idle now, and what is lent as soon as it comes back."""
@@ -227,26 +227,26 @@ class Sessions:
     def close(self) -> None:
         """Close all but the connections of waiters, which go when the wait ends."""
         self.close_idle()
-        for who in list(self._places):
-            if place := self.unpark(who):
-                place.give_up()
+        for claim_key in list(self._queued):
+            if queued := self.unpark(claim_key):
+                queued.give_up()
 
     def forget(self) -> None:
         """Leave the connections of a parent process alone: neither use nor close them."""
-        places = [*self._places.values(), *self.lines.places()]
+        staying = [*self._queued.values(), *self.queues.connections()]
         if self._pid != os.getpid():
-            for session in (*self._idle, *(place.session for place in places)):
+            for session in (*self._idle, *(queued.session for queued in staying)):
                 if session is not None:
                     session.sever()
-        _graveyard.append((self._idle, places, self.lines))
+        _inherited.append((self._idle, staying, self.queues))
         self._epoch += 1
         self._begin()
 
     def _begin(self) -> None:
-        self._places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
+        self._queued = weakref.WeakValueDictionary[Any, QueuedConnection]()
         self._slots: deque[None] = deque([None] * self._queue)
-        self.lines = Lines(self._emptied)
-        self.turns = Turns(ASKING)
+        self.queues = WaiterQueues(self._emptied)
+        self.semaphore = FairSemaphore(ASKING)
         self._idle: deque[Session] = deque()
         self._pid = os.getpid()
         weakref.finalize(self, _close_all, self._idle, self._pid)
@@ -266,7 +266,7 @@ class Sessions:
 
     def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
         # Django makes and drops test databases from a connection to none, and PostgreSQL
-        # drops no database that somebody is connected to.
+        # drops no database with a connection to it.
         if connection.alias == NO_DB_ALIAS:
             self.close()
 
@@ -280,7 +280,7 @@ def _readable(file: Any, within: float) -> bool:
 def _close_all(idle: deque[Session], pid: int) -> None:
     """Say goodbye when a pool is dropped or the process ends, but not in the parent's name."""
     if pid != os.getpid():
-        _graveyard.append(idle)
+        _inherited.append(idle)
         return
     while idle:
         idle.pop().close()

@@ -27,17 +27,26 @@ from ...primitives.identity import holder_fields
 from ...primitives.names import KEY, shown
 from ...primitives.timing import Deadline, full_jitter, monotonic
 from ..base import BaseLockBackend
-from .pool import ANSWER_WAIT, ServerSession, ServerSessions, Silence, Trouble, Values, database_of
-from .queues import ASKING, Lines, Seat, Turns
+from .pool import (
+    ANSWER_WAIT,
+    ConnectionLost,
+    ReplyTimeout,
+    ServerError,
+    ServerSession,
+    ServerSessions,
+    Values,
+    database_of,
+)
+from .queues import ASKING, FairSemaphore, Waiter, WaiterQueues
 
 T = TypeVar("T")
 S = TypeVar("S", bound="LockSession")
 
-# The longest wait on the server in one statement, in seconds: whoever waits for longer loses
-# its place. A statement that never ends keeps PostgreSQL from cleaning up behind it.
+# The longest wait on the server in one statement, in seconds: a longer wait starts again behind
+# others. A statement that never ends keeps PostgreSQL from cleaning up behind it.
 SLICE = 30.0
 
-# So many sessions of a process wait on the server at a time, each for all who wait for its lock
+# So many sessions of a process wait on the server at a time, each for all waiters of its lock
 # in that process; for further locks the first of them tries again and again, after pauses of at
 # most POLL seconds.
 WAITING = 8
@@ -50,17 +59,13 @@ ASK_EVERY = 5.0
 # Seconds that one heartbeat waits for the answers; late ones are picked up by the next.
 BEAT_WAIT = 0.5
 
-# What statements say to people who look at the sessions on the server.
+# The comment of statements, for administrators that look at the sessions on the server.
 # A server may keep only its beginning.
 NOTE = re.compile(
     rf"/\* distlock ([0-9a-f]{{8}}) ({KEY}) ([0-9]{{1,19}})"
     r"(?: (\"(?:[^\"\\]|\\.)*\") (\{.*?\}) \*/)?",
     re.DOTALL,
 )
-
-
-class Died(BackendError):
-    """The session ended before the answer came."""
 
 
 class LockSession(ServerSession):
@@ -79,7 +84,7 @@ class LockSession(ServerSession):
         """Unlock; return whether it was locked."""
 
     def note(self) -> str:
-        """Return the note of the claim for its statements, which tell whose session it is."""
+        """Return the note of the claim for its statements, which says whose session it is."""
         return note(self.claim, self.fence) if self.claim else ""
 
     @abstractmethod
@@ -88,11 +93,10 @@ class LockSession(ServerSession):
 
     @abstractmethod
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yield what the server tells of locks: fields of a Holding, and
+        """Yield what the server shows of locks: fields of a Holding, and
 
         `number` (of the session), `now_us` (its clock), `since_us`, `note` (what the session said
-        last), `named` (what somebody said who waits). `ours`: keys to ask for, if it tells of no
-        others.
+        last), `named` (what a waiter said). `ours`: keys to ask for, if it shows no others.
         """
 
     @abstractmethod
@@ -137,9 +141,9 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         self._taken: dict[tuple[str, str], S] = {}  # by owner and key: held, or waited for
         # When claims were given up that were neither: their thread may still be connecting.
         self._given_up: dict[tuple[str, str], float] = {}
-        # Who leads a line waits in a thread of its own, and says nothing until it has waited.
-        self._lines = Lines(lambda place: None, hangs=inf)
-        self._turns = Turns(ASKING)
+        # The first of a queue waits in a thread of its own, and says nothing until it has waited.
+        self._queues = WaiterQueues(lambda connection: None, hangs=inf)
+        self._semaphore = FairSemaphore(ASKING)
         self._waiting: deque[None] = deque([None] * WAITING)
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
@@ -150,31 +154,31 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             self._drop(session)
         if wait == 0:
             return self._try(claim)
-        deadline, attempt, bell = Deadline(wait), 0, SimpleQueue[Any]()
-        seat = self._sit(claim, bell.put)
+        deadline, attempt, woken = Deadline(wait), 0, SimpleQueue[Any]()
+        waiter = self._enqueue(claim, woken.put)
         try:
             while True:
                 pause = SLICE
-                if self._lines.leads(seat):
-                    seat.asked = True
+                if self._queues.leads(waiter):
+                    waiter.asked = True
                     if (grant := self._lead(claim, deadline.cap(SLICE))) is not None:
                         return grant
                     pause = full_jitter(attempt, base=self.poll_min, cap=POLL)
                     attempt += not self._waiting
                 with suppress(Empty):
-                    bell.get(timeout=deadline.cap(pause))
-                if seat.line is None:
+                    woken.get(timeout=deadline.cap(pause))
+                if waiter.queue is None:
                     raise BackendError(self._says("the wait was given up"))
                 if deadline.remaining() == 0:
                     return None
         finally:
-            self._lines.rise(seat)
+            self._queues.leave(waiter)
 
-    def _sit(self, claim: Claim, wake: Callable[[Any], None]) -> Seat:
-        """Stand in line in this process: who leads it waits on the server for all."""
+    def _enqueue(self, claim: Claim, wake: Callable[[Any], None]) -> Waiter:
+        """Enter the queue of this process: its first waits on the server for all."""
         with self._mutex:
             self._refuse_what_was_given_up(claim)
-            return self._lines.sit((claim.key, claim.owner), wake)
+            return self._queues.enqueue((claim.key, claim.owner), wake)
 
     def _lead(self, claim: Claim, wait: float) -> Grant | None:
         """Wait on the server; only try if as many sessions wait there as may."""
@@ -194,12 +198,12 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
     @contextmanager
     def _asking(self) -> Iterator[None]:
         """Wait for the turn of the calling thread among those that ask."""
-        if not self._turns.take(ANSWER_WAIT):
+        if not self._semaphore.acquire(ANSWER_WAIT):
             raise BackendError(self._says("all sessions of this process are busy"))
         try:
             yield
         finally:
-            self._turns.give()
+            self._semaphore.release()
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         session = self._session_of(grant)
@@ -215,15 +219,15 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         asked: dict[int, tuple[int, S]] = {}
         poll = select.poll()
         now = monotonic()
-        for place, (grant, _) in enumerate(work):
+        for index, (grant, _) in enumerate(work):
             session = self._session_of(grant)
             if session is None:
                 continue
-            answers[place] = None
-            if session.mutex.acquire(blocking=False):  # else somebody is just asking it
-                answers[place] = self._begin_beat(session, grant.claim, now)
-                if answers[place] is True:
-                    asked[session.fd] = place, session
+            answers[index] = None
+            if session.mutex.acquire(blocking=False):  # else another thread is asking it
+                answers[index] = self._begin_beat(session, grant.claim, now)
+                if answers[index] is True:
+                    asked[session.fd] = index, session
                     poll.register(session.fd, select.POLLIN)
                 else:
                     session.mutex.release()
@@ -231,11 +235,11 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         while asked and (heard := poll.poll(max(0.0, end - monotonic()) * 1000)):
             for fd, _ in heard:
                 poll.unregister(fd)
-                place, session = asked.pop(fd)
-                answers[place] = self._finish_beat(session, now)
+                index, session = asked.pop(fd)
+                answers[index] = self._finish_beat(session, now)
                 session.mutex.release()
-        for place, session in asked.values():
-            answers[place] = BackendError(self._says("no answer"))
+        for index, session in asked.values():
+            answers[index] = BackendError(self._says("no answer"))
             session.mutex.release()
         return answers
 
@@ -243,28 +247,28 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         with self._mutex:
             session = self._session_of(grant)
             if session is None:
-                seat = self._lines.seat_of((grant.claim.key, grant.claim.owner))
+                waiter = self._queues.waiter_of((grant.claim.key, grant.claim.owner))
                 if grant.session is None:
                     self._note_given_up(grant.claim)
-                if seat is not None and seat.wake is not None:
-                    self._lines.rise(seat)
-                    seat.wake(None)
+                if waiter is not None and waiter.wake is not None:
+                    self._queues.leave(waiter)
+                    waiter.wake(None)
                 return False
             del self._taken[grant.claim.owner, grant.claim.key]
             waits = session.waits
             if waits:
-                session.hang_up()  # whoever waits on it closes it
+                session.hang_up()  # the thread that waits on it closes it
         if waits:
             self._stop(session)
             return False
         try:
-            with _turn(session):
+            with _exclusive(session):
                 was_ours = session.unlock(grant.claim)
         except BaseException as error:
             self._pool.drop(session)
-            if isinstance(error, Trouble):
+            if isinstance(error, ServerError):
                 return False  # a session that is gone took its lock with it
-            if isinstance(error, Silence):
+            if isinstance(error, ReplyTimeout):
                 raise BackendError(self._says(error)) from error
             raise
         if was_ours:
@@ -326,7 +330,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             session = self._lend()
             try:
                 return self._take_on(session, claim, timeout)
-            except Died:
+            except ConnectionLost:
                 if not session.kept:
                     raise
 
@@ -335,12 +339,12 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             raise BackendError(self._says("the wait was given up"))
 
     def _take_on(self, session: S, claim: Claim, timeout: float) -> Grant | None:
-        place = (claim.owner, claim.key)
+        claim_key = (claim.owner, claim.key)
         try:
             with self._mutex:
                 self._refuse_what_was_given_up(claim)
                 session.claim, session.waits = claim, True
-                self._taken[place] = session  # before it is asked: release() finds it at any time
+                self._taken[claim_key] = session  # before it is asked: release() has to find it
         except BackendError:
             self._pool.give_back(session)
             raise
@@ -348,18 +352,18 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             granted = session.take(claim, timeout)
             with self._mutex:
                 session.waits = False
-                given_up = self._taken.get(place) is not session
+                given_up = self._taken.get(claim_key) is not session
                 if granted is None and not given_up:
-                    del self._taken[place]
+                    del self._taken[claim_key]
         except BaseException as error:
-            given_up = self._taken.get(place) is not session
+            given_up = self._taken.get(claim_key) is not session
             self._drop(session)
-            if isinstance(error, Trouble) and not given_up:
-                raise Died(self._says(error)) from error
+            if isinstance(error, ServerError) and not given_up:
+                raise ConnectionLost(self._says(error)) from error
             self._stop(session)  # before another one is opened
-            if isinstance(error, Trouble):  # release() hung up: it is not to line up again
+            if isinstance(error, ServerError):  # release() hung up: it is not to line up again
                 raise BackendError(self._says("the wait was given up")) from error
-            if isinstance(error, Silence):
+            if isinstance(error, ReplyTimeout):
                 raise BackendError(self._says(error)) from error
             raise
         if given_up:
@@ -382,20 +386,20 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         return session if grant.session in (None, session) else None
 
     def _ask(self, session: S, ttl: float) -> bool:
-        """Ask whether the lock is still the session's; raise BackendError if nobody answers."""
+        """Ask whether the lock is still the session's; raise BackendError if there is no answer."""
         claim: Any = session.claim
         try:
-            with _turn(session):
+            with _exclusive(session):
                 try:
                     if ttl > session.ttl:
                         session.keep(ttl)
                     statement, values = session.question(claim)
                     rows = session.ask(statement, *values)
-                except Trouble as error:
-                    answer = self._troubled(session, error)
+                except ServerError as error:
+                    answer = self._after_error(session, error)
                 else:
-                    answer = self._believed(session, rows)
-        except Silence as error:
+                    answer = self._confirmed(session, rows)
+        except ReplyTimeout as error:
             raise BackendError(self._says(error)) from error
         except BaseException:
             self._drop(session)
@@ -412,33 +416,33 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
                     return None
             statement, values = session.question(claim)
             session.begin_to_ask(statement, *values)
-        except Silence as error:
+        except ReplyTimeout as error:
             return BackendError(self._says(error))
-        except Trouble as error:
-            return self._troubled(session, error)
+        except ServerError as error:
+            return self._after_error(session, error)
         return True
 
     def _finish_beat(self, session: S, asked_at: float) -> bool | BackendError:
         try:
             rows = session.finish_asking(asked_at)
-        except Trouble as error:
-            return self._troubled(session, error)
-        return self._believed(session, rows)
+        except ServerError as error:
+            return self._after_error(session, error)
+        return self._confirmed(session, rows)
 
-    def _troubled(self, session: S, trouble: Trouble) -> bool | BackendError:
-        """Return False if the session is gone; who only refused a question has its lock."""
+    def _after_error(self, session: S, trouble: ServerError) -> bool | BackendError:
+        """Return False if the session is gone; one that only refused a question has its lock."""
         try:
             if session.awaiting_reply:
                 raise trouble
             session.wait(f"SELECT {session.note()} 1", BEAT_WAIT)
-        except Trouble:
+        except ServerError:
             self._drop(session)
             return False
-        except Silence:
+        except ReplyTimeout:
             pass
         return BackendError(self._says(trouble))
 
-    def _believed(self, session: S, rows: Any) -> bool:
+    def _confirmed(self, session: S, rows: Any) -> bool:
         if bool(rows) and rows[0][0] in (1, "t"):
             return True
         self._drop(session)
@@ -460,7 +464,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
     def _lend(self) -> S:
         try:
             return self._pool.lend()  # type: ignore[return-value]
-        except (DjangoDatabaseError, Trouble, Silence) as error:
+        except (DjangoDatabaseError, ServerError, ReplyTimeout) as error:
             raise BackendError(self._says(error)) from error
 
     def _question(self, work: Callable[[S], T]) -> T:
@@ -472,7 +476,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
                     answer = work(session)
                 except BaseException as error:
                     self._pool.drop(session)
-                    if not isinstance(error, (Trouble, Silence)):
+                    if not isinstance(error, (ServerError, ReplyTimeout)):
                         raise
                     if not session.kept:
                         raise BackendError(self._says(error)) from error
@@ -484,8 +488,8 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         return f"{type(self).__name__} on {self.using!r}: {error}"
 
 
-class _turn:
-    """The right to ask a session, which a heartbeat may have; raises Silence."""
+class _exclusive:
+    """The right to ask a session, which a heartbeat may have; raises ReplyTimeout."""
 
     __slots__ = ("_session",)
 
@@ -494,14 +498,14 @@ class _turn:
 
     def __enter__(self) -> None:
         if not self._session.mutex.acquire(timeout=ANSWER_WAIT):
-            raise Silence("the session is busy")
+            raise ReplyTimeout("the session is busy")
 
     def __exit__(self, *exc_info: object) -> None:
         self._session.mutex.release()
 
 
 def tag_of(claim: Claim) -> str:
-    """Return what tells one acquisition from the next, and nothing of its token."""
+    """Return what distinguishes one acquisition from the next, without its token."""
     return hashlib.sha256(claim.owner.encode()).hexdigest()[:8]
 
 
@@ -519,7 +523,7 @@ def _quoted(name: str) -> str:
 
 
 def _from_note(statement: str | None, key: str) -> dict[str, Any]:
-    """Return the fields of a Holding of `key` that a note tells."""
+    """Return the fields of a Holding of `key` that are in a note."""
     found = NOTE.search(statement or "")
     if found is None or found[2] != key:
         return {}
@@ -530,6 +534,6 @@ def _from_note(statement: str | None, key: str) -> dict[str, Any]:
 
 
 def _same(one: str, other: str) -> bool:
-    """Compare session and tag; a server that does not tell the tag leaves it empty."""
+    """Compare session and tag; a server that does not show the tag leaves it empty."""
     (number, _, tag), (number2, _, tag2) = one.partition("-"), other.partition("-")
     return number == number2 and (not tag or not tag2 or tag == tag2)

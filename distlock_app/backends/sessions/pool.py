@@ -22,6 +22,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ...claims import Claim
+from ...errors import BackendError
 from ...primitives.timing import monotonic
 
 # Seconds to wait for the server's answer to a question that needs no wait.
@@ -32,7 +33,7 @@ ANSWER_WAIT = 5
 # that brings a lock after a wait may have been under way.
 GRACE = 2.0
 
-# Sessions that nobody needed for so long are closed, before the server does it for their ttl.
+# Sessions that were idle for so long are closed, before the server does it for their ttl.
 IDLE = 15.0
 
 # After SET: the server's limit for any statement would end a wait. The comments with M! are for
@@ -60,7 +61,11 @@ def database_of(alias: str, location: Any) -> str:
     return str(location)
 
 
-class Trouble(Exception):
+class ConnectionLost(BackendError):
+    """The connection, or the server, ended before the answer came."""
+
+
+class ServerError(Exception):
     """The server refused a question, or the session is gone; `code` is the server's."""
 
     def __init__(self, code: Any, message: str) -> None:
@@ -68,15 +73,15 @@ class Trouble(Exception):
         self.code = code
 
 
-class Silence(Exception):
+class ReplyTimeout(Exception):
     """The server did not answer in time."""
 
 
 class ServerSession:
-    """One session; a question at a time, by whoever has its `mutex` or was lent it."""
+    """One session; one question at a time, by the thread that has its `mutex` or was lent it."""
 
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
-        """Connect; raises Django's database errors, Trouble and Silence."""
+        """Connect; raises Django's database errors, ServerError and ReplyTimeout."""
         self.wrapper: Any = wrapper
         self.epoch = epoch
         self.mutex = threading.Lock()
@@ -84,7 +89,7 @@ class ServerSession:
         self.used_at = 0.0
         self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
         self.asked_at = 0.0  # when the last question was asked that was answered
-        self.awaiting_reply = False  # an answer
+        self.awaiting_reply = False
         self.claim: Claim | None = None  # what it holds, or waits for
         self.fence: int | None = None
         self.waits = False
@@ -113,11 +118,11 @@ class ServerSession:
         raise NotImplementedError
 
     def send(self, question: str, values: Values) -> None:
-        """Send one statement, its values apart, without waiting; raise Trouble."""
+        """Send one statement, its values apart, without waiting; raise ServerError."""
         raise NotImplementedError
 
     def receive(self) -> Rows:
-        """Return the whole answer, which has begun to arrive, or raise it as Trouble.
+        """Return the whole answer, which has begun to arrive, or raise it as ServerError.
 
         When it was read to its end no reply is awaited any more.
         """
@@ -128,7 +133,7 @@ class ServerSession:
         return bool(self._poll.poll(seconds * 1000))
 
     def ask(self, question: str, *values: Value) -> Rows:
-        """Return the rows that answer `question`; raise Trouble or Silence."""
+        """Return the rows that answer `question`; raise ServerError or ReplyTimeout."""
         return self.wait(question, ANSWER_WAIT, *values)[0]
 
     def wait(self, question: str, seconds: float, *values: Value) -> tuple[Rows, float]:
@@ -141,17 +146,17 @@ class ServerSession:
         end = began + seconds
         while not self.heard(min(LOOK, max(0.0, end - began))):
             if began >= end:
-                raise Silence(f"no answer within {seconds:g} s")
+                raise ReplyTimeout(f"no answer within {seconds:g} s")
             began = monotonic()
         rows = self.receive()
         self.asked_at = asked_at
         return rows, began
 
     def begin_to_ask(self, question: str, *values: Value) -> None:
-        """Send `question`, unless an earlier one is still unanswered (Silence)."""
+        """Send `question`, unless an earlier one is still unanswered (ReplyTimeout)."""
         if self.awaiting_reply:
             if not self.heard(0):
-                raise Silence("still no answer")
+                raise ReplyTimeout("still no answer")
             self._discard_reply()  # it comes too late to be worth anything
         self.awaiting_reply = True
         self.send(question, values)
@@ -164,7 +169,7 @@ class ServerSession:
 
     def _discard_reply(self) -> None:
         if not self.heard(ANSWER_WAIT):
-            raise Silence("still no answer")
+            raise ReplyTimeout("still no answer")
         self.receive()
 
     def hang_up(self) -> None:
@@ -230,7 +235,7 @@ class ServerSessions:
         """Leave the sessions of a parent process alone: neither use nor close them."""
         for session in list(self._open):
             sever(session.fd)
-        _graveyard.append(self._open)
+        _inherited.append(self._open)
         self._epoch += 1
         self._begin()
 
@@ -265,7 +270,7 @@ class ServerSessions:
 
     def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
         # Django makes and drops test databases from a connection to none, and PostgreSQL
-        # drops no database that somebody is connected to.
+        # drops no database with a connection to it.
         if connection.alias == NO_DB_ALIAS:
             self.close()
 
@@ -274,7 +279,7 @@ def sever(fd: int) -> None:
     """Let go of the socket that a child of fork() inherited, without a word to the server.
 
     The driver will say goodbye when its object is freed, in the name of the parent, whose locks
-    would end: let it say so to nobody. And an open copy of the socket would keep the locks of a
+    would end: let it say so to /dev/null. And an open copy of the socket would keep the locks of a
     parent that died.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -295,5 +300,5 @@ def _forget_all() -> None:
 
 
 _pools: weakref.WeakSet[ServerSessions] = weakref.WeakSet()
-_graveyard: list[Any] = []  # of objects that a child of fork() must not free
+_inherited: list[Any] = []  # of objects that a child of fork() must not free
 os.register_at_fork(after_in_child=_forget_all)

@@ -1,8 +1,8 @@
 """Queues inside one process: few connections for many callers, waiters in order of arrival.
 
-A process asks a server by a bounded number of connections (`Turns`). Those who wait for one lock
-stand in line inside the process, and the first of them asks the server for all (`Lines`): so a
-thousand waiters keep their order behind one connection.
+A process asks a server by a bounded number of connections (`FairSemaphore`). The waiters for one
+lock form a queue inside the process, and the first of them asks the server for all
+(`WaiterQueues`): so a thousand waiters keep their order behind one connection.
 """
 
 from __future__ import annotations
@@ -17,225 +17,225 @@ from typing import Any
 from ...primitives.threads import Worker
 from ...primitives.timing import monotonic
 
-# So many connections of a process ask at a time, beside those that stay with claims; who comes
-# then waits for its turn. As many as the threads in which asyncio tasks ask.
+# So many connections of a process ask at a time, beside those that stay with claims; later callers
+# wait for their turn. As many as the threads in which asyncio tasks ask.
 ASKING = 8
 
-# Who leads a line looks at its lock once a second. One that has not done so for so many seconds
-# hangs (a blocked event loop, a debugger): the next one who looks takes its place.
+# The first of a queue looks at its lock once a second. One that has not done so for so many seconds
+# hangs (a blocked event loop, a debugger): the next waiter that looks becomes the first.
 HANGS = 3.0
 
-Who = tuple[str, str]  # key, owner
+ClaimKey = tuple[str, str]  # key, owner
 
 
-class Turns:
+class FairSemaphore:
     """Lets so many callers in at a time, in order of arrival.
 
     Without a mutex: a signal handler may ask in the middle of each of these steps.
     """
 
-    __slots__ = ("_free", "_line")
+    __slots__ = ("_free", "_queue")
 
     def __init__(self, number: int) -> None:
         self._free: deque[None] = deque([None] * number)
-        self._line: deque[threading.Lock] = deque()
+        self._queue: deque[threading.Lock] = deque()
 
-    def take(self, within: float, *, urgent: bool = False) -> bool:
-        """Wait for a turn, at most `within` seconds; `urgent`: before those who wait."""
+    def acquire(self, within: float, *, urgent: bool = False) -> bool:
+        """Wait for a turn, at most `within` seconds; `urgent`: before all waiters."""
         turn = threading.Lock()
         turn.acquire()
-        (self._line.appendleft if urgent else self._line.append)(turn)
+        (self._queue.appendleft if urgent else self._queue.append)(turn)
         try:
             self._serve()
             if turn.acquire(timeout=within):
                 return True
         except BaseException:  # interrupted
-            if not self._left(turn):
-                self.give()
+            if not self._cancelled(turn):
+                self.release()
             raise
-        return not self._left(turn)
+        return not self._cancelled(turn)
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Let the next one in."""
         self._free.append(None)
         self._serve()
 
-    def _left(self, turn: threading.Lock) -> bool:
-        """Leave the line; return False if the turn has come just now."""
+    def _cancelled(self, turn: threading.Lock) -> bool:
+        """Leave the queue; return False if the turn has come just now."""
         try:
-            self._line.remove(turn)
+            self._queue.remove(turn)
         except ValueError:
             return False
         return True
 
     def _serve(self) -> None:
-        while self._line:
+        while self._queue:
             try:
                 self._free.pop()
             except IndexError:
                 return
             try:
-                self._line.popleft().release()
+                self._queue.popleft().release()
             except IndexError:  # Another thread has served it.
                 self._free.append(None)
 
 
-class Line:
-    """Who waits for one lock; `place` is the connection that waits on the server for them."""
+class WaiterQueue:
+    """The waiters for one lock; `connection` waits on the server for all of them."""
 
-    __slots__ = ("key", "left", "place", "seats", "seen_at")
+    __slots__ = ("connection", "key", "on_drop", "seen_at", "waiters")
 
-    def __init__(self, key: str, left: Callable[[], None]) -> None:
+    def __init__(self, key: str, on_drop: Callable[[], None]) -> None:
         self.key = key
-        self.left = left
-        self.place: Any = None
-        self.seats: deque[weakref.ref[Seat]] = deque()
+        self.on_drop = on_drop
+        self.connection: Any = None
+        self.waiters: deque[weakref.ref[Waiter]] = deque()
         self.seen_at = monotonic()  # when its first was heard of
 
-    def first(self) -> Seat | None:
-        """Return who asks the server; forget those who were dropped before."""
-        while self.seats:
-            seat = self.seats[0]()
-            if seat is not None and seat.line is not None:  # nor is it just being dropped
-                return seat
-            self.seats.popleft()
+    def first(self) -> Waiter | None:
+        """Return the waiter that asks the server; forget those that were dropped before."""
+        while self.waiters:
+            waiter = self.waiters[0]()
+            if waiter is not None and waiter.queue is not None:  # nor is it just being dropped
+                return waiter
+            self.waiters.popleft()
         return None
 
 
-class Seat:
-    """The place of one waiter in the line of its process; to drop it is to give it up."""
+class Waiter:
+    """One waiter in the queue of its process; to drop it is to leave the queue."""
 
-    __slots__ = ("__weakref__", "asked", "line", "place", "wake")
+    __slots__ = ("__weakref__", "asked", "connection", "queue", "wake")
 
-    def __init__(self, line: Line, wake: Callable[[Any], None] | None) -> None:
-        self.line: Line | None = line
+    def __init__(self, queue: WaiterQueue, wake: Callable[[Any], None] | None) -> None:
+        self.queue: WaiterQueue | None = queue
         self.wake = wake
-        self.asked = False  # the server, or what waits on the server for the line
-        self.place: Any = None  # which was the line's, until another one led it as this one hung
+        self.asked = False  # the server, or what waits on the server for the queue
+        self.connection: Any = None  # was the queue's, until another waiter led it as this one hung
 
     def __del__(self) -> None:
-        line, self.line = self.line, None
-        if line is not None:
-            line.left()
+        queue, self.queue = self.queue, None
+        if queue is not None:
+            queue.on_drop()
 
 
-class Lines:
-    """The lines of one process, by lock; `emptied` is given the place of one that ends."""
+class WaiterQueues:
+    """The queues of one process, by lock; `emptied` is given the connection of one that ends."""
 
     def __init__(self, emptied: Callable[[Any], None], *, hangs: float = HANGS) -> None:
         self._emptied = emptied
         self._hangs = hangs
-        # Reentrant: a signal handler may line up, or leave, in the middle of our own step.
+        # Reentrant: a signal handler may enqueue, or leave, in the middle of our own step.
         self._mutex = threading.RLock()
-        self._lines: dict[str, Line] = {}
-        self._seats: weakref.WeakValueDictionary[Who, Seat] = weakref.WeakValueDictionary()
-        self._worker = Worker("distlock-leaving", lambda jobs: self.tidy())
+        self._queues: dict[str, WaiterQueue] = {}
+        self._waiters: weakref.WeakValueDictionary[ClaimKey, Waiter] = weakref.WeakValueDictionary()
+        self._worker = Worker("distlock-leaving", lambda jobs: self.drop_dead())
         self._pid = os.getpid()
 
-    def seat_of(self, who: Who) -> Seat | None:
-        """Return the place of a waiter."""
-        seat = self._seats.get(who)
-        return None if seat is None or seat.line is None else seat
+    def waiter_of(self, claim_key: ClaimKey) -> Waiter | None:
+        """Return the waiter of a claim, if it is in a queue."""
+        waiter = self._waiters.get(claim_key)
+        return None if waiter is None or waiter.queue is None else waiter
 
-    def wanted(self, key: str) -> bool:
-        """Tell whether anybody here waits for this lock."""
-        return key in self._lines
+    def has_waiters(self, key: str) -> bool:
+        """Return whether this process has waiters for this lock."""
+        return key in self._queues
 
-    def sit(self, who: Who, wake: Callable[[Any], None] | None) -> Seat:
-        """Stand at the end of the line; `wake` is called when this one comes to lead it."""
+    def enqueue(self, claim_key: ClaimKey, wake: Callable[[Any], None] | None) -> Waiter:
+        """Add a waiter at the end of the queue; `wake` is called when it comes to lead it."""
         with self._mutex:
-            line = self._lines.get(who[0])
-            if line is None:
-                line = self._lines[who[0]] = Line(who[0], self._left)
-            seat = self._seats[who] = Seat(line, wake)
-            line.seats.append(weakref.ref(seat))
-            return seat
+            queue = self._queues.get(claim_key[0])
+            if queue is None:
+                queue = self._queues[claim_key[0]] = WaiterQueue(claim_key[0], self._on_drop)
+            waiter = self._waiters[claim_key] = Waiter(queue, wake)
+            queue.waiters.append(weakref.ref(waiter))
+            return waiter
 
-    def leads(self, seat: Seat) -> bool:
-        """Tell whether this one asks the server for its line, also because the first one hangs."""
-        self._give_up(seat)
+    def leads(self, waiter: Waiter) -> bool:
+        """Return whether this one asks the server for its queue, also if the first one hangs."""
+        self._give_up(waiter)
         with self._mutex:
-            line, now = seat.line, monotonic()
-            if line is None:
+            queue, now = waiter.queue, monotonic()
+            if queue is None:
                 return True
-            first = line.first()
-            if first is not seat:
-                if now < line.seen_at + self._hangs:
+            first = queue.first()
+            if first is not waiter:
+                if now < queue.seen_at + self._hangs:
                     return False
                 if first is not None:  # it may be using the connection just now
                     first.asked = False
-                    first.place, line.place = line.place, None
-                line.seats.remove(weakref.ref(seat))
-                line.seats.appendleft(weakref.ref(seat))
-            line.seen_at = now
+                    first.connection, queue.connection = queue.connection, None
+                queue.waiters.remove(weakref.ref(waiter))
+                queue.waiters.appendleft(weakref.ref(waiter))
+            queue.seen_at = now
             return True
 
-    def place_of(self, seat: Seat) -> Any:
-        """Return what waits on the server for the line that this one leads."""
+    def connection_of(self, waiter: Waiter) -> Any:
+        """Return the connection that waits on the server for the queue that this one leads."""
         with self._mutex:
-            line = seat.line
-            return line.place if line is not None and line.first() is seat else None
+            queue = waiter.queue
+            return queue.connection if queue is not None and queue.first() is waiter else None
 
-    def wait_at(self, seat: Seat, place: Any) -> None:
-        """Let the line wait at `place`, unless another one has come to lead it."""
+    def attach(self, waiter: Waiter, connection: Any) -> None:
+        """Let the queue wait on `connection`, unless another waiter has come to lead it."""
         with self._mutex:
-            line = seat.line
-            if line is not None and line.place is None and line.first() is seat:
-                line.place = place
+            queue = waiter.queue
+            if queue is not None and queue.connection is None and queue.first() is waiter:
+                queue.connection = connection
             else:
-                seat.place = place
+                waiter.connection = connection
 
-    def wait_no_more(self, seat: Seat, place: Any) -> None:
-        """Forget `place`: it serves a claim, or has ended."""
+    def detach(self, waiter: Waiter, connection: Any) -> None:
+        """Forget `connection`: it serves a claim, or has ended."""
         with self._mutex:
-            if seat.place is place:
-                seat.place = None
-            elif seat.line is not None and seat.line.place is place:
-                seat.line.place = None
+            if waiter.connection is connection:
+                waiter.connection = None
+            elif waiter.queue is not None and waiter.queue.connection is connection:
+                waiter.queue.connection = None
 
-    def rise(self, seat: Seat) -> None:
-        """Leave the line, with a lock or without."""
-        self._give_up(seat)
+    def leave(self, waiter: Waiter) -> None:
+        """Leave the queue, with a lock or without."""
+        self._give_up(waiter)
         with self._mutex:
-            line, seat.line = seat.line, None
-            if line is None:
+            queue, waiter.queue = waiter.queue, None
+            if queue is None:
                 return
-            line.seats.remove(weakref.ref(seat))
-        self._move(line)
+            queue.waiters.remove(weakref.ref(waiter))
+        self._advance(queue)
 
-    def tidy(self) -> None:
-        """End the lines whose waiters were dropped, and call who comes to lead one."""
-        for line in list(self._lines.values()):
-            self._move(line)
+    def drop_dead(self) -> None:
+        """End the queues whose waiters were dropped, and wake the new first of each other."""
+        for queue in list(self._queues.values()):
+            self._advance(queue)
 
-    def places(self) -> list[Any]:
-        """Return what waits on the server."""
-        return [line.place for line in list(self._lines.values()) if line.place is not None]
+    def connections(self) -> list[Any]:
+        """Return the connections that wait on the server."""
+        return [q.connection for q in list(self._queues.values()) if q.connection is not None]
 
-    def _give_up(self, seat: Seat) -> None:
-        place, seat.place = seat.place, None
-        if place is not None:
-            self._emptied(place)
+    def _give_up(self, waiter: Waiter) -> None:
+        connection, waiter.connection = waiter.connection, None
+        if connection is not None:
+            self._emptied(connection)
 
-    def _left(self) -> None:
-        """Have it tidied up soon; in a finalizer."""
+    def _on_drop(self) -> None:
+        """Have its queue cleaned up soon; called in a finalizer."""
         if self._pid == os.getpid():
             self._worker.put(None)
 
-    def _move(self, line: Line) -> None:
-        place = None
+    def _advance(self, queue: WaiterQueue) -> None:
+        connection = None
         with self._mutex:
-            first = line.first()
+            first = queue.first()
             if first is None:
-                place, line.place = line.place, None
-                if self._lines.get(line.key) is line:
-                    del self._lines[line.key]
+                connection, queue.connection = queue.connection, None
+                if self._queues.get(queue.key) is queue:
+                    del self._queues[queue.key]
             elif not first.asked:
-                line.seen_at = monotonic()
-        if place is not None:
-            self._emptied(place)
+                queue.seen_at = monotonic()
+        if connection is not None:
+            self._emptied(connection)
         if first is not None and not first.asked and first.wake is not None:
             try:
                 first.wake(None)
             except RuntimeError:  # its event loop is closed
-                self.rise(first)
+                self.leave(first)

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import shown
 
-# Seconds to wait for a row that somebody else is just changing, which takes as long as a
-# commit; whoever holds it longer keeps it for a person's reasons. MySQL knows no less than 1.
+# Seconds to wait for a row that another transaction is just changing, which takes as long as a
+# commit; a longer one is a person's, in a console. MySQL knows no less than 1.
 ROW_WAIT = 1
 
 # Seconds to wait for the server's answer, unless the alias says otherwise: a path that was
@@ -27,17 +27,17 @@ ANSWER_WAIT = 5
 # was cut off keeps its connection, and on PostgreSQL how long a waiter holds a snapshot.
 QUEUE_WAIT = 30
 
-# Microseconds for which a lock that was released is kept for the first in the queue. Who has not
-# come for it by then has died or hangs: anybody may take it. (A free row says by its `expiry`
+# Microseconds for which a lock that was released is kept for the first in the queue. One that has
+# not come for it by then has died or hangs: any claim may take it. (A free row says by its `expiry`
 # since when it is; one that was cleared says: for so long already.)
 HANDOVER_US = 250_000
 
 # How often the row may come and go (purge) under one try before it is called busy.
 ROUNDS = 3
 
-PURGED = 500  # rows that one statement deletes, where nobody else can write meanwhile
+PURGED = 500  # rows that one statement deletes, where there is one writer at a time
 
-PAGE = 5_000  # rows that one statement reads for people, who rarely want all
+PAGE = 5_000  # rows of a list that one statement reads: rarely all are wanted
 
 MAX_FENCE = 2**63 - 1
 
@@ -72,12 +72,12 @@ class Dialect:
     EXTEND: str
     END_IN: str  # as EXTEND, but also sooner
     RELEASE: str
-    EVICT: str  # who has the queue lock
+    EVICT: str  # the session that has the queue lock
     RELEASED: str  # a row, if this is how our own release left it
     HOLDERS: str
     COUNT: str  # of the rows that HOLDERS would read
     CLEAR: str
-    CLEAR_EXPIRED: str  # as CLEAR, whatever nobody renewed
+    CLEAR_EXPIRED: str  # as CLEAR, all that was not renewed
     OWNER: str  # of a live row with this fence
     LEFT_OVER: str  # how many rows CLEAR_EXPIRED would change, and PURGE delete
     PURGE: str
@@ -99,7 +99,7 @@ class Dialect:
         """Prepare a new session of Django's; return the driver's cursor to use on it."""
         raise NotImplementedError
 
-    def crowded(self, error: Exception) -> bool:
+    def contended(self, error: Exception) -> bool:
         """Tell whether others were at the same rows, so that another try may succeed."""
         raise NotImplementedError
 
@@ -218,12 +218,12 @@ class Dialect:
         return int(self.execute(cursor, self.COUNT, {}).fetchone()[0])
 
     def clear(self, cursor: Cursor, key: str, fences: tuple[int, int]) -> int:
-        """Free the row, whoever owns it, if its fence is in between; move the fence on."""
+        """Free the row of any owner if its fence is in between; move the fence on."""
         asked = {"key": key, "first": fences[0], "last": fences[1]}
         return self.execute(cursor, self.CLEAR, asked).rowcount
 
     def clear_expired(self, cursor: Cursor, part: str) -> int:
-        """Free the rows that nobody renewed, of keys that begin so; move the fences on."""
+        """Free the rows that were not renewed, of keys that begin so; move the fences on."""
         asked = {"first": part, "last": f"{part}g"}
         return self.execute(cursor, self.CLEAR_EXPIRED, asked).rowcount
 
@@ -233,7 +233,7 @@ class Dialect:
         return row[0] if row else None
 
     def left_over(self, cursor: Cursor, age: float) -> tuple[int, int]:
-        """Count the rows that nobody renewed, and those that ended `age` seconds ago."""
+        """Count the rows that were not renewed, and those that ended `age` seconds ago."""
         row = self.execute(cursor, self.LEFT_OVER, {"age_us": round(age * 1e6)}).fetchone()
         return int(row[0]), int(row[1])
 

@@ -164,7 +164,7 @@ class MySQL(Dialect):
         )
         return cursor
 
-    def crowded(self, error: Exception) -> bool:
+    def contended(self, error: Exception) -> bool:
         return bool(error.args) and error.args[0] in CROWDED
 
     def __init__(self, table_name: str, table: str, database: str) -> None:

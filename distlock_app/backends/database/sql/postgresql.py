@@ -222,7 +222,7 @@ class PostgreSQL(Dialect):
             around.execute("COMMIT")
         return cursor
 
-    def crowded(self, error: Exception) -> bool:
+    def contended(self, error: Exception) -> bool:
         return (getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)) in CROWDED
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
@@ -252,7 +252,7 @@ class PostgreSQL(Dialect):
         return not lent_by_transaction and hasattr(wrapper.connection, "pgconn")  # not psycopg2
 
     def queue_of(self, key: str) -> int:
-        # Hashed again: advisory locks on the same name are somebody else's.
+        # Hashed again: advisory locks on the same name may be another app's.
         return int(key_of(f"queue/{key}")[:16], 16) - 2**63
 
     def line_up(self, wrapper: Any, key: str) -> int:

@@ -129,7 +129,7 @@ class SQLite(Dialect):
         cursor: Cursor = wrapper.Database.Cursor(wrapper.connection)
         return cursor
 
-    def crowded(self, error: Exception) -> bool:
+    def contended(self, error: Exception) -> bool:
         return "locked" in str(error)
 
     def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
