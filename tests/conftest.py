@@ -37,7 +37,8 @@ def missing(server: str, reason: str) -> None:
 # Files whose tests do the same whatever `default` is: tests/run.sh runs them beside SQLite only.
 ONCE = (
     *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
-    *("test_core_async", "test_core_fork", "test_core_holds", "test_core_sessions"),
+    *("test_core_async", "test_core_cost", "test_core_fork", "test_core_holds"),
+    "test_core_sessions",
     *("test_core_settings", "test_core_waiting", "test_etags", "test_history"),
     *("test_demo", "test_docs", "test_faults_history", "test_fuzz", "test_integrations"),
     *("test_log_records", "test_metrics", "test_override_locks", "test_packaging"),

@@ -1,0 +1,115 @@
+"""What a lock costs in Python: calls and bytecodes, which do not vary as times do."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+from django.db import connections
+
+import distlock_app
+from distlock_app import Lock
+from tests.engines import running
+
+PACKAGE = distlock_app.__path__[0]
+
+
+def pair(lock):
+    lock.acquire().release()
+
+
+def block(lock):
+    with lock:
+        pass
+
+
+def new(lock):
+    with Lock("a", using=lock.using):
+        pass
+
+
+def fewest(work, install, counted, tries=7):
+    """Return how many events `counted` of the tracer sees in a warm `work`, at the least.
+
+    In a thread of its own, with one connection that is not in use: what other tests have left
+    behind is not counted, and neither is a collection of garbage in all of the tries.
+    """
+    answers = []
+
+    def measure():
+        _ = connections["default"]
+        for _ in range(50):
+            work()
+        for _ in range(tries):
+            count = 0
+
+            def tracer(frame, event, arg):
+                nonlocal count
+                frame.f_trace_opcodes = True
+                count += counted(frame, event)
+                return tracer
+
+            before = sys.gettrace() if install is sys.settrace else sys.getprofile()
+            install(tracer)
+            try:
+                work()
+            finally:
+                install(before)
+            answers.append(count)
+
+    with running(measure):
+        pass
+    return min(answers)
+
+
+def is_call(frame, event):
+    return event == "call"
+
+
+def is_own_call(frame, event):
+    return event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def is_bytecode(frame, event):
+    return event == "opcode"
+
+
+@pytest.mark.parametrize(("work", "most"), [(pair, 72), (block, 80), (new, 86)])
+def test_a_lock_on_an_engine_that_does_nothing_costs_few_calls(work, most):
+    lock = Lock("a", using="dummy")
+
+    assert fewest(lambda: work(lock), sys.setprofile, is_call) - 2 <= most
+
+
+@pytest.mark.parametrize("work", [pair, block])
+def test_a_lock_in_memory_costs_few_calls_of_our_own(work):
+    lock = Lock("a", using="locmem")
+
+    assert fewest(lambda: work(lock), sys.setprofile, is_own_call) <= 72
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 13), reason="bytecodes differ between versions")
+@pytest.mark.parametrize(("work", "most"), [(pair, 1400), (block, 1550), (new, 1750)])
+def test_a_lock_on_an_engine_that_does_nothing_costs_few_bytecodes(work, most):
+    lock = Lock("a", using="dummy")
+
+    assert fewest(lambda: work(lock), sys.settrace, is_bytecode) <= most
+
+
+def test_locks_of_other_threads_cost_nothing():
+    lock = Lock("a", using="dummy")
+    alone = fewest(lambda: block(lock), sys.setprofile, is_call)
+    done = threading.Event()
+
+    def hold_many():
+        holds = [Lock(f"b{number}", using="dummy").acquire() for number in range(100)]
+        done.wait()
+        for hold in holds:
+            hold.release()
+
+    with running(hold_many):
+        try:
+            assert fewest(lambda: block(lock), sys.setprofile, is_call) <= alone
+        finally:
+            done.set()
