@@ -13,11 +13,11 @@ html_theme_options = {
 
 
 def setup(app):
-    """Take the menu from the links of the index."""
+    """Take the menus from the links of the two indexes."""
     app.connect("source-read", add_menu)
 
 
 def add_menu(app, page, source):
-    if page == "index":
+    if page in ("index", "ko/index"):
         pages = re.findall(r"\]\(([\w/-]+)\.md\)", source[0])
         source[0] += "\n".join(["\n```{toctree}", ":hidden:", "", *pages, "```\n"])

@@ -1,4 +1,7 @@
-"""The documentation: its code runs, its links lead somewhere, and what is public is in it."""
+"""The documentation: its code runs, its links lead somewhere, and what is public is in it.
+
+A Korean page has the code, the names and the links of the English page of its file's name.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,18 @@ from tests.app.models import Account, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs/reference"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KOREAN = [ROOT / "README.ko.md", *sorted((ROOT / "docs/ko").glob("*.md"))]
+ENGLISH = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page not in KOREAN),
+]
+PAGES = [*ENGLISH, *KOREAN]
+INDEXES = [ROOT / "docs/index.md", ROOT / "docs/ko/index.md"]
 # Samples that rely on what only their page's text tells.
 ONLY_COMPILED = {"docs/how-to/optimistic.md", "docs/how-to/fencing.md"}
 
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
+BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.S | re.M)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 
 
@@ -82,7 +92,7 @@ def shop(monkeypatch):
 
 
 PAGES_THAT_RUN = [
-    page for page in PAGES if blocks(page, "python") and title(page) not in ONLY_COMPILED
+    page for page in ENGLISH if blocks(page, "python") and title(page) not in ONLY_COMPILED
 ]
 
 
@@ -148,12 +158,70 @@ def test_the_pages_are_built_without_a_warning(tmp_path):
 
 
 def test_the_index_leads_to_every_page():
-    index = ROOT / "docs/index.md"
-    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    linked = {target for index in INDEXES for target in targets(index)}
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
 
-    assert [title(p) for p in PAGES if p.is_relative_to(index.parent) and p not in linked] == [
-        "docs/index.md"
-    ]
+    assert INDEXES[1] in targets(INDEXES[0])
+    assert [title(page) for page in pages if page not in {*linked, *INDEXES}] == []
+
+
+TRANSLATED = [page for page in KOREAN if page not in INDEXES]
+# What a page's benchmark has written into it is in English only.
+MEASURED = re.compile(r"^<!-- \w+: written by.*?^<!-- end -->$", re.S | re.M)
+
+
+def english(page):
+    """Return the page that a Korean page is the translation of."""
+    name = page.name.replace(".ko.", ".")
+    return next(p for p in ENGLISH if p.name == name) if page in KOREAN else page
+
+
+def prose(page):
+    return MEASURED.sub("", BLOCK.sub("", page.read_text()))
+
+
+def targets(page):
+    links = [link for link in LINK.findall(prose(page)) if ":" not in link]
+    return [(page.parent / link.partition("#")[0]).resolve() for link in links if link[0] != "#"]
+
+
+def without_comments(language, code):
+    if language == "python":
+        return ast.dump(ast.parse(code), indent=1)
+    if language == "sh":
+        lines = [shlex.split(line, comments=True) for line in code.splitlines()]
+        return [line for line in lines if line]
+    return code
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=title)
+def test_a_korean_page_has_the_code_of_the_english_page(page):
+    ours, theirs = (
+        [without_comments(*block) for block in BLOCK.findall(p.read_text())]
+        for p in (page, english(page))
+    )
+
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=title)
+def test_a_korean_page_has_the_names_and_the_headings_of_the_english_page(page):
+    def names(page):
+        found = re.findall(r"`[^`]+`|\b[EW]\d{3}\b", prose(page))
+        return sorted({" ".join(name.split()) for name in found})
+
+    def levels(page):
+        return re.findall(r"^#+(?= )", prose(page), re.M)
+
+    assert names(page) == names(english(page))
+    assert levels(page) == levels(english(page))
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=title)
+def test_a_korean_page_leads_where_the_english_page_does(page):
+    led = {english(target) for target in targets(page)}
+
+    assert [title(p) for p in targets(english(page)) if english(p) not in led] == []
 
 
 def test_the_code_map_has_every_room_and_only_files_that_exist():
