@@ -270,7 +270,7 @@ def test_a_reader_that_asks_for_the_write_lock_is_told_that_it_reads_itself(engi
     with Lock("a", shared=True):
         with pytest.raises(LockTimeout, match="by this thread or task itself, shared: release"):
             Lock("a").acquire(wait=0.01)
-        with pytest.raises(LockBusy, match="held by somebody else"), running(_try_to_write):
+        with pytest.raises(LockBusy, match="held by another owner"), running(_try_to_write):
             pass
 
 

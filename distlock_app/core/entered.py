@@ -36,7 +36,7 @@ def entered(lock: Any, frame: FrameType | None) -> Entry:
     """Return the `with` of `lock` that ends in `frame`."""
     entry = _find(lock, frame)
     if entry is None:
-        raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
+        raise NotHeld("it is not known which `with` ends here: use hold = lock.acquire() instead")
     return entry
 
 

@@ -261,7 +261,7 @@ def _in_order(taken: dict[int, Hold]) -> Holds:
 
 
 def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:
-    """Return what to raise: whoever waited for the first locks was not merely busy at the last."""
+    """Return what to raise: after a wait for the first locks, "busy" at the last is a timeout."""
     waited = deadline.wait != 0 and deadline.remaining() == 0
     if type(error) is LockBusy and waited:
         return LockTimeout(error.args[0], free_in=error.free_in)

@@ -41,7 +41,7 @@ class Hold:
         self._release_now = release_now
         self.released = released  # given up, or not joined to the lease yet
         self.entered = False  # in a `with`
-        self.taken_at: tuple[CodeType, int] | None = None  # without a `with`: who forgot it
+        self.taken_at: tuple[CodeType, int] | None = None  # without a `with`: where it was taken
 
     def __repr__(self) -> str:
         state = "released" if self.released else "lost" if self.lost else "held"
@@ -64,7 +64,7 @@ class Hold:
 
     @property
     def lost(self) -> bool:
-        """Whether the lock may be somebody else's by now, by this process's clock."""
+        """Whether another owner may have the lock by now, by this process's clock."""
         lease = self._lease
         return lease.lost_because is not None or (not self.released and lease.doubtful)
 
@@ -87,7 +87,7 @@ class Hold:
         """Keep the lock for at least `ttl` seconds from now (default: its own ttl).
 
         Never shortens it, and never beyond `max_hold`. Raise LockLost if it is gone,
-        BackendError if the engine cannot tell: then it is ours until `expires_in` is 0.
+        BackendError if the engine does not answer: then it is ours until `expires_in` is 0.
         """
         self._check_extend()
         asked_at = monotonic()
@@ -142,7 +142,7 @@ class Hold:
     def leave_for(self, seconds: float) -> None:
         """Give the hold up, but leave the lock taken for `seconds`, by the engine's clock.
 
-        It stays so when this process ends. Who shares the claim loses no time by it: with
+        It stays so when this process ends. Other holds of the claim lose no time by it: with
         `owner=`, or while it is held here once more, it may last up to one ttl longer. Does not
         wait for an open transaction. Raise what `extend` raises; after a BackendError it lasts
         until its ttl is over.
@@ -164,8 +164,8 @@ class Hold:
         """Hand the lock over: return a text by which `Lock.resume` goes on holding it elsewhere.
 
         This hold ends without a release: the lock stays taken for `ttl` seconds from now
-        (default: its own ttl), in which somebody has to resume it. The text is a secret:
-        whoever has it can release the lock. Raise what `extend` raises, and LockError if
+        (default: its own ttl), in which it has to be resumed. The text is a secret:
+        it is enough to release the lock. Raise what `extend` raises, and LockError if
         the lock cannot be handed over now or on this engine.
         """
         self._check_dump()
@@ -181,7 +181,7 @@ class Hold:
     def pin(self) -> None:
         """Keep the lock, whatever happens, until the open transaction has ended.
 
-        Locks the row of the lock in that transaction: nobody can take it over before the
+        Locks the row of the lock in that transaction: no other owner can take it over before the
         commit, even if this process is stopped for longer than the ttl. Only for a lock table
         in the database of the data. A rollback, of a savepoint too, ends it.
 
@@ -348,7 +348,7 @@ class Hold:
             why = "a parent process holds it"
         elif lease.release_asked and not lease.lost:
             why = "its release was asked for, and the answer did not come"
-        return LockLost(f"the lock {shown(self.name)!r} may be somebody else's: {why}")
+        return LockLost(f"the lock {shown(self.name)!r} may belong to another owner: {why}")
 
     def _check_extend(self) -> None:
         self.check()
@@ -427,7 +427,7 @@ class Hold:
             self.released = self.entered = False
             raise
         if not (in_time or lease.release_asked):
-            # Nobody came meanwhile, but that is known now only: the work was done in doubt.
+            # It was ours all the time, but that is known only now: the work was done in doubt.
             renewer.lose(lease, LATE, at_release=True)
         return was_ours
 
@@ -498,7 +498,9 @@ def unpin(lease: Lease, ttl: float, asked_at: float) -> None:
             if answer:
                 lease.extended(ttl, asked_at=asked_at)
             else:
-                renewer.lose(lease, "somebody took it after the commit of a pinned transaction")
+                renewer.lose(
+                    lease, "another owner took it after the commit of a pinned transaction"
+                )
     finally:
         lease.unpin()
         if not (lease.ended or lease.foreign):

@@ -45,10 +45,10 @@ class Latch:
             raise ValueError(f"a Latch is not possible with {engine} (alias {self.using!r})")
 
     def count_down(self, *, by: str | None = None) -> int:
-        """Tell that one more is done; return how many are left.
+        """Count one more as done; return how many are left.
 
-        `by` names who is done, and counts once however often it is told, such as a task that
-        is run again.
+        `by` names the party that is done, and counts once however often it is given, such as by
+        a task that is run again.
         """
         return self._left(self._backend.count_down(self._claim(by)))
 

@@ -35,9 +35,9 @@ class Lease:
     """The claim behind one or several holds of the same runner.
 
     Its runner may take it again only inside a `with`. A hold without one may have been passed
-    on, and nobody can tell: a worker that began its next job would have the lock beside it.
+    on: a worker that began its next job would have the lock beside its new holder.
 
-    It is *trusted* while the engine cannot have given the claim to anybody else, by this
+    It is *trusted* while the engine cannot have given the claim to another owner, by this
     process's monotonic clock. It ends by release or by loss, once.
     """
 
@@ -90,7 +90,7 @@ class Lease:
         self.due: float | None = None  # when the renewer looks at it next
         self.holds = 1  # holds that need it
         self.entered = 0  # those of them that are in a `with`: only there it may be taken again
-        self.pins = 0  # transactions that keep everybody else from the claim
+        self.pins = 0  # transactions that keep all others from the claim
         self.open_transactions: set[int] = set()  # whose end the release waits for: id(connection)
         self.ended = False  # released or given up: nothing more to renew
         self.pending_release: int | None = None  # the number of its release on a worker thread
@@ -109,7 +109,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether the claim may belong to somebody else by now."""
+        """Whether the claim may belong to another owner by now."""
         if self.lost_because is not None or self.foreign:
             return True
         return not self.pins and monotonic() >= self.trusted_until
@@ -143,7 +143,7 @@ class Lease:
         return max(0.001, min(ttl, self.ends_by - monotonic()))
 
     def lose(self, reason: str, *, at_release: bool = False) -> list[Callback] | None:
-        """Note the loss, once; return the callbacks to run, None if there is nothing to tell."""
+        """Note the loss, once; return the callbacks to run, None if it was noted before."""
         with self.lock:
             if self.lost_because is not None or (self.ended and not at_release):
                 return None
@@ -152,7 +152,7 @@ class Lease:
             return callbacks
 
     def end(self) -> None:
-        """Stop renewing it and telling of its loss."""
+        """Stop renewing it and reporting its loss."""
         with self.lock:
             self.ended = True
 

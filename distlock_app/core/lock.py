@@ -39,7 +39,7 @@ class Lock:
     one try. `renew=False` makes it a fixed lease; `max_hold` caps the renewal. `atomic`
     (True, or the alias of a database) opens `transaction.atomic(durable=True)` inside the
     lock, and commits only if the lock is still held. `owner` names a stable owner instead
-    of a random one: whoever uses the same name shares the lock. `release="now"` does not
+    of a random one: all that use the same name share the lock. `release="now"` does not
     wait for the end of an open transaction.
 
     Raise TypeError, ValueError or ImproperlyConfigured when it is made.
@@ -172,7 +172,7 @@ class Lock:
             raise
 
     def try_acquire(self) -> Hold | None:
-        """Take the lock in one try, or return None if somebody else holds it."""
+        """Take the lock in one try, or return None if another owner holds it."""
         try:
             return self.acquire(wait=0)
         except LockBusy:
@@ -189,10 +189,10 @@ class Lock:
     def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Go on holding, here, the lock that `Hold.dump()` handed over; only once.
 
-        Nobody notices a second time: both would have the lock, with the same fence.
+        A second resume is not noticed: both would have the lock, with the same fence.
 
-        Raise LockLost if nobody resumed it in time, ValueError for any other text, and
-        BackendError if the engine cannot tell: then try again.
+        Raise LockLost if it was not resumed in time, ValueError for any other text, and
+        BackendError if the engine does not answer: then try again.
         """
         attempt, grant = cls._resuming(text, renew, max_hold)
         return attempt.resumed(grant, attempt.backend.extend(grant, attempt.ttl))
@@ -212,11 +212,11 @@ class Lock:
         return attempt, Grant(replace(attempt.claim(Waker()), **token), fence, session=session)
 
     def locked(self) -> bool:
-        """Ask the engine whether anybody holds the lock."""
+        """Ask the engine whether the lock is held."""
         return bool(self.holders())
 
     def holders(self) -> list[Holding]:
-        """Ask the engine who holds the lock."""
+        """Ask the engine for the holders of the lock."""
         return list(registry[self.using].backend.holders(names.key_of(self.name)))
 
     def clear(self, *, if_version: str | None = None, user: str = "", reason: str = "") -> int:

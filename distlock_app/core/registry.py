@@ -109,7 +109,7 @@ class Registry:
         return iter(self.setting())
 
     def misconfigured(self, alias: Any) -> bool:
-        """Whether settings name `alias`, and are wrong: `manage.py check` tells (E001)."""
+        """Whether settings name `alias`, and are wrong: `manage.py check` says how (E001)."""
         try:
             if alias in list(self.setting()):  # not in the dict: an alias without a hash is wrong
                 self[alias]

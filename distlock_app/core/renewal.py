@@ -1,7 +1,7 @@
 """Background threads: renew leases, report losses, retry releases that failed.
 
 One daemon thread per process keeps the time of every lease, and never waits for an engine:
-so a loss is told on time even while an engine hangs. Requests go to worker threads of each
+so a loss is reported on time even while an engine hangs. Requests go to worker threads of each
 engine in use (one hanging engine delays no other), which end when idle: one renews in batches,
 and a few others release, so that no renewal waits for a release.
 """
@@ -40,7 +40,7 @@ RETRIES_LEFT = 8
 RETRY_MIN = 0.02
 RETRY_MAX = 1.0
 LATE = "it was not renewed in time"
-GONE = "the engine says that it is somebody else's or gone"
+GONE = "the engine says that it is gone or has another owner"
 FAILED = "the lock renewer failed and goes on"
 RELEASERS = 4  # threads of each engine
 EXIT_PATIENCE = 2.0  # seconds that the end of the process waits for releases under way
@@ -60,7 +60,7 @@ class Renewer:
         # SimpleQueue.put may be called from a finalizer, in whatever the thread was doing.
         self._inbox: queue.SimpleQueue[tuple[int | None, Lease] | None] = queue.SimpleQueue()
         self._running = False
-        # Who extends, and who releases.
+        # The one that extends, and the one that releases.
         self._workers: weakref.WeakKeyDictionary[BaseLockBackend, tuple[Worker, Worker]]
         self._workers = weakref.WeakKeyDictionary()
         # Until when no other release is tried, after one that failed: they may be very many.
@@ -70,7 +70,7 @@ class Renewer:
         self._releases: set[int] = set()  # numbers of the releases under way
 
     def watch(self, lease: Lease) -> None:
-        """Keep `lease` renewed, and tell when it is lost, until it has ended."""
+        """Keep `lease` renewed, and report its loss, until it has ended."""
         self._schedule(lease, self._next_look(lease, lease.trusted_until - lease.term))
 
     def unwatch(self, lease: Lease) -> None:
@@ -110,7 +110,7 @@ class Renewer:
     def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
         """Release what may have been granted, on a worker thread, trying until it ends by itself.
 
-        Not for a stable owner, who may have got the lock again by then.
+        Not for a stable owner, which may have got the lock again by then.
         """
         if not grant.claim.stable:
             self._give_back(backend, grant)
@@ -121,7 +121,7 @@ class Renewer:
         self._put_release(backend, number, grant, monotonic() + grant.claim.ttl, None)
 
     def released(self, lease: Lease, was_ours: bool) -> None:
-        """Tell what came of a release of which nobody waits for the outcome."""
+        """Report the outcome of a release in the background."""
         if was_ours and lease.lost_because is None:
             if lock_released.receivers:
                 self._notifier.put(partial(send, lock_released, lease_facts(lease)))
@@ -129,7 +129,7 @@ class Renewer:
             self.lose(lease, "it was gone before the transaction had ended", at_release=True)
 
     def lose(self, lease: Lease, reason: str, *, at_release: bool = False) -> None:
-        """Tell that `lease` is lost: each callback on a thread of its own, for it may block."""
+        """Report that `lease` is lost: each callback on a thread of its own, for it may block."""
         callbacks = lease.lose(reason, at_release=at_release)
         if callbacks is None:
             return
@@ -249,7 +249,7 @@ class Renewer:
         now = monotonic()
         if lease.ended or lease.foreign:
             return
-        if lease.pins:  # nobody can have it, and the row is locked for us as well
+        if lease.pins:  # no other owner can have it, and the row is locked for us as well
             self._schedule(lease, now + lease.ttl * RENEW_AT / 4)
             return
         renews = _renews(lease, now)
@@ -377,7 +377,7 @@ def _call_all(jobs: list[Callable[[], None]]) -> None:
             job()
         except BaseException:
             logger.exception(
-                "telling what became of a lock failed", extra=fields("worker_failed", "")
+                "reporting the end of a lock failed", extra=fields("worker_failed", "")
             )
 
 

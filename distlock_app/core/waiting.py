@@ -26,8 +26,8 @@ from ..primitives.timing import Deadline, drift, full_jitter, monotonic
 
 # A claim that ends by itself is asked for this much later than the engine said, in seconds.
 AFTER_EXPIRY = 0.005
-# A waiter whom the server will tell looks this often all the same, in seconds: a lock that was
-# cleared, or whose owner hangs, tells nobody.
+# A waiter that the server will wake looks this often all the same, in seconds: a lock that was
+# cleared, or whose owner hangs, wakes no waiter.
 LOOK_EVERY = 1.0
 IO_THREADS = 8  # of each backend: one that hangs holds up no other
 
@@ -112,7 +112,7 @@ def acquiring(
 
 
 def _keeps_nothing(backend: BaseLockBackend, refusal: Any) -> bool:
-    """Tell whether the engine has nothing of the claim that a last try would take away."""
+    """Return whether the engine keeps nothing of the claim that a last try would take away."""
     polled = not (backend.blocks or backend.pushes or backend.queues)
     return polled and getattr(refusal, "ticket", None) is None
 
@@ -154,7 +154,7 @@ def _pause(
 def _refusal(claim: Claim, wait: float | None, free_in: float | None) -> LockBusy:
     name = shown(claim.name)
     if wait == 0:
-        return LockBusy(f"the lock {name!r} is held by somebody else", free_in=free_in)
+        return LockBusy(f"the lock {name!r} is held by another owner", free_in=free_in)
     return LockTimeout(f"the lock {name!r} was held by others for {wait:.3f} s", free_in=free_in)
 
 
@@ -181,7 +181,7 @@ class Waker:
         """Sleep until woken or until `wake_fd` is readable, at most `seconds`."""
         if wake_fd is None:
             self._woken.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
-        else:  # an engine that has these wakes nobody
+        else:  # an engine that has one calls no wake()
             with selectors.DefaultSelector() as selector:
                 selector.register(wake_fd, selectors.EVENT_READ)
                 selector.select(seconds)
@@ -203,7 +203,7 @@ class AsyncWaker:
     def wake(self, grant: Grant | None) -> None:
         """Wake the waiter; may be called from any thread, any number of times.
 
-        Raise RuntimeError if its loop is closed: nobody waits any more, or takes a grant.
+        Raise RuntimeError if its loop is closed: there is no waiter any more to take a grant.
         """
         if grant is not None:
             self._grant = grant
@@ -363,7 +363,7 @@ def _try_first(
 ) -> Any:
     """Call `acquire`; but look first if many do: a try of a locked row may take a second.
 
-    So half of the threads are there for those who ask for another lock.
+    So half of the threads are there for tries of other locks.
     """
     room = _first_tries.setdefault(backend, threading.Semaphore(IO_THREADS // 2))
     with_room = room.acquire(blocking=False)
