@@ -24,7 +24,7 @@ from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.backends.etcd.gateway import QUIET_SECONDS, encoded
-from distlock_app.backends.zookeeper.backend import Departure, Place
+from distlock_app.backends.zookeeper.backend import ClaimNode, DeletionWatch
 from distlock_app.backends.zookeeper.session import TRUSTED, Session
 from distlock_app.claims import Grant
 from distlock_app.core.registry import registry
@@ -512,7 +512,7 @@ def test_the_same_owner_waits_with_a_longer_ttl(engine):
         first = pool.submit(waited_for, other(), short)
         queue_of(short.key, 1)
         second = pool.submit(waited_for, own(), long)
-        until(lambda: own()._places)
+        until(lambda: own()._waiters)
         assert other().release(held) is True
         grants = [one.result(30) for one in (first, second)]
     assert grants[0].fence == grants[1].fence
@@ -525,7 +525,7 @@ def waited_for(backend, claim):
     return acquired(backend, replace(claim, wake=waker.wake), 20, waker)[0]
 
 
-def test_an_owner_of_two_locks_leaves_no_place_behind(engine):
+def test_an_owner_of_two_locks_leaves_no_waiter_behind(engine):
     if engine.name == "zookeeper":
         return
     first = other().acquire(a_claim("a", ttl=TTL), 0)
@@ -537,7 +537,7 @@ def test_an_owner_of_two_locks_leaves_no_place_behind(engine):
     queue_of(claim.key, 0)
     assert own().release(second) is True
     assert other().release(first) is True
-    assert own()._places == other()._places == {}
+    assert own()._waiters == other()._waiters == {}
 
 
 def test_an_owner_who_only_tries_takes_no_lock_from_its_other_self(engine):
@@ -701,7 +701,7 @@ def test_waiters_who_come_and_go_leave_no_watches(engine):
             Lock("a", using="own", ttl=TTL).acquire(wait=0.01)
     client, _ = own()._session._client
     assert [len(watchers) for watchers in client._data_watchers.values()] in ([], [1])
-    assert not any(departure.wakes for departure in own()._departures.values())
+    assert not any(deletion.wakes for deletion in own()._deletions.values())
     with ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(Lock("a", using="own", ttl=TTL).acquire, wait=50)
         queue_of(key_of("a"), 1)
@@ -709,7 +709,7 @@ def test_waiters_who_come_and_go_leave_no_watches(engine):
         assert other().release(held) is True
         waiter.result(60).release()
     assert monotonic() - freed < 5  # by the watch: else it looks after ten seconds
-    until(lambda: not own()._departures and not client._data_watchers)
+    until(lambda: not own()._deletions and not client._data_watchers)
 
 
 def test_a_waiter_whose_event_loop_was_closed_keeps_nobody_else_asleep():
@@ -717,10 +717,10 @@ def test_a_waiter_whose_event_loop_was_closed_keeps_nobody_else_asleep():
         raise RuntimeError("Event loop is closed")
 
     woken = []
-    departure = Departure(lambda: None)
-    departure.wakes = {Place("a", 0, 0): woken.append, Place("b", 0, 0): closed}
+    deletion = DeletionWatch(lambda: None)
+    deletion.wakes = {ClaimNode("a", 0, 0): woken.append, ClaimNode("b", 0, 0): closed}
 
-    departure(None)
+    deletion(None)
 
     assert woken == [None]
 

@@ -22,7 +22,7 @@ from ...primitives.identity import holder_fields
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend
-from .gateway import NOT_FOUND, Gateway, Lost, Refused, Watch, decoded, encoded
+from .gateway import NOT_FOUND, ConnectionLost, Gateway, Refused, Watch, decoded, encoded
 from .leases import Lease, Leases
 
 PAGE = 1000  # keys in one answer of a listing
@@ -50,12 +50,12 @@ class View:
     queue: list[Entry]
     epoch: int
 
-    def place_of(self, key: str) -> int | None:
-        """Return how many are before `key`; None: it is not in the queue."""
+    def position_of(self, key: str) -> int | None:
+        """Return how many keys are before `key`; None: it is not in the queue."""
         return next((at for at, entry in enumerate(self.queue) if entry.key == key), None)
 
 
-class Place:
+class Waiter:
     """A claim that waits: its lease, and the key whose end wakes it, or what that begins with."""
 
     __slots__ = ("awaits", "lease", "wake")
@@ -103,41 +103,41 @@ class EtcdBackend(BaseLockBackend):
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
-        """Take the lock in one request if it is free, or a place in its queue."""
-        place = self._places.get((claim.owner, claim.key))
-        if place is None:
-            place = Place(self._leases.take(claim.ttl))
-        elif place.lease.due_in(LOOK_AGAIN) == 0:
-            self._leases.renew(place.lease)
+        """Take the lock in one request if it is free, or enter its queue."""
+        waiter = self._waiters.get((claim.owner, claim.key))
+        if waiter is None:
+            waiter = Waiter(self._leases.take(claim.ttl))
+        elif waiter.lease.due_in(LOOK_AGAIN) == 0:
+            self._leases.renew(waiter.lease)
         if wait != 0:
-            # Whatever leaves the queue wakes us, until we know who is before us.
-            place.awaits, place.wake = self._queue_of(claim.key), claim.wake
-            self._places[claim.owner, claim.key] = place
+            # Whatever leaves the queue wakes us, until we know the key before ours.
+            waiter.awaits, waiter.wake = self._queue_of(claim.key), claim.wake
+            self._waiters[claim.owner, claim.key] = waiter
         try:
-            view = self._enter(claim, place.lease, stay=wait != 0)
+            view = self._enter(claim, waiter.lease, stay=wait != 0)
         except Refused as error:
             if error.code != NOT_FOUND:
                 raise
-            # The lease has gone, and its key with it: the server lost it, or was told to.
-            place.lease = self._leases.new(claim.ttl)
-            view = self._enter(claim, place.lease, stay=wait != 0)
-        at = view.place_of(self._key(claim))
+            # The lease has gone, and its key with it: lost by the server, or revoked.
+            waiter.lease = self._leases.new(claim.ttl)
+            view = self._enter(claim, waiter.lease, stay=wait != 0)
+        at = view.position_of(self._key(claim))
         if at == 0:
-            return self._granted(claim, view, place.lease)
+            return self._granted(claim, view, waiter.lease)
         if at is not None:
-            place.lease = self._lease_of(view.queue[at], place.lease)
+            waiter.lease = self._lease_of(view.queue[at], waiter.lease)
         if wait == 0 or at is None:
-            return self._leave(claim, view, place.lease)
-        place.awaits = view.queue[at - 1].key
+            return self._leave(claim, view, waiter.lease)
+        waiter.awaits = view.queue[at - 1].key
         self._watch.start()
         return Busy()
 
     def look(self, claim: Claim) -> Busy | None:
         """See whether the one before us is still there: one key, however long the queue."""
-        place = self._places.get((claim.owner, claim.key))
-        if place is None or not place.awaits or place.lease.due_in(LOOK_AGAIN) == 0:
+        waiter = self._waiters.get((claim.owner, claim.key))
+        if waiter is None or not waiter.awaits or waiter.lease.due_in(LOOK_AGAIN) == 0:
             return None
-        return Busy() if self._entry(place.awaits) else None
+        return Busy() if self._entry(waiter.awaits) else None
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         claim, lease = grant.claim, self._leases.of(grant.session)
@@ -168,10 +168,10 @@ class EtcdBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
-        place = self._places.pop((claim.owner, claim.key), None)
+        waiter = self._waiters.pop((claim.owner, claim.key), None)
         deleted = self._delete(self._key(claim))
         if deleted:
-            self._leases.give_back(place.lease.id if place else grant.session)
+            self._leases.give_back(waiter.lease.id if waiter else grant.session)
         return deleted
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
@@ -235,30 +235,30 @@ class EtcdBackend(BaseLockBackend):
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
         self._leases = Leases(self._gateway)
         # Of the claims that wait, by owner and key.
-        self._places: dict[tuple[str, str], Place] = {}
+        self._waiters: dict[tuple[str, str], Waiter] = {}
         self._watch = Watch(
             self._gateway,
             _range(f"{self._prefix}/"),
-            partial(_wake, self._places),
+            partial(_wake, self._waiters),
             f"distlock-watch-{self.alias}",
         )
 
     def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
-        """Take the lock if its queue is empty; else take the last place, if we `stay`.
+        """Take the lock if its queue is empty; else join the end of it, if we `stay`.
 
-        Both may be repeated: a key that is there keeps its place, and its lease.
+        Both may be repeated: a key that is there keeps its position and its lease.
         """
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
         put = _put(self._key(claim), about, lease)
         read = [self._read_queue(claim.key), self._read_epoch()]
         # etcd compares with each key of the range: there must be none.
-        whose = {"key": encoded(self._key(claim))} if stay else _range(self._queue_of(claim.key))
-        nobody = {**whose, "target": "CREATE", "create_revision": 0}
-        return self._view([nobody], [put, *read], read)
+        keys = {"key": encoded(self._key(claim))} if stay else _range(self._queue_of(claim.key))
+        none_exists = {**keys, "target": "CREATE", "create_revision": 0}
+        return self._view([none_exists], [put, *read], read)
 
     def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
-        while at := view.place_of(self._key(claim)):
+        while at := view.position_of(self._key(claim)):
             delete = {"request_delete_range": {"key": encoded(self._key(claim))}}
             if self._txn([_created(view.queue[0])], [delete], []).get("succeeded"):
                 break
@@ -270,7 +270,7 @@ class EtcdBackend(BaseLockBackend):
         return Busy()
 
     def _forget(self, claim: Claim) -> None:
-        self._places.pop((claim.owner, claim.key), None)
+        self._waiters.pop((claim.owner, claim.key), None)
 
     def _granted(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         first, asked_at = view.queue[0], view.asked_at
@@ -294,7 +294,7 @@ class EtcdBackend(BaseLockBackend):
         request = {"key": encoded(key)}
         try:
             return "deleted" in self._gateway.ask("/v3/kv/deleterange", request, repeat=False)
-        except Lost as error:
+        except ConnectionLost as error:
             if "deleted" in self._gateway.ask("/v3/kv/deleterange", request):
                 return True
             raise BackendError(
@@ -370,18 +370,18 @@ class EtcdBackend(BaseLockBackend):
             request["key"] = encoded(entries[-1].key + "\0")
 
 
-def _wake(places: dict[tuple[str, str], Place], gone: str | None) -> bool:
-    """Wake those who await the end of the key `gone`, None: all; return whether anybody waits."""
+def _wake(waiters: dict[tuple[str, str], Waiter], gone: str | None) -> bool:
+    """Wake the waiters for the end of the key `gone`, None: all; return whether any is left."""
     now = monotonic()
-    for claim, place in list(places.items()):
-        if place.wake is not None and (gone is None or gone.startswith(place.awaits)):
+    for claim, waiter in list(waiters.items()):
+        if waiter.wake is not None and (gone is None or gone.startswith(waiter.awaits)):
             if gone is not None:
-                place.awaits = ""  # no need to look
+                waiter.awaits = ""  # no need to look
             with suppress(RuntimeError):  # its event loop was closed: that has it given back
-                place.wake(None)
-        elif place.lease.seconds and not place.lease.covers(0, now):
-            places.pop(claim, None)  # nobody renews it: a stable owner who went
-    return bool(places)
+                waiter.wake(None)
+        elif waiter.lease.seconds and not waiter.lease.covers(0, now):
+            waiters.pop(claim, None)  # not renewed: a stable owner that went
+    return bool(waiters)
 
 
 def _endpoints(alias: str, location: Any) -> list[str]:

@@ -24,7 +24,7 @@ from ...primitives.timing import monotonic
 KEEP_IDLE = 64
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
-# A stream that said nothing for so long may be dead, and is replaced; or nobody needs it.
+# A stream that said nothing for so long may be dead, and is replaced; or it is not needed.
 QUIET_SECONDS = 10.0
 RETRY_SECONDS = 1.0  # after a stream that did not begin
 # Codes of gRPC (google.golang.org/grpc/codes).
@@ -34,8 +34,8 @@ UNAVAILABLE = (4, 14)  # a deadline, or no leader: whether a write was carried o
 UNAUTHENTICATED = (3, 16)
 
 
-class Lost(BackendError):
-    """The connection broke under a request: nobody knows whether it was carried out."""
+class ConnectionLost(BackendError):
+    """The connection broke under a request, which may have been carried out."""
 
 
 class Refused(BackendError):
@@ -70,7 +70,7 @@ class Link:
         self._head = f"HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
 
     def usable(self) -> bool:
-        """Tell whether the idle connection is as we left it: nothing to read, no end of file."""
+        """Return whether the idle connection is as we left it: nothing to read, no end of file."""
         if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
             return True
         poll = select.poll()
@@ -132,7 +132,7 @@ class Gateway:
         """Return the answer to one request; raise BackendError.
 
         A request that failed is sent again to every other endpoint: all that we send may be
-        repeated. With `repeat=False` only where nobody can have got it; else `Lost`.
+        repeated. With `repeat=False` only if no endpoint can have got it; else `ConnectionLost`.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
         token = self._token
@@ -175,16 +175,16 @@ class Gateway:
                 link = self._take()
             except OSError as error:
                 failure = error
-                self._turn(self._endpoints[0])
+                self._use_next(self._endpoints[0])
                 continue
             try:
                 answer = self._exchange(link, path, data, token)
             except OSError as error:
                 if not repeat:
-                    raise Lost(self._unreachable(error).args[0]) from error
+                    raise ConnectionLost(self._unreachable(error).args[0]) from error
                 failure = error
                 if link.used is None:
-                    self._turn(link.endpoint)
+                    self._use_next(link.endpoint)
                 else:  # it had been closed meanwhile, and so had the others
                     self.close()
                 continue
@@ -229,8 +229,8 @@ class Gateway:
             link.close()
         return answer
 
-    def _turn(self, failed: str) -> None:
-        """Ask another endpoint from now on, unless another thread has seen to that."""
+    def _use_next(self, failed: str) -> None:
+        """Ask another endpoint from now on, unless another thread has changed it."""
         if self._endpoints[0] == failed and len(self._endpoints) > 1:
             self._endpoints.rotate(-1)
             self.close()
@@ -240,27 +240,27 @@ class Gateway:
 
 
 class Watch:
-    """Tells of each key that goes: one stream for all who wait, on a thread of its own.
+    """Reports each deleted key: one stream for all waiters, on a thread of its own.
 
-    `tell` is called with the key, and with None when any may have gone unseen; it returns
-    whether anybody waits. The stream ends some time after nobody does.
+    `notify` is called with the key, and with None when any may have gone unseen; it returns
+    whether there are waiters. The stream ends some time after the last one.
     """
 
     def __init__(
-        self, gateway: Gateway, keys: dict[str, Any], tell: Callable[[str | None], bool], name: str
+        self, gateway: Gateway, keys: Any, notify: Callable[[str | None], bool], name: str
     ) -> None:
         self._gateway = gateway
         # Not from a given revision on: where there are newer ones, etcd looks at such a watch
         # only ten times a second.
         self._body = {"create_request": {**keys, "filters": ["NOPUT"]}}
-        self._tell = tell
+        self._notify = notify
         self._worker = Worker(name, self._run)
         self._link: Link | None = None
         self._running = False
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Have it run soon, for somebody who waits."""
+        """Have it run soon, for a waiter."""
         if not self._running:
             self._worker.put(None)
 
@@ -279,14 +279,14 @@ class Watch:
     def _run(self, _: list[Any]) -> None:
         self._running = True
         try:
-            while self._tell("") and not self._ended.is_set():
+            while self._notify("") and not self._ended.is_set():
                 if not self._follow():
                     self._ended.wait(RETRY_SECONDS)
         finally:
             self._running = False
 
     def _follow(self) -> bool:
-        """Tell what one stream says, until it ends; return whether it had begun."""
+        """Pass on what one stream says, until it ends; return whether it had begun."""
         began = False
         with suppress(OSError, ValueError):
             link = self._link = self._gateway.stream("/v3/watch", self._body)
@@ -299,10 +299,10 @@ class Watch:
                     if "created" in answer:
                         began = True
                         link.socket.settimeout(QUIET_SECONDS)
-                        self._tell(None)
+                        self._notify(None)
                     for event in answer.get("events", ()):
-                        self._tell(decoded(event["kv"]["key"]))
-                    if self._tell(""):
+                        self._notify(decoded(event["kv"]["key"]))
+                    if self._notify(""):
                         needed_at = monotonic()
                     elif monotonic() - needed_at > QUIET_SECONDS:
                         break

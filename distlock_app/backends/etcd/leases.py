@@ -26,7 +26,7 @@ class Lease:
         self.began = began  # when it was asked for, or to be renewed
 
     def covers(self, ttl: float, at: float) -> bool:
-        """Tell whether it surely lasts until `ttl` seconds after `at`."""
+        """Return whether it surely lasts until `ttl` seconds after `at`."""
         return self.began + self.seconds * (1 - DRIFT_FACTOR) >= at + ttl
 
     def due_in(self, most: float) -> float:

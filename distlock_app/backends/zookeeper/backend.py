@@ -22,19 +22,19 @@ from ..base import BaseLockBackend
 from .session import Gone, Session
 
 # Directories of nodes. One for each lock would be left behind by every name ever used: only
-# servers that are told to remove empty directories by themselves.
+# servers that are configured for it remove empty directories by themselves.
 SHARDS = 1024
 BATCH = 500  # requests on their way at the same time
 # A waiter looks at the queue again after so many seconds, even if its watch says nothing.
 LOOK_AGAIN = 10.0
-# A waiter who looks at the queue proves that its session lives, unless that was proved so little
+# A waiter that looks at the queue proves that its session lives, unless that was proved so little
 # of the ttl before.
 PROVED_BEFORE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node's name tells all: `key-session-kind owner-number`."""
+    """A node's name has everything: `key-session-kind owner-number`."""
 
     name: str
     key: str
@@ -48,36 +48,36 @@ class Node:
         return cls(name, name[:40], name[58], name[59:91], int(name[92:]))
 
 
-class Place:
+class ClaimNode:
     """The node of one claim that waits or holds."""
 
-    __slots__ = ("awaits", "czxid", "path", "session", "woken_by")
+    __slots__ = ("awaits", "czxid", "look_again_at", "path", "session")
 
     def __init__(self, path: str, czxid: int, session: int) -> None:
         self.path = path
         self.czxid = czxid
         self.session = session
-        self.woken_by = 0.0  # a monotonic time: by then it looks at the queue again
-        self.awaits: Departure | None = None
+        self.look_again_at = 0.0  # a monotonic time: by then it looks at the queue again
+        self.awaits: DeletionWatch | None = None
 
 
-class Departure:
-    """Wakes those who wait until a node goes: one watch for all, which kazoo keeps until then."""
+class DeletionWatch:
+    """Wakes the waiters for the end of a node: one watch for all, kept by kazoo until then."""
 
     __slots__ = ("_forget", "wakes")
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self._forget = forget
-        self.wakes: dict[Place, Callable[[Grant | None], None] | None] = {}
+        self.wakes: dict[ClaimNode, Callable[[Grant | None], None] | None] = {}
 
     def __call__(self, event: Any) -> None:
         self._forget()
         while self.wakes:
             try:
-                place, wake = self.wakes.popitem()
+                own, wake = self.wakes.popitem()
             except KeyError:  # the last one has just left
                 return
-            place.woken_by = 0.0
+            own.look_again_at = 0.0
             if wake is not None:
                 with suppress(RuntimeError):  # its event loop was closed: that has it given back
                     wake(None)
@@ -132,33 +132,33 @@ class ZooKeeperBackend(BaseLockBackend):
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
-        """Take a place in the queue, and the lock if nobody is in the way."""
+        """Enter the queue, and take the lock if no claim is in the way."""
         session = self._session.id()
-        place = self._places.get(claim.owner)
-        if place is not None and (place.session != session or not place.path):
-            place = None  # it ended with that session, or the answer to its creation was lost
-        if place is not None and monotonic() < place.woken_by and wait != 0:
+        own = self._nodes.get(claim.owner)
+        if own is not None and (own.session != session or not own.path):
+            own = None  # it ended with that session, or the answer to its creation was lost
+        if own is not None and monotonic() < own.look_again_at and wait != 0:
             return Busy()
         # It may be trusted no longer than its session, whatever the claim asks for.
         ttl = min(claim.ttl, self._session.trusted)
         proved_since = monotonic() - ttl * PROVED_BEFORE
         while True:
-            if place is None:
-                place, names = self._enter(claim, session)
+            if own is None:
+                own, names = self._enter(claim, session)
             else:
                 if self._session.proved_at < proved_since:
                     self._session.prove(self._root)
                 names = self._session.ask("get_children", self._shard(claim.key))
-            ahead = self._ahead(claim, place, names)
+            ahead = self._ahead(claim, own, names)
             if ahead is None:  # taken away
-                self._places.pop(claim.owner, None)
+                self._nodes.pop(claim.owner, None)
                 return Busy()
             if not ahead:
-                return self._granted(replace(claim, ttl=ttl), place)
+                return self._granted(replace(claim, ttl=ttl), own)
             if wait == 0:
                 self.release(Grant(claim))
                 return Busy()
-            if self._watch(claim, place, ahead[-1]):
+            if self._watch(claim, own, ahead[-1]):
                 return Busy()
 
     def extend(self, grant: Grant, ttl: float) -> bool:
@@ -184,18 +184,18 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
-        place = self._places.get(claim.owner) or grant.session
-        if place is None or self._session.closed(place.session):
+        own = self._nodes.get(claim.owner) or grant.session
+        if own is None or self._session.closed(own.session):
             deleted = False  # nothing was sent, or it ended with that session
-        elif place.path:
-            deleted = self._delete(place.path)
+        elif own.path:
+            deleted = self._delete(own.path)
         else:  # The answer to its creation was lost.
             shard = self._shard(claim.key)
             ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
             deleted = sum(self._delete(f"{shard}/{name}") for name in ours) > 0
-        if place is not None:
-            self._unwatch(place)
-        self._places.pop(claim.owner, None)  # only now: what failed is tried again
+        if own is not None:
+            self._unwatch(own)
+        self._nodes.pop(claim.owner, None)  # only now: what failed is tried again
         return deleted
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
@@ -242,14 +242,14 @@ class ZooKeeperBackend(BaseLockBackend):
         self._start()
 
     def _start(self) -> None:
-        self._places: dict[str, Place] = {}  # of the claims that wait or hold, by owner
-        self._departures: dict[str, Departure] = {}  # of nodes that are waited for, by path
+        self._nodes: dict[str, ClaimNode] = {}  # of the claims that wait or hold, by owner
+        self._deletions: dict[str, DeletionWatch] = {}  # of nodes that are waited for, by path
 
     def _shard(self, key: str) -> str:
         return f"{self._root}/{int(key[:4], 16) % SHARDS:03x}"
 
-    def _enter(self, claim: Claim, session: int) -> tuple[Place, list[str]]:
-        """Make the claim's node; return its place, and what is in the directory then.
+    def _enter(self, claim: Claim, session: int) -> tuple[ClaimNode, list[str]]:
+        """Make the claim's node; return it, and what is in the directory then.
 
         Both in one round trip: ZooKeeper answers requests in the order in which they came.
         """
@@ -260,7 +260,7 @@ class ZooKeeperBackend(BaseLockBackend):
         options = {"ephemeral": True, "sequence": True, "include_data": True}
         sent_at = monotonic()
         # Before it is sent: so release() knows that there may be a node.
-        place = self._places[claim.owner] = Place("", 0, session)
+        own = self._nodes[claim.owner] = ClaimNode("", 0, session)
         for first in (True, False):
             made = self._session.send("create", path, about, **options)
             listed = self._session.send("get_children", shard)
@@ -275,15 +275,15 @@ class ZooKeeperBackend(BaseLockBackend):
             if stat.ephemeralOwner & (1 << 64) - 1 != session:
                 self._delete(name)
                 raise BackendError(f"ZooKeeper {self.alias!r}: another session began meanwhile.")
-            place.path, place.czxid = name, stat.czxid
+            own.path, own.czxid = name, stat.czxid
             self._session.proved_at = max(self._session.proved_at, sent_at)
-            return place, names
+            return own, names
         raise AssertionError("unreachable")
 
-    def _ahead(self, claim: Claim, place: Place, names: list[str]) -> list[Node] | None:
-        """Return who is in the way, in order; None: our node is not there."""
+    def _ahead(self, claim: Claim, own: ClaimNode, names: list[str]) -> list[Node] | None:
+        """Return the nodes in the way, in order; None: our node is not there."""
         queue = _in_line([Node.of(name) for name in names if name.startswith(claim.key)])
-        ours = place.path.rpartition("/")[2]
+        ours = own.path.rpartition("/")[2]
         at = next((at for at, node in enumerate(queue) if node.name == ours), None)
         if at is None:
             return None
@@ -293,37 +293,37 @@ class ZooKeeperBackend(BaseLockBackend):
         before = [node for node in queue[:at] if node.owner != claim.owner]
         return [node for node in before if node.kind == "w"] if claim.shared else before
 
-    def _granted(self, claim: Claim, place: Place) -> Grant | Busy:
+    def _granted(self, claim: Claim, own: ClaimNode) -> Grant | Busy:
         proved_at = self._session.proved_at
-        fence = self._session.epoch(self._root) + place.czxid
-        if self._session.id() != place.session:  # what was proved may be of the next one
+        fence = self._session.epoch(self._root) + own.czxid
+        if self._session.id() != own.session:  # what was proved may be of the next one
             return Busy()
-        return Grant(claim, fence, proved_at, place)
+        return Grant(claim, fence, proved_at, own)
 
-    def _watch(self, claim: Claim, place: Place, node: Node) -> bool:
+    def _watch(self, claim: Claim, own: ClaimNode, node: Node) -> bool:
         """Have the claim woken when `node` goes; False: it has gone."""
         path = f"{self._shard(claim.key)}/{node.name}"
-        self._unwatch(place)
-        place.woken_by = monotonic() + LOOK_AGAIN
-        forget = partial(self._departures.pop, path, None)
-        place.awaits = self._departures.setdefault(path, Departure(forget))
-        place.awaits.wakes[place] = claim.wake
+        self._unwatch(own)
+        own.look_again_at = monotonic() + LOOK_AGAIN
+        forget = partial(self._deletions.pop, path, None)
+        own.awaits = self._deletions.setdefault(path, DeletionWatch(forget))
+        own.awaits.wakes[own] = claim.wake
         try:
             # Not exists(): that would leave a watch for a node that never comes.
-            self._session.ask("get", path, watch=place.awaits)
+            self._session.ask("get", path, watch=own.awaits)
         except BaseException as error:
             forget()  # kazoo may never call it
-            self._unwatch(place)
-            place.woken_by = 0.0
+            self._unwatch(own)
+            own.look_again_at = 0.0
             if isinstance(error, Gone):
                 return False
             raise
         return True
 
-    def _unwatch(self, place: Place) -> None:
-        if place.awaits is not None:
-            place.awaits.wakes.pop(place, None)
-            place.awaits = None
+    def _unwatch(self, own: ClaimNode) -> None:
+        if own.awaits is not None:
+            own.awaits.wakes.pop(own, None)
+            own.awaits = None
 
     def _delete(self, path: str) -> bool:
         try:
@@ -333,21 +333,21 @@ class ZooKeeperBackend(BaseLockBackend):
         return True
 
     def _extend(self, grant: Grant, ttl: float) -> tuple[Any, Any]:
-        place = grant.session or self._places.get(grant.claim.owner)
-        if place is None or place.session != self._session.id():
+        own = grant.session or self._nodes.get(grant.claim.owner)
+        if own is None or own.session != self._session.id():
             return None, None
         if ttl > self._session.trusted:
             raise BackendError(
                 f"ZooKeeper {self.alias!r}: a session is good for "
                 f"{self._session.trusted:.1f} seconds at most (OPTIONS: SESSION)."
             )
-        return place, self._session.send("exists", place.path)
+        return own, self._session.send("exists", own.path)
 
     def _outcome(self, sent: Any) -> bool:
         if isinstance(sent, BackendError):
             raise sent
-        place, result = sent
-        if place is None:
+        own, result = sent
+        if own is None:
             return False
         stat = self._session.answer(result)  # by one server, which may be cut off: see prove()
         # Not the session of before: its node may be there yet, and goes any moment.
@@ -398,6 +398,6 @@ def _in_line(queue: list[Node]) -> list[Node]:
 
 
 def _holding(queue: list[Node]) -> list[Node]:
-    """Return those of the queue who have the lock: one, or the readers before a writer."""
+    """Return the nodes that have the lock: one, or the readers before a writer."""
     readers = next((at for at, node in enumerate(queue) if node.kind == "w"), len(queue))
     return queue[: max(1, readers)]

@@ -92,7 +92,7 @@ class Session:
     def trusted(self) -> float:
         """The seconds for which the session surely lives after `proved_at`."""
         if not self._granted:
-            raise BackendError("this release of kazoo does not tell how long its sessions live")
+            raise BackendError("this release of kazoo does not say how long its sessions live")
         return self._granted * TRUSTED
 
     def id(self) -> int:
@@ -105,7 +105,7 @@ class Session:
         return number
 
     def closed(self, number: int) -> bool:
-        """Tell whether we closed that session: its nodes are gone, or go without us."""
+        """Return whether we closed that session: its nodes are gone, or go without us."""
         return number not in self._numbers
 
     def epoch(self, root: str) -> int:
