@@ -3,7 +3,7 @@
 DEMO_ENGINE        database (default): the lock table; redis: the server of DEMO_REDIS_URL
 DEMO_REDIS_URL     redis://:password@host:6379/0
 DEMO_DATABASE_URL  mysql://user:password@host:3306/name or postgresql://...; without it, SQLite
-DEMO_REDLOCK_URL, DEMO_ETCD_URL, DEMO_ZOOKEEPER_URL  more engines for the race lab: the URLs of
+DEMO_REDLOCK_URL, DEMO_ETCD_URL, DEMO_ZOOKEEPER_URL  more backends for the race lab: the URLs of
                    three or more Redis servers, of etcd, host:port of ZooKeeper
 DEMO_VAR           the directory of the files of SQLite and of the secret key
 DEMO_DEBUG         1 shows Django's error pages
@@ -100,7 +100,7 @@ def on_redis(alias: str, url: str) -> str:
     return alias
 
 
-# The shop has its locks on `default`; the race lab tries every engine that there is.
+# The shop has its locks on `default`; the race lab tries every backend that there is.
 if ENGINE == "redis" or "DEMO_REDIS_URL" in os.environ:
     url = os.environ.get("DEMO_REDIS_URL", "redis://127.0.0.1:6379/0")
     ENGINES["redis"] = {

@@ -17,7 +17,7 @@ SHORT_TTL = 1.0
 
 
 def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
-    """Check each alias, and let its engine look at its own settings; no server is asked."""
+    """Check each alias, and let its backend look at its own settings; no server is asked."""
     try:
         aliases = list(registry)
     except ImproperlyConfigured as error:
@@ -26,7 +26,7 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     for alias in aliases:
         try:
             entry = registry[alias]
-        except Exception as error:  # whatever an engine's own code raises: other checks go on
+        except Exception as error:  # whatever a backend's own code raises: other checks go on
             messages.append(checks.Error(_says(alias, error), id="distlock_app.E001"))
         else:
             messages += [*entry.backend.check(), *_check_ttl(entry), *check_deployed(entry)]
@@ -43,7 +43,7 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
 def check_servers(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """Let the engines ask their servers: those in these databases, and those in none.
+    """Let the backends ask their servers: those in these databases, and those in none.
 
     `migrate` runs this first. It must not fail because a lock server is down, nor for want of
     the lock table that it is about to make: whatever is found here is a warning at most.

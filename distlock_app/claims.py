@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Nobody changes a claim or a grant, and both may be keys of a dict. They are not frozen because to
+# No code changes a claim or a grant, and both may be keys of a dict. They are not frozen because to
 # make them would take four times as long, a tenth of what a lock costs.
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Claim:
-    """What a caller asks an engine for; the same `owner` again is the same claim."""
+    """What a caller asks a backend for; the same `owner` again is the same claim."""
 
     name: str
-    key: str  # names.key_of(name): what engines use; `name` is for people
+    key: str  # names.key_of(name): what backends use; `name` is for people
     owner: str  # secret token, 32 hex digits; never shown, never logged
     ttl: float
     holder: str  # ASCII JSON object for people: host, pid, thread, who
@@ -24,9 +24,9 @@ class Claim:
     limit: int = 1
     # Holds nothing: granted as soon as `limit` owners have counted down (see Latch).
     latch: bool = False
-    stable: bool = False  # the owner is no secret of one acquisition: others may have it too
+    stable: bool = False  # the owner is no secret of one acquisition: other claims may have it
     renew: bool = True  # the core extends what was granted; False: it has to last for the ttl
-    # An engine that can tell a waiter calls this, from any thread and at most once for each
+    # A backend that can wake a waiter calls this, from any thread and at most once for each
     # try that returned no grant, to end the caller's pause: with a Grant if it has one (the
     # claim is then held), with None for "try again now".
     wake: Callable[[Grant | None], None] | None = field(default=None, compare=False, repr=False)
@@ -34,23 +34,23 @@ class Claim:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Grant:
-    """What an engine gave: the claim is held from now on."""
+    """What a backend gave: the claim is held from now on."""
 
     claim: Claim
     fence: int | None = None
-    # A monotonic time at which the lease cannot have begun yet. None: the engine only tried,
+    # A monotonic time at which the lease cannot have begun yet. None: the backend only tried,
     # and the core takes the moment at which it asked.
     asked_at: float | None = None
-    # Whatever the engine wants back at extend and release, such as a session. Hold.dump() hands
+    # Whatever the backend wants back at extend and release, such as a session. Hold.dump() hands
     # a number or a text to the next process; anything else stays behind.
     session: Any = None
-    # Seconds that the engine gave for a start, None: the claim's ttl. The core extends it in time.
+    # Seconds that the backend gave for a start, None: the claim's ttl. The core extends it in time.
     ttl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Somebody else has it. Falsy, as the None that an engine may return instead."""
+    """Another owner has it. Falsy, as the None that a backend may return instead."""
 
     # Seconds until the claim in the way ends unless it is renewed; None: not known.
     free_in: float | None = None
@@ -66,7 +66,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One claim that an engine holds, for people: no secret in it."""
+    """One claim that a backend holds, for people: no secret in it."""
 
     name: str  # names.shown()
     key: str
@@ -76,5 +76,5 @@ class Holding:
     fence: int | None = None
     expires_in: float | None = None  # seconds; None: lives as long as its session
     held_for: float | None = None  # seconds
-    waiters: int | None = None  # None: the engine cannot tell
+    waiters: int | None = None  # None: the backend cannot tell
     holder: Mapping[str, Any] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class LockTimeout(LockBusy):
 
 
 class LockLost(LockError):
-    """The lock may already belong to somebody else: undo what was done under it, or do it again."""
+    """The lock may already belong to another owner: undo what was done under it, or do it again."""
 
 
 class NotHeld(LockError):
@@ -37,7 +37,7 @@ class NotHeld(LockError):
 
 
 class BackendError(LockError):
-    """The lock engine could not be reached, or refused: nobody knows who holds the lock."""
+    """The lock backend could not be reached, or refused: it is not known who holds the lock."""
 
 
 class StaleObjectError(Exception):
@@ -85,7 +85,7 @@ class StaleFenceError(LockLost):
 
 
 class RetriesExhausted(StaleObjectError):
-    """Every attempt of a retrying save met a change by somebody else."""
+    """Every attempt of a retrying save met a change by another writer."""
 
 
 def _rebuild(cls: type[Exception], message: str, state: dict[str, Any]) -> Exception:

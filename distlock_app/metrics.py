@@ -26,10 +26,10 @@ from .signals import (
 # Seconds. Locks are waited for and held for milliseconds, and for minutes.
 BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
-WAITED = "Seconds that somebody waited for a lock, until it was acquired or given up as busy."
+WAITED = "Seconds of waiting for a lock, until it was acquired or given up as busy."
 HELD = "Seconds that a lock was held, until it was released or lost."
 CLEARED = "Locks that were taken away by hand."
-CONFLICTS = "Saves of a versioned model that met a change by somebody else."
+CONFLICTS = "Saves of a versioned model that met a change by another writer."
 
 # (alias, template, outcome, seconds)
 Timed = Callable[[str, str, str, float], None]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class DistLock(models.Model):
-    """One lock of the database engine; the row stays when the lock is released.
+    """One row of the lock table; it stays when the lock is released.
 
     Written by `backends.database` only, with the database's own clock, in UTC.
     No index but the key: one on `expiry` costs each acquisition 5 %, and on PostgreSQL the
@@ -59,7 +59,7 @@ class LockEvent(models.Model):
 
 
 class LiveLock(models.Model):
-    """A lock that some engine holds now: no table, rows come from the engines."""
+    """A lock that some backend holds now: no table, rows come from the backends."""
 
     if TYPE_CHECKING:  # set by `admin.rows.row_of`
         holding: Holding

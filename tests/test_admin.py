@@ -736,7 +736,7 @@ def test_dashboards_get_the_locks_as_json_without_a_token_of_theirs(viewer):
     assert answer["locks"][1]["state"] == "held" and answer["locks"][1]["kind"] == "shared"
     assert answer["locks"][1]["holder"]["who"] == "bob /b"
     assert answer["count"] == 2
-    assert [(engine["alias"], engine["up"]) for engine in answer["engines"]] == [
+    assert [(engine["alias"], engine["up"]) for engine in answer["backends"]] == [
         ("default", True),
         ("second", True),
     ]

@@ -131,7 +131,7 @@ def test_list_as_json_has_no_secret(memory, capsys):
 
     [lock] = answer["locks"]
     assert lock["fence"] == grant.fence and lock["version"] == str(grant.fence)
-    assert [engine["up"] for engine in answer["engines"]] == [True, True]
+    assert [engine["up"] for engine in answer["backends"]] == [True, True]
     assert grant.claim.owner not in json.dumps(answer)
 
 
@@ -594,9 +594,9 @@ def test_the_doctor_passes_on_what_the_checks_say(memory, capsys, monkeypatch):
 def test_the_doctor_writes_json(memory, capsys):
     code, out, _ = say(capsys, "doctor", "--json")
 
-    (first, second) = json.loads(out)["engines"]
+    (first, second) = json.loads(out)["backends"]
     assert code == 0
-    assert (first["alias"], first["engine"], first["works"]) == ("default", "LocMemBackend", True)
+    assert (first["alias"], first["backend"], first["works"]) == ("default", "LocMemBackend", True)
     assert first["pair_ms"] >= 0 and first["messages"] == []
 
 

@@ -272,7 +272,7 @@ def test_the_chart_says_what_its_bars_are(page):
 
     assert "(on average during each bar; full height: 2.0)" in html
     assert html.count("Waits are shown once they have ended.") == 1
-    assert "Whoever lost the lock counts as holding it until it was told" in html
+    assert "A holder that lost the lock counts as holding it until it noticed" in html
 
 
 @pytest.mark.parametrize("lock", ["", "x", "a:b:c:d", "none:00", "%00:00", "default:%00"])

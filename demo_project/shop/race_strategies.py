@@ -107,7 +107,7 @@ def buy_under_lock(pk: int, buyer: Buyer, *, alias: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to buy. `alias` is that of the lock's engine, if there is a lock."""
+    """One way to buy. `alias` is that of the lock's backend, if there is a lock."""
 
     key: str
     title: Any
@@ -132,7 +132,7 @@ class Strategy:
             Lock(f"race:buyer:{number}", using=self.alias).acquire().release()
 
     def trouble(self) -> str:
-        """Say why it cannot be run now; asks the engine."""
+        """Say why it cannot be run now; asks the backend."""
         return examine(self.alias).trouble if self.alias else ""
 
 
@@ -143,7 +143,7 @@ WITHOUT_LOCK: dict[str, tuple[Any, Way]] = {
     "optimistic": (_("Optimistic: version, retrying"), buy_optimistically),
     "pessimistic": (_("Pessimistic: for_update"), buy_pessimistically),
 }
-# By the class of the engine: a key, a title, and what to set for the demo to have it.
+# By the class of the backend: a key, a title, and what to set for the demo to have it.
 ENGINES: dict[str, tuple[str, Any, str]] = {
     "DatabaseBackend": ("table", _("Lock table"), ""),
     "NamedLockBackend": ("named", _("Named lock"), "DEMO_DATABASE_URL=mysql://…"),
@@ -157,7 +157,7 @@ IN_ONE_PROCESS = (LocMemBackend, DummyBackend)
 
 
 def strategies() -> dict[str, Strategy]:
-    """Return what can be run here: the guards, and a lock on every engine that settings name."""
+    """Return what can be run here: the guards, and a lock on every backend that settings name."""
     found = {key: Strategy(key, title) for key, (title, _way) in WITHOUT_LOCK.items()}
     for alias in registry:
         kind = type(registry[alias].backend)

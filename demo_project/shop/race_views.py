@@ -185,7 +185,7 @@ def findings(results: list[Result], titles: dict[str, Any]) -> list[str]:
         else:
             text = _(
                 "Optimistic: %(retries)d purchases were done again for %(sold)d sales. Writes "
-                "hardly collide here, and nobody waited for anybody."
+                "hardly collide here, and no buyer waited."
             )
         found.append(text % {"retries": tried.retries, "sold": tried.sold})
     return found

@@ -35,7 +35,7 @@ class LiveActions(LiveColumns, _Base):
     """Each by POST alone, with a permission of its own, written into the history."""
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
-        """Tell whether this user may force a release: not whoever may look at locks."""
+        """Return whether this user may force a release: not all that may look at locks."""
         allowed = request.user.has_perm("distlock_app.clear_lock")
         return allowed and self.has_view_permission(request)
 
@@ -124,7 +124,7 @@ class LiveActions(LiveColumns, _Base):
         problem = clearing.extend(row, seconds, request.user.get_username())
         entry = gettext("Extended for %(holder)s: at least %(seconds)d seconds left")
         done = gettext("“%(name)s” now lasts at least %(seconds)d more seconds.")
-        self._tell(request, row, problem, entry % facts, done % facts)
+        self._report(request, row, problem, entry % facts, done % facts)
 
     def _clear_up(self, request: Any, *, alias: str, action: str, days: int) -> None:
         health, count = clearing.clear_up(alias, action, days * DAY)
@@ -144,14 +144,14 @@ class LiveActions(LiveColumns, _Base):
         problem = clearing.clear(row, request.user.get_username(), reason)
         entry = gettext("Forced release from %(holder)s: %(reason)s")
         done = gettext("“%(name)s” was released; %(holder)s held it.")
-        self._tell(request, row, problem, entry % facts, done % facts)
+        self._report(request, row, problem, entry % facts, done % facts)
 
-    def _tell(self, request: Any, row: LiveLock, problem: str, entry: str, done: str) -> None:
+    def _report(self, request: Any, row: LiveLock, problem: str, entry: str, done: str) -> None:
         """Show the problem, or log what was done to the lock and say so."""
         if problem:
             self._warn(request, [problem])
             return
-        # What the history is about: the lock, whoever holds it.
+        # What the history is about: the lock, with any holder.
         lock = LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)
         self.log_change(request, lock, entry)
         self.message_user(request, done, messages.SUCCESS)

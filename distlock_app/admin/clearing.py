@@ -63,12 +63,12 @@ class Found:
     """What of the locks asked for is still held as it was seen."""
 
     rows: list[LiveLock] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # for whoever asked
-    same: list[Holding] = field(default_factory=list)  # what is held of these locks, by anybody
+    problems: list[str] = field(default_factory=list)  # for the user that asked
+    same: list[Holding] = field(default_factory=list)  # what is held of these locks, by any owner
 
 
 def rows_of(ids: Iterable[str]) -> Found:
-    """Read the holdings with these ids (see `rows.id_of`) afresh from their engines."""
+    """Read the holdings with these ids (see `rows.id_of`) afresh from their backends."""
     asked: dict[str, tuple[str, str, str]] = {}
     for row_id in ids:
         try:
@@ -79,11 +79,11 @@ def rows_of(ids: Iterable[str]) -> Found:
     for alias, key, _seen in asked.values():
         wanted.setdefault(alias, {})[key] = None
     reading = read({alias: list(keys) for alias, keys in wanted.items()})
-    down = [engine for engine in reading.engines if not engine.up]
+    down = [backend for backend in reading.backends if not backend.up]
     problems = [
         gettext("“%(alias)s”: %(reason)s.")
-        % {"alias": shown(engine.alias), "reason": engine.reason}
-        for engine in down
+        % {"alias": shown(backend.alias), "reason": backend.reason}
+        for backend in down
     ]
     rows: dict[str, LiveLock] = {}
     free = 0
@@ -94,7 +94,7 @@ def rows_of(ids: Iterable[str]) -> Found:
             rows[matching[0].pk] = matching[0]
         elif same:
             problems.append(_changed_hands(row_of(same[0])))
-        elif alias not in {engine.alias for engine in down}:
+        elif alias not in {backend.alias for backend in down}:
             free += 1
     if free:
         problems.append(
@@ -144,12 +144,12 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
 
 
 def may_extend(row: LiveLock) -> bool:
-    """Tell whether the engine can let this lock end later."""
+    """Return whether the backend can let this lock end later."""
     return row.holding.expires_in is not None and registry[row.holding.alias].backend.prolongs
 
 
 def tables() -> list[str]:
-    """Return the aliases whose engine keeps something of locks that ended."""
+    """Return the aliases whose backend keeps something of locks that ended."""
     found = []
     for alias in registry:
         with suppress(ImproperlyConfigured):  # said by the system checks

@@ -21,7 +21,7 @@ from .rows import PagedLocks
 STATES = {HELD: _("held"), WAITED_ON: _("waited-on"), EXPIRING: _("expiring")}
 KINDS = {"exclusive": _("exclusive"), "shared": _("shared"), "permit": _("permit")}
 
-# The engine does not tell it. None would be "None" on the page of a lock.
+# The backend does not say. None would be "None" on the page of a lock.
 UNKNOWN = "—"
 
 # Choices of the filter by host: more would be longer than the list.

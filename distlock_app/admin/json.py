@@ -83,16 +83,16 @@ def _locks(
     rows = found.order_by("name")[start : start + limit]
     return {
         "read_at": timezone.now(),
-        "engines": [
+        "backends": [
             {
-                "alias": engine.alias,
-                "up": engine.up,
-                "ping_ms": engine.ping_ms,
-                "reason": engine.reason,
-                "locks": engine.total,
-                "looked_at": engine.looked,
+                "alias": backend.alias,
+                "up": backend.up,
+                "ping_ms": backend.ping_ms,
+                "reason": backend.reason,
+                "locks": backend.total,
+                "looked_at": backend.looked,
             }
-            for engine in read.engines
+            for backend in read.backends
         ],
         "count": found.count(),
         "locks": [{**asdict(row.holding), "state": row.state} for row in rows],

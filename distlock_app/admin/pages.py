@@ -80,7 +80,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         reading = self.reading(request)
         if _looks_through(request) or not _cut(request, reading):
             return LiveLocks(reading.holdings)
-        return PagedLocks([e for e in reading.engines if _chosen(request, e.alias)])
+        return PagedLocks([e for e in reading.backends if _chosen(request, e.alias)])
 
     def get_search_results(
         self, request: HttpRequest, queryset: Any, search_term: str
@@ -110,7 +110,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         return row
 
     def reading(self, request: Any) -> Reading:
-        """Ask the engines, once for each request; longer to look through many locks."""
+        """Ask the backends, once for each request; longer to look through many locks."""
         if not hasattr(request, "distlock_reading"):
             reading = read(most=MOST_SORTED)
             if _looks_through(request):
@@ -140,9 +140,9 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         looks = _looks_through(request)
         more = {
             "title": _("Live locks"),
-            "engines": reading.engines,
-            "down": [e for e in reading.engines if not e.up and _chosen(request, e.alias)],
-            "looked_through": [e for e in reading.engines if looks and e.alias in cut],
+            "backends": reading.backends,
+            "down": [e for e in reading.backends if not e.up and _chosen(request, e.alias)],
+            "looked_through": [e for e in reading.backends if looks and e.alias in cut],
             "paged": cut and not looks,
             "read_at": timezone.now(),
             "pasts": self._pasts(request.GET.get("q", "")),
@@ -183,7 +183,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         )
 
     def events_view(self, request: HttpRequest) -> HttpResponse:
-        """Show what happened to a lock lately, whoever holds it, also when it is free."""
+        """Show what happened to a lock lately, with any holder, also when it is free."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         try:
@@ -229,7 +229,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     def history_view(
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show who forced a release of this lock, whoever held it, also when it is free."""
+        """Show who forced a release of this lock, from any holder, also when it is free."""
         try:
             alias, key, _seen = parts_of(unquote(object_id))
         except ValueError:
@@ -260,4 +260,4 @@ def _chosen(request: HttpRequest, alias: str) -> bool:
 
 def _cut(request: HttpRequest, reading: Reading) -> list[str]:
     """Return the aliases asked for that hold more than was read."""
-    return [e.alias for e in reading.engines if e.truncated and _chosen(request, e.alias)]
+    return [e.alias for e in reading.backends if e.truncated and _chosen(request, e.alias)]

@@ -17,7 +17,7 @@ from ..primitives.names import is_key, shown
 
 
 def id_of(alias: str, key: str, version: str = "") -> str:
-    """Return the id of a holding, or without `version` of the lock whoever holds it."""
+    """Return the id of a holding, or without `version` of the lock with any holder."""
     parts = [alias, key, version] if version else [alias, key]
     return ":".join(quote(part, safe="") for part in parts)
 
@@ -124,14 +124,14 @@ class LiveLocks:
 
 
 class PagedLocks(LiveLocks):
-    """More locks than can be sorted: of one engine after the other, each in its own order.
+    """More locks than can be sorted: of one backend after the other, each in its own order.
 
     A row for each lock, more where several hold it; read when they are looked at.
     """
 
-    def __init__(self, engines: Iterable[Health]) -> None:
+    def __init__(self, backends: Iterable[Health]) -> None:
         super().__init__(())
-        self._sizes = {e.alias: e.looked if e.total is None else e.total for e in engines}
+        self._sizes = {e.alias: e.looked if e.total is None else e.total for e in backends}
 
     def __len__(self) -> int:
         return self.count()

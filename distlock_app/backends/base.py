@@ -12,12 +12,12 @@ from django.core.checks import CheckMessage
 from ..claims import Busy, Claim, Grant, Holding
 from ..primitives.names import is_key
 
-# The verbs of people, who say which lock by its key.
+# The verbs of the admin and the command, which name a lock by its key.
 FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
 
 
 class BaseLockBackend:
-    """One engine under one alias: made once per process, used by all of its threads.
+    """One backend under one alias: made once per process, used by all of its threads.
 
     Nothing connects in `__init__`. Whatever goes wrong at the server is raised as
     `BackendError` (chained), never returned as busy or free. Waiting, trust, renewal,
@@ -37,14 +37,14 @@ class BaseLockBackend:
     latches = False  # claims with `latch`, and count_down()
     prolongs = False  # prolong()
 
-    # First and longest pause between two tries of a waiter, in seconds. An engine that calls
+    # First and longest pause between two tries of a waiter, in seconds. A backend that calls
     # `claim.wake` is asked again only after `poll_max`, in case a message was lost.
     poll_min = 0.005
     poll_max = 0.1
     pushes = False  # a waiter's claim.wake is called when its turn comes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let no engine be asked for anything but a key: it came from a page or a command."""
+        """Let no backend be asked for anything but a key: it came from a page or a command."""
         super().__init_subclass__(**kwargs)
         for verb in FOR_PEOPLE:
             if verb in vars(cls):
@@ -56,11 +56,11 @@ class BaseLockBackend:
         self.location = location
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
-        """Try to take `claim`; return a grant, or Busy / None if somebody else has it.
+        """Try to take `claim`; return a grant, or Busy / None if another owner has it.
 
         `wait` is how long the caller will go on trying, in seconds (None: for ever): a
-        blocking engine waits that long, a queueing one keeps a place. 0 is the only or the
-        last try and leaves nothing behind: no place in a queue, no wake-up. The same owner
+        blocking backend waits that long, a queueing one stays in its queue. 0 is the only or
+        the last try and leaves nothing behind: no waiter in a queue, no wake-up. The same owner
         again is granted again, so that a lost answer does no harm.
         """
         raise NotImplementedError
@@ -68,7 +68,7 @@ class BaseLockBackend:
     def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
         """Take these claims, of different keys, in one step if every one is free at once.
 
-        None: not so, or this engine cannot; nothing was taken, and the core takes them one
+        None: not so, or this backend cannot; nothing was taken, and the core takes them one
         after the other.
         """
         return None
@@ -87,12 +87,12 @@ class BaseLockBackend:
     def end_in(self, grant: Grant, ttl: float) -> bool:
         """Let the claim end `ttl` seconds from now, also sooner than it would; else as extend().
 
-        An engine that leaves this out keeps it for longer.
+        A backend that leaves this out keeps it for longer.
         """
         return self.extend(grant, ttl)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
-        """Extend several claims, in one request where the engine can; the core's renewer asks.
+        """Extend several claims, in one request where the backend can; the core's renewer asks.
 
         Return True, False or an exception for each; None: see `heartbeat`.
         """
@@ -105,10 +105,10 @@ class BaseLockBackend:
         return results
 
     def release(self, grant: Grant) -> bool:
-        """Give up the claim, and its place in a queue; return whether it was still ours.
+        """Give up the claim, or leave the queue; return whether it was still ours.
 
         Safe to repeat, and for a claim that may never have been granted: the core calls it
-        after every failure, with a grant that it made up from the claim. An engine that
+        after every failure, with a grant that it made up from the claim. A backend that
         `blocks` also ends a wait for the claim that is under way in another thread.
         """
         raise NotImplementedError
@@ -116,7 +116,7 @@ class BaseLockBackend:
     def count_down(self, claim: Claim) -> int:
         """Count `claim.owner` for the latch `claim.key`, once; return how many are counted.
 
-        With the last of `claim.limit` everybody who waits there is granted. What was counted
+        With the last of `claim.limit` all waiters there are granted. What was counted
         is forgotten `claim.ttl` seconds after the last one.
         """
         raise NotImplementedError
@@ -130,16 +130,16 @@ class BaseLockBackend:
         raise NotImplementedError
 
     def queue(self, key: str) -> list[Mapping[str, Any]] | None:
-        """Return who waits for `key`, as `Holding.holder` says it, in order of arrival.
+        """Return the waiters for `key`, as `Holding.holder` shows them, in order of arrival.
 
-        None: the engine cannot tell. Of a long queue only its beginning.
+        None: the backend does not know. Of a long queue only its beginning.
         """
         return None
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int | None]:
-        """Return what is held of `count` locks from place `start`, and how many locks are.
+        """Return what is held of `count` locks from index `start`, and how many locks are.
 
-        In an order of the engine's own. None: more than those, it is not known how many.
+        In an order of the backend's own. None: more than those, it is not known how many.
         """
         held = list(islice(self.holders(), start + count + 1))
         more = len(held) > start + count
@@ -153,7 +153,7 @@ class BaseLockBackend:
         raise NotImplementedError
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        """Do as extend() with the claim of this `version` (see Holding), whoever its owner."""
+        """Do as extend() with the claim of this `version` (see Holding), of any owner."""
         raise NotImplementedError
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:

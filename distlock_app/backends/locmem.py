@@ -71,7 +71,7 @@ def _alone(method: AnyMethod) -> AnyMethod:
 
 
 class LocMemBackend(BaseLockBackend):
-    """For tests and single-process development, and the model that other engines follow.
+    """For tests and single-process development, and the model that other backends follow.
 
     Readers and writers, permits and mutexes share one queue in order of arrival: nobody
     overtakes, so `fair` changes nothing.

@@ -172,7 +172,7 @@ def _robustly(call: Callable[[], None], alias: str) -> None:
         call()
     except Exception:  # the other backends have to do it all the same
         logger.exception(
-            "the lock engine of alias %r failed", alias, extra=fields("engine_failed", alias)
+            "the lock backend of alias %r failed", alias, extra=fields("backend_failed", alias)
         )
 
 

@@ -55,10 +55,10 @@ def locked_command(
     The fields of the template are the command's options: `"settle:{shop}"`. `name=` is a
     function of them (as keyword arguments). Without either the name is the command's.
     Adds --lock-wait, --lock-ttl and --no-lock. Busy: a message that names the holder, and
-    exit code `busy_exit`; 0 skips the run in silence. With the engine down: exit code 69.
+    exit code `busy_exit`; 0 skips the run in silence. With the backend down: exit code 69.
     `call_command` gets a CommandError.
     `at_least` seconds after its start nobody runs it again, however soon it ends, by the
-    engine's clock: for jobs that are quicker than the clocks of hosts are alike.
+    backend's clock: for jobs that are quicker than the clocks of hosts are alike.
     SIGTERM and Ctrl-C release the lock. Further options are those of Lock; `using=` may be a
     function of the command's options, too.
     """
@@ -94,9 +94,9 @@ def _check_at_least(at_least: float, alias: str) -> None:
     if not settings.configured or registry.misconfigured(alias):
         return
     if not registry[alias].backend.expires:
-        engine = type(registry[alias].backend).__name__
+        backend = type(registry[alias].backend).__name__
         raise ValueError(
-            f"at_least= is not possible with {engine} (alias {alias!r}): its locks end with the "
+            f"at_least= is not possible with {backend} (alias {alias!r}): its locks end with the "
             "session of the process"
         )
 
@@ -129,7 +129,7 @@ def _wrap(guard: _Guard, command: Any) -> None:
             try:
                 return guard.run(lock, lambda: handle(self, *args, **options))
             except _Busy as busy:
-                return guard.tell(self, lock, busy, options)
+                return guard.report(self, lock, busy, options)
 
     command.create_parser = create_parser_and_options
     command.handle = handle_under_lock
@@ -221,7 +221,7 @@ class _Guard:
             self._end(hold, started, None)
         return result
 
-    def tell(self, command: Any, lock: Lock, busy: _Busy, options: dict[str, Any]) -> None:
+    def report(self, command: Any, lock: Lock, busy: _Busy, options: dict[str, Any]) -> None:
         """Say that the command runs elsewhere; raise CommandError, except to skip in silence."""
         text = f"{_command_name(type(command))} runs already: {held_by(lock)}"
         if self.busy_exit:
@@ -291,15 +291,15 @@ class _Termination:
 def held_by(lock: Lock) -> str:
     try:
         holding = lock.holders()[0]
-    except Exception:  # it may be free, or its engine down, by now: no reason not to say the rest
-        return "somebody else has its lock"
+    except Exception:  # it may be free, or its backend down, by now: no reason not to say the rest
+        return "another process has its lock"
     holder = holding.holder
     who = [f"host {holder['host']}"] if "host" in holder else []
     who += [f"process {holder['pid']}"] if "pid" in holder else []
     who += [str(holder["who"])] if "who" in holder else []
     since = "" if holding.held_for is None else f", for {holding.held_for:.0f} s"
     # Its text may come from a stranger's URL, and goes to a terminal.
-    by = shown(", ".join(who)) or "somebody else"
+    by = shown(", ".join(who)) or "another process"
     return f"the lock {shown(lock.name)!r} is held by {by}{since}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 def as_the_view_sees_it(request: Any, view: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the request with the user whom `view` will find; other views have it already.
 
-    `view` is an instance, or what `as_view()` returned. Whoever is refused is anonymous here:
+    `view` is an instance, or what `as_view()` returned. A refused user is anonymous here:
     the view authenticates again, and answers that.
     """
     if hasattr(getattr(view, "cls", None), "initialize_request"):

@@ -82,15 +82,15 @@ def assert_locked(name: str, *, using: str = "default", shared: bool = False) ->
     """Raise NotHeld unless the running thread or task is inside a `with` of the lock.
 
     LockLost if it lost it meanwhile. The decorators are such a `with`; a bare acquire() is none.
-    With `shared=True` a shared hold is enough, too. A permit (`limit=`) excludes nobody and
-    does not count. Asks no engine.
+    With `shared=True` a shared hold is enough, too. A permit (`limit=`) excludes no other and
+    does not count. Asks no backend.
     """
     modes = (False, True) if shared else (False,)
     for mode in modes:
         lease = lease_of_runner(using, name, shared=mode)
         if lease is not None and lease.entered:
             if lease.doubtful:
-                raise LockLost(f"the lock {shown(name)!r} may be somebody else's by now")
+                raise LockLost(f"the lock {shown(name)!r} may belong to another owner by now")
             return
     raise NotHeld(f"this code must run under the lock {shown(name)!r}, which is not held here")
 

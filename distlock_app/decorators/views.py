@@ -26,7 +26,7 @@ from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of
 
 # "The request was refused because the resource is locked": RFC 4918, 11.3.
 LOCKED = 423
-# A claim mostly ends long before its ttl does, which is all that the engine can tell.
+# A claim mostly ends long before its ttl does, which is all that the backend can tell.
 LONGEST_RETRY_AFTER = 10
 
 

@@ -26,13 +26,13 @@ __all__ = [
 def fence_of(hold: Any) -> int:
     """Return the number of a hold that is still trusted, or the number that was given.
 
-    Raise LockLost or NotHeld, and LockError if the engine of the hold has no fences.
+    Raise LockLost or NotHeld, and LockError if the backend of the hold has no fences.
     """
     if isinstance(hold, int):
         return hold
     hold.check()
     if hold.fence is None:
-        raise LockError(f"{hold!r} has no fence: the engine of its alias gives none")
+        raise LockError(f"{hold!r} has no fence: the backend of its alias gives none")
     return int(hold.fence)
 
 

@@ -151,7 +151,7 @@ def retry_on_deadlock(
     """Call the function again when the database gave its transaction up for another one.
 
     That is a deadlock or a serialization failure (1213, 1020, SQLSTATE 40P01, 40001), or a
-    SQLite file that somebody else wrote. Between the calls full-jitter pauses, in seconds,
+    SQLite file that another connection wrote. Between the calls full-jitter pauses, in seconds,
     double from `pause` to `max_pause`; the last error is raised as it is. A lock that was not
     had in time (1205, LockTimeout) is not tried again: the caller has waited already.
 
@@ -244,7 +244,7 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
             raise
         label = rows.model._meta.label
         if wait == 0:
-            raise LockBusy(f"rows of {label} are locked by somebody else") from error
+            raise LockBusy(f"rows of {label} are locked by another transaction") from error
         raise LockTimeout(f"rows of {label} were locked by others for {wait} s") from error
 
 

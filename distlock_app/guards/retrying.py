@@ -259,7 +259,7 @@ def _may_pass(error: Exception) -> bool:
 
 def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
     return RetriesExhausted(
-        f"each of {attempts} attempts met a change by somebody else",
+        f"each of {attempts} attempts met a change by another writer",
         obj=getattr(failure, "obj", None),
         expected=getattr(failure, "expected", None),
         found=getattr(failure, "found", None),

@@ -22,7 +22,7 @@ class Finding:
     """What was seen of one alias."""
 
     alias: str
-    engine: str = ""
+    backend: str = ""
     ping_ms: float | None = None  # one round trip
     pair_ms: float | None = None  # a lock taken and released, on a connection that is there
     trouble: str = ""  # why it cannot be used
@@ -35,11 +35,11 @@ class Finding:
 
 
 def examine(alias: str) -> Finding:
-    """Ask the engine of `alias` everything that its checks ask, and take a lock of it twice."""
+    """Ask the backend of `alias` everything that its checks ask, and take a lock of it twice."""
     found = Finding(alias=alias)
     try:
         backend = registry[alias].backend
-        found.engine = type(backend).__name__
+        found.backend = type(backend).__name__
         backend.ping()  # it may have to connect
         started = monotonic()
         backend.ping()
@@ -53,7 +53,7 @@ def examine(alias: str) -> Finding:
         found.pair_ms = _ms_since(started)
     except (LockError, ImproperlyConfigured) as error:
         found.trouble = str(error)
-    except Exception as error:  # of an engine of somebody else: the other aliases matter too
+    except Exception as error:  # of a backend of somebody else: the other aliases matter too
         found.trouble = f"{type(error).__name__}: {error}"
     return found
 
@@ -62,7 +62,7 @@ def as_json(found: Finding) -> dict[str, Any]:
     """Return what `manage.py distlock doctor --json` says of an alias."""
     return {
         "alias": found.alias,
-        "engine": found.engine,
+        "backend": found.backend,
         "works": found.works,
         "ping_ms": found.ping_ms,
         "pair_ms": found.pair_ms,

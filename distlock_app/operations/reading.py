@@ -19,7 +19,7 @@ from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.timing import Deadline, monotonic
 
-# Seconds that a page waits for an engine: drivers give up after 5 at the earliest.
+# Seconds that a page waits for a backend: drivers give up after 5 at the earliest.
 ANSWER_WITHIN = 2.0
 
 # Locks of one alias that are counted on to be read in time.
@@ -31,14 +31,14 @@ READ_FOR = 1.2
 # States of a lock, for people.
 HELD, WAITED_ON, EXPIRING = "held", "waited-on", "expiring"
 
-# A lock that is renewed always has two thirds of its ttl left. Engines do not keep the ttl, so
+# A lock that is renewed always has two thirds of its ttl left. Backends do not keep the ttl, so
 # that of the alias stands for it; a tenth suits locks with a ttl of their own, down to a sixth.
 EXPIRING_BELOW = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How one engine answered."""
+    """How one backend answered."""
 
     alias: str
     ping_ms: float | None = None  # one round trip; None: it did not answer
@@ -73,11 +73,11 @@ class Reading:
     """What was read in one go."""
 
     holdings: list[Holding] = field(default_factory=list)
-    engines: list[Health] = field(default_factory=list)
+    backends: list[Health] = field(default_factory=list)
 
 
 def read(wanted: Mapping[str, Iterable[str] | None] | None = None, *, most: int = MOST) -> Reading:
-    """Ask the engines of these aliases for what they hold of these keys (None: everything).
+    """Ask the backends of these aliases for what they hold of these keys (None: everything).
 
     Without `wanted` ask all that settings name, each for the first `most` locks. Return within
     `ANSWER_WITHIN` seconds, as all that follow here.
@@ -89,32 +89,32 @@ def read(wanted: Mapping[str, Iterable[str] | None] | None = None, *, most: int 
 
 
 def read_all(aliases: Collection[str] | None = None) -> Reading:
-    """Ask the engines of these aliases (None: of all) for everything that can be read in time."""
+    """Ask the backends of these aliases (None: of all) for everything that can be read in time."""
     reading = read(None if aliases is None else dict.fromkeys(aliases))
-    cut = [engine.alias for engine in reading.engines if engine.truncated]
+    cut = [backend.alias for backend in reading.backends if backend.truncated]
     return read_more(reading, cut, READ_FOR) if cut else reading
 
 
 def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
-    """Ask for a number of locks (start, count) of each alias, in the engine's own order."""
+    """Ask for a number of locks (start, count) of each alias, in the backend's own order."""
     return _read({alias: _page(*pair) for alias, pair in ranges.items()})
 
 
 def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
     """Return `reading` with as many locks of these aliases as can be read in so many seconds."""
     more = _read(dict.fromkeys(aliases, _within(seconds)))
-    engines = {engine.alias: engine for engine in reading.engines}
-    for engine in more.engines:
-        if engine.up and engine.total is None:  # cut short again
-            engine = replace(engine, total=engines[engine.alias].total)
-        engines[engine.alias] = engine
+    backends = {backend.alias: backend for backend in reading.backends}
+    for backend in more.backends:
+        if backend.up and backend.total is None:  # cut short again
+            backend = replace(backend, total=backends[backend.alias].total)
+        backends[backend.alias] = backend
     kept = [held for held in reading.holdings if held.alias not in set(aliases)]
-    return Reading([*kept, *more.holdings], list(engines.values()))
+    return Reading([*kept, *more.holdings], list(backends.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What was read of one engine: so many locks of so many."""
+    """What was read of one backend: so many locks of so many."""
 
     holdings: Sequence[Holding]
     looked: int
@@ -159,12 +159,12 @@ def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
         if part is not None:
             health = replace(health, looked=part.looked, total=part.total)
             reading.holdings.extend(part.holdings)
-        reading.engines.append(health)
+        reading.backends.append(health)
     return reading
 
 
 def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
-    """Ask the engines of these aliases, all at once; None where none came in time.
+    """Ask the backends of these aliases, all at once; None where none came in time.
 
     Return within `ANSWER_WITHIN` seconds.
     """
@@ -212,7 +212,7 @@ def clock(seconds: float) -> str:
 
 
 class _Asked(threading.Thread, Generic[T]):
-    """One engine asked on a thread of its own; a daemon, for it may never end."""
+    """One backend asked on a thread of its own; a daemon, for it may never end."""
 
     def __init__(self, alias: str, question: Question[T]) -> None:
         super().__init__(name=f"distlock-read-{alias}", daemon=True)
@@ -241,7 +241,7 @@ class _Asked(threading.Thread, Generic[T]):
             self._health = Health(alias=self._alias, error=error)
         finally:
             self._answered.set()
-            connections.close_all()  # those of this thread, which an engine may have opened
+            connections.close_all()  # those of this thread, which a backend may have opened
 
     def answer(self, deadline: Deadline) -> tuple[Health, T | None]:
         """Wait for the answer until `deadline`."""
@@ -253,7 +253,7 @@ class _Asked(threading.Thread, Generic[T]):
 
 
 class _Silence:
-    """The answer of an engine that still owes one: threads must not pile up behind it."""
+    """The answer of a backend that still owes one: threads must not pile up behind it."""
 
     def __init__(self, alias: str) -> None:
         self._alias = alias

@@ -10,7 +10,7 @@ from functools import lru_cache
 # People see at most this many characters; the key covers the whole name.
 SHOWN_LENGTH = 200
 
-# What engines keep a lock under, see key_of().
+# What backends keep a lock under, see key_of().
 KEY = "[0-9a-f]{40}"
 
 
@@ -57,11 +57,11 @@ def bucket(name: str, value: object, *, buckets: int = 16) -> str:
 
 @lru_cache(maxsize=4096)
 def key_of(name: str, kind: bytes = b"") -> str:
-    """Return the 40 lower-case hex digits under which engines keep `name`.
+    """Return the 40 lower-case hex digits under which backends keep `name`.
 
     A `kind` keeps what is no lock apart from every lock.
 
-    160 bits of SHA-256: no engine folds case or accents, strips blanks, stops at NUL or cuts
+    160 bits of SHA-256: no backend folds case or accents, strips blanks, stops at NUL or cuts
     them, and names of any length fit (64 characters is MySQL's limit for named locks).
     """
     # No text is encoded with a byte FF.
@@ -70,7 +70,7 @@ def key_of(name: str, kind: bytes = b"") -> str:
 
 
 def is_key(text: str) -> bool:
-    """Tell whether engines may keep a lock under `text`; nothing else ever reaches them."""
+    """Tell whether backends may keep a lock under `text`; nothing else ever reaches them."""
     return re.fullmatch(KEY, text) is not None
 
 

@@ -21,7 +21,7 @@ DRIFT_FLOOR = 0.002
 
 
 def drift(ttl: float) -> float:
-    """Seconds by which a lease of `ttl` seconds is trusted less than the engine grants."""
+    """Seconds by which a lease of `ttl` seconds is trusted less than the backend grants."""
     return ttl * DRIFT_FACTOR + DRIFT_FLOOR
 
 

@@ -10,7 +10,7 @@ from ..claims import Grant
 from ..primitives.timing import monotonic
 from .sharing import SharingContract, a_claim
 
-# Names that engines have folded, cut, quoted or taken for something else; all are different.
+# Names that backends have folded, cut, quoted or taken for something else; all are different.
 NASTY_NAMES = [
     *("job", "JOB", "Job", "jób", "jo\u0301b", "job ", " job", "job\t", "job\n", "job\r\n"),
     *("job\x00", "job\x00x", "\x00job", "\x00", " ", "  ", "\t", "{job}", "{job", "job}", "{}"),
@@ -37,12 +37,12 @@ NASTY_NAMES = [
 
 
 class LockBackendContract(SharingContract):
-    """The promises of an engine: subclass it, name an alias of DISTLOCK, run it with pytest.
+    """The promises of a backend: subclass it, name an alias of DISTLOCK, run it with pytest.
 
-        class TestMyEngine(LockBackendContract):
+        class TestMyBackend(LockBackendContract):
             alias = "mine"
 
-    What an engine cannot do by its flags is skipped by them, and by nothing else.
+    What a backend cannot do by its flags is skipped by them, and by nothing else.
     """
 
     def test_a_free_lock_is_granted(self) -> None:
@@ -113,7 +113,7 @@ class LockBackendContract(SharingContract):
 
         assert self.backend.extend(first, 30) is False
         answers = self.backend.extend_many([(first, 30), (second, 30)])
-        # An engine with a heartbeat asks only when it has to.
+        # A backend with a heartbeat asks only when it has to.
         kept = True if self.backend.heartbeat is None else None
         assert answers in ([False, True], [False, kept])
 
@@ -136,7 +136,7 @@ class LockBackendContract(SharingContract):
 
         self.eventually(lambda: self.backend.acquire(a_claim(name), 0), within=10)
 
-        # The engine's clock counts whole milliseconds.
+        # The backend's clock counts whole milliseconds.
         assert monotonic() - asked_at >= 0.5 - 0.005
 
     def test_extend_prolongs_and_never_shortens(self) -> None:

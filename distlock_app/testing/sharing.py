@@ -17,7 +17,7 @@ from ..core.registry import registry
 from ..primitives import names
 from ..primitives.timing import monotonic
 
-# Why an engine without a flag is spared a test.
+# Why a backend without a flag is spared a test.
 WITHOUT = {
     "expires": "its claims end with their session",
     "fences": "it hands out no fences",
@@ -34,7 +34,7 @@ PERMIT: dict[str, Any] = {"limit": 2}
 
 
 def a_claim(name: str, *, ttl: float = 30.0, **fields: Any) -> Claim:
-    """Return a claim of a new owner, for tests that talk to an engine directly."""
+    """Return a claim of a new owner, for tests that talk to a backend directly."""
     holder = '{"host":"elsewhere","pid":1,"thread":"test"}'
     fields = {"owner": secrets.token_hex(16), "holder": holder, **fields}
     return Claim(name=name, key=names.key_of(name), ttl=ttl, **fields)
@@ -77,13 +77,13 @@ class Waiter:
 
 
 class SharingContract:
-    """What an engine keeps that can do it by its flags; see LockBackendContract."""
+    """What a backend keeps that can do it by its flags; see LockBackendContract."""
 
     alias = "default"
 
     @property
     def backend(self) -> Any:
-        """The engine under test."""
+        """The backend under test."""
         return registry[self.alias].backend
 
     def name(self) -> str:
@@ -108,7 +108,7 @@ class SharingContract:
         raise AssertionError(f"still nothing after {within} s")
 
     def needs(self, *flags: str) -> None:
-        """Skip the test for an engine without one of `flags`."""
+        """Skip the test for a backend without one of `flags`."""
         for flag in flags:
             if not getattr(self.backend, flag):
                 raise SkipTest(WITHOUT[flag])
@@ -118,13 +118,13 @@ class SharingContract:
         return self.backend.acquire(a_claim(name, **fields), 0)
 
     def kinds(self) -> list[dict[str, Any]]:
-        """Return the claims of which several hold a lock together, as far as the engine can."""
+        """Return the claims of which several hold a lock together, as far as the backend can."""
         if not self.backend.limits:
             self.needs("shares")
         return [READER] * bool(self.backend.shares) + [PERMIT] * bool(self.backend.limits)
 
     def needs_a_queue(self) -> None:
-        """Skip the test for an engine whose tries leave no place in a queue."""
+        """Skip the test for a backend whose tries leave no place in a queue."""
         self.needs("queues")
         if self.backend.blocks:
             raise SkipTest("it waits on its server")

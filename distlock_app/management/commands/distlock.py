@@ -1,7 +1,7 @@
-"""`manage.py distlock`: look at locks and engines, take one away, run a program under one.
+"""`manage.py distlock`: look at locks and backends, take one away, run a program under one.
 
-Exit codes: 0 done; 1 `show`, `clear`: nobody holds it, or another version; 69 an engine is
-down or cannot be used; 75 `run`: somebody else holds it; 76 `run`: the lock was lost, the
+Exit codes: 0 done; 1 `show`, `clear`: it is free, or has another version; 69 a backend is
+down or cannot be used; 75 `run`: another owner holds it; 76 `run`: the lock was lost, the
 program terminated; else the program's own. It works while a database is down: it uses no model
 and no system check.
 """
@@ -44,7 +44,7 @@ OLDEST = 100 * 365 * 24 * 3600.0
 
 
 class Command(BaseCommand):
-    help = "Looks at locks and their engines, takes one away, or runs a program under one."
+    help = "Looks at locks and their backends, takes one away, or runs a program under one."
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -60,7 +60,7 @@ class Command(BaseCommand):
         showing = action("show", "Show who holds a lock; exit 1 if nobody does.")
         clearing = action("clear", "Take a lock away from its holder.")
         watching = action("watch", "List them again and again, until Ctrl-C.")
-        doctor = action("doctor", "Try each engine, and say what is wrong with it.")
+        doctor = action("doctor", "Try each backend, and say what is wrong with it.")
         purging = action("purge", "Delete rows of locks that have long been free.", "default")
         running = action("run", "Run a program under a lock; exit 75 if it is busy.", "default")
         for added in (showing, clearing, running):
@@ -89,16 +89,16 @@ class Command(BaseCommand):
 
     def _list(self, *, using: str | None, as_json: bool, **options: Any) -> int:
         if using is not None:
-            registry[using]  # a wrong alias is the caller's mistake, not an engine that is down
+            registry[using]  # a wrong alias is the caller's mistake, not a backend that is down
         reading = read_all(None if using is None else [using])
-        down = any(not engine.up for engine in reading.engines)
-        none = "" if down else "nothing is held"  # of an engine that is down, that is not known
-        self._write(reading.holdings, as_json, engines=reading.engines, none=none)
-        for engine in reading.engines:
-            if engine.truncated:
-                of = "" if engine.total is None else f" of {engine.total}"
-                self.stderr.write(f"{engine.alias}: the first {engine.looked}{of} locks")
-        return self._tell_down(reading.engines)
+        down = any(not backend.up for backend in reading.backends)
+        none = "" if down else "nothing is held"  # of a backend that is down, that is not known
+        self._write(reading.holdings, as_json, backends=reading.backends, none=none)
+        for backend in reading.backends:
+            if backend.truncated:
+                of = "" if backend.total is None else f" of {backend.total}"
+                self.stderr.write(f"{backend.alias}: the first {backend.looked}{of} locks")
+        return self._report_down(reading.backends)
 
     def _watch(self, *, interval: float, times: int | None, as_json: bool, **options: Any) -> int:
         if not 0.1 <= interval <= 3600:
@@ -117,14 +117,14 @@ class Command(BaseCommand):
     def _doctor(self, *, using: str | None, as_json: bool, **options: Any) -> int:
         found = [doctor.examine(alias) for alias in (registry if using is None else [using])]
         if as_json:
-            self.stdout.write(_json({"engines": [doctor.as_json(f) for f in found]}))
-        for engine in found if not as_json else ():
-            self.stdout.write(f"{engine.alias}: {_verdict(engine)}")
-            for message in engine.messages:
+            self.stdout.write(_json({"backends": [doctor.as_json(f) for f in found]}))
+        for backend in found if not as_json else ():
+            self.stdout.write(f"{backend.alias}: {_verdict(backend)}")
+            for message in backend.messages:
                 self.stdout.write(f"  {message.id}: {message.msg}")
                 if message.hint:
                     self.stdout.write(f"    {message.hint}")
-        return 0 if all(engine.works for engine in found) else EX_UNAVAILABLE
+        return 0 if all(backend.works for backend in found) else EX_UNAVAILABLE
 
     def _show(self, *, name: str, using: str | None, as_json: bool, **options: Any) -> int:
         held = self._held(name, using)
@@ -205,7 +205,7 @@ class Command(BaseCommand):
         return code
 
     def _held(self, name: str, using: str | None) -> list[Holding]:
-        """Return who holds the lock; exit with 69 if an engine that is down might know."""
+        """Return who holds the lock; exit with 69 if a backend that is down might know."""
         try:
             key = names.key_of(names.checked(name))
         except ValueError as error:
@@ -213,24 +213,26 @@ class Command(BaseCommand):
         if using is not None:
             registry[using]  # as above
         reading = read(dict.fromkeys(registry if using is None else [using], [key]))
-        if self._tell_down(reading.engines) and not reading.holdings:
+        if self._report_down(reading.backends) and not reading.holdings:
             sys.exit(EX_UNAVAILABLE)
         return reading.holdings
 
-    def _tell_down(self, engines: Iterable[Health]) -> int:
-        down = [engine for engine in engines if not engine.up]
-        for engine in down:
-            wrong = isinstance(engine.error, ImproperlyConfigured)
-            # Whoever has a shell here may read what the driver says.
-            why = engine.error or engine.reason
-            self.stderr.write(f"{engine.alias} {'cannot be used' if wrong else 'is down'}: {why}")
+    def _report_down(self, backends: Iterable[Health]) -> int:
+        down = [backend for backend in backends if not backend.up]
+        for backend in down:
+            wrong = isinstance(backend.error, ImproperlyConfigured)
+            # A user with a shell here may read what the driver says.
+            why = backend.error or backend.reason
+            self.stderr.write(f"{backend.alias} {'cannot be used' if wrong else 'is down'}: {why}")
         return EX_UNAVAILABLE if down else 0
 
     def _confirm(self, held: Sequence[Holding]) -> None:
         if not sys.stdin.isatty():
             raise CommandError("nobody to ask: repeat it with --yes")
         self._write(held, False)
-        self.stdout.write("Its holder is not stopped, and somebody else may get the lock at once.")
+        self.stdout.write(
+            "Its holder is not stopped, and another process may get the lock at once."
+        )
         if input("Clear it? [y/N] ").strip().lower() not in {"y", "yes"}:
             raise CommandError("nothing was cleared")
 
@@ -238,7 +240,7 @@ class Command(BaseCommand):
         self,
         held: Sequence[Holding],
         as_json: bool,
-        engines: Iterable[Health] | None = None,
+        backends: Iterable[Health] | None = None,
         none: str = "",
     ) -> None:
         if not as_json:
@@ -248,10 +250,10 @@ class Command(BaseCommand):
                 self.stdout.write(none)
             return
         answer: dict[str, Any] = {"locks": [asdict(h) for h in held]}
-        if engines is not None:
-            answer["engines"] = [
+        if backends is not None:
+            answer["backends"] = [
                 {"alias": e.alias, "up": e.up, "ping_ms": e.ping_ms, "reason": e.reason}
-                for e in engines
+                for e in backends
             ]
         self.stdout.write(_json(answer))
 
@@ -279,12 +281,12 @@ def _table(held: Sequence[Holding]) -> Iterable[str]:
         yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
-def _verdict(engine: doctor.Finding) -> str:
-    if not engine.works:
-        return f"{engine.engine or 'not usable'}: {engine.trouble}"
+def _verdict(backend: doctor.Finding) -> str:
+    if not backend.works:
+        return f"{backend.backend or 'not usable'}: {backend.trouble}"
     return (
-        f"{engine.engine} works; one round trip took {engine.ping_ms:.1f} ms, "
-        f"a lock and its release {engine.pair_ms:.1f} ms"
+        f"{backend.backend} works; one round trip took {backend.ping_ms:.1f} ms, "
+        f"a lock and its release {backend.pair_ms:.1f} ms"
     )
 
 

@@ -22,7 +22,7 @@ WAIT = 600.0  # seconds; the longest migrations take minutes
 
 
 def lock_alias(*, database: str, lock_using: str | None, **options: Any) -> str:
-    """Return the alias of the engine that decides who migrates."""
+    """Return the alias of the backend that decides who migrates."""
     if lock_using is not None:
         try:
             backend = registry[lock_using].backend

@@ -4,7 +4,7 @@
 (function () {
   const EVERY = 3000;
   const KEY = "distlock-refresh";
-  const PARTS = [".dl-engines > ul", ".dl-read", ".dl-notes", "#result_list", ".paginator"];
+  const PARTS = [".dl-backends > ul", ".dl-read", ".dl-notes", "#result_list", ".paginator"];
 
   function swap(fresh) {
     const pairs = PARTS.map((part) => [document.querySelector(part), fresh.querySelector(part)]);
