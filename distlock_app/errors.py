@@ -13,7 +13,7 @@ class LockError(Exception):
 
 
 class LockBusy(LockError):
-    """Somebody else holds the lock, and the caller did not want to wait."""
+    """Another owner holds the lock, and the caller did not want to wait."""
 
     def __init__(self, message: str | None = None, *, free_in: float | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class LockBusy(LockError):
 
 
 class LockTimeout(LockBusy):
-    """Somebody else held the lock for as long as the caller was ready to wait."""
+    """Another owner held the lock for as long as the caller was ready to wait."""
 
 
 class LockLost(LockError):
@@ -41,7 +41,7 @@ class BackendError(LockError):
 
 
 class StaleObjectError(Exception):
-    """Somebody else changed or deleted the row since it was read."""
+    """Another writer changed or deleted the row since it was read."""
 
     def __init__(
         self,

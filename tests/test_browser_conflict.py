@@ -96,7 +96,7 @@ def change(obj, model="offer"):
 
 
 WORDS = {
-    "en": ("Somebody else saved this while you were working on it", "Last saved here by ann"),
+    "en": ("Another user saved this while you were working on it", "Last saved here by ann"),
     "ko": ("작업하시는 동안 다른 사람이 이 항목을 저장했습니다", "ann 님이"),
 }
 

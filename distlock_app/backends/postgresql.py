@@ -30,7 +30,7 @@ BEGIN = """
              WHERE name IN ('statement_timeout', 'lock_timeout', 'transaction_timeout')),
            set_config('client_connection_check_interval', '1000', false)"""
 
-# Advisory locks are everybody's. A session of ours has this name, and its last statement has
+# Advisory locks are open to all apps. A session of ours has this name, and its last statement has
 # the note of its lock, unless the server does not show it: to another user, or to any.
 APPLICATION = "distlock"
 

@@ -53,7 +53,7 @@ def examine(alias: str) -> Finding:
         found.pair_ms = _ms_since(started)
     except (LockError, ImproperlyConfigured) as error:
         found.trouble = str(error)
-    except Exception as error:  # of a backend of somebody else: the other aliases matter too
+    except Exception as error:  # of a backend of another package: the other aliases matter too
         found.trouble = f"{type(error).__name__}: {error}"
     return found
 

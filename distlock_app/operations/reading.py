@@ -200,7 +200,7 @@ def activity_of(holder: Mapping[str, Any]) -> str:
 
 
 def who(holder: Mapping[str, Any]) -> str:
-    """Return where somebody runs and what for, in one line; empty if nothing was said."""
+    """Return where a holder runs and what for, in one line; empty if it did not say."""
     return " – ".join(filter(None, (origin_of(holder), activity_of(holder))))
 
 

@@ -71,7 +71,7 @@ class Worker:
                 pass
             try:
                 self._work(jobs)
-            except BaseException:  # also SystemExit: whoever is next relies on this thread
+            except BaseException:  # also SystemExit: the next job relies on this thread
                 logger.exception(
                     "%s failed and goes on", self._name, extra=fields("worker_failed", "")
                 )

@@ -49,7 +49,7 @@ class override_locks(override_settings):
 
 @contextmanager
 def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> Iterator[Grant]:
-    """Hold the lock `name` as somebody in another process would; yield that grant."""
+    """Hold the lock `name` as another process would; yield that grant."""
     backend = registry[using].backend
     grant = backend.acquire(a_claim(name, ttl=ttl), 0)
     if not grant:

@@ -28,7 +28,7 @@ else:
     _Admin = _Base = _Inline = object
     _Concrete = admin.ModelAdmin
 
-# Somebody may save between the read and the write of one request; then the form is compared anew.
+# Another request may save between this one's read and write; then the form is compared anew.
 TRIES = 5
 # What the buttons of a form are called that save it.
 SAVING = {"_save", "_saveasnew", "_addanother", "_continue"}
@@ -101,8 +101,8 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
     def get_form(self, request: Any, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
         form: Any = super().get_form(request, obj, change=change, **kwargs)
         form.user = request.user
-        # Rows of other tables have no version of their own, or are saved with this one: whoever
-        # saved any of them moved the version of this object.
+        # Rows of other tables have no version of their own, or are saved with this one: a
+        # save of any of them moved the version of this object.
         form.strict = bool(self.get_inlines(request, obj))
         form.spent = getattr(request, "distlock_spent", False)
         return form
@@ -147,7 +147,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
             if request.method != "POST":
                 query[VERSION] = unseen.version
                 return HttpResponseRedirect(f"?{query.urlencode()}")
-        text = gettext("Somebody else changed this meanwhile. Look at it before you delete it.")
+        text = gettext("Another user changed this meanwhile. Look at it before you delete it.")
         self.message_user(request, text, messages.WARNING)
         return HttpResponseRedirect(f"../change/?{query.urlencode()}".rstrip("?"))
 
@@ -218,4 +218,4 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
 
 
 class VersionedAdmin(VersionedAdminMixin, _Concrete):
-    """A ModelAdmin in which nobody overwrites what somebody else saved meanwhile."""
+    """A ModelAdmin in which no user overwrites what another saved meanwhile."""

@@ -44,7 +44,7 @@ def require_match(request: Any, obj: Any, *, required: bool = True) -> None:
     """Raise PreconditionFailed unless `If-Match` names the version that `obj` was read with.
 
     Without the header, raise PreconditionRequired if it is `required`. Change and save this
-    same `obj`: its guard refuses what somebody else does between now and then.
+    same `obj`: its guard refuses what another request does between now and then.
     """
     header = request.headers.get("If-Match")
     if header is None:
@@ -100,7 +100,7 @@ def _refusal(request: Any, error: Exception) -> HttpResponse:
         status, text = 428, gettext("Say which version you are changing, by the header If-Match.")
     else:
         status = 412 if "If-Match" in request.headers else 409
-        text = gettext("Somebody else changed this meanwhile. Read it again before you change it.")
+        text = gettext("Another user changed this meanwhile. Read it again before you change it.")
     if request.get_preferred_type(["text/plain", "text/html", "application/json"]) == (
         "application/json"
     ):

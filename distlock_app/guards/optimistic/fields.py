@@ -22,7 +22,7 @@ class VersionAttribute(DeferredAttribute):
     """Shows a deferred version without keeping it.
 
     A version that is read later than the fields says nothing of them: kept, it would let a
-    save through that overwrites somebody else's.
+    save through that overwrites another one.
     """
 
     def __get__(self, instance: Any, cls: Any = None) -> Any:
@@ -41,7 +41,7 @@ class VersionAttribute(DeferredAttribute):
 class AnyVersionField(models.Field):  # type: ignore[type-arg]
     """What the guard asks of its column.
 
-    A version never comes back: `after(version)` is later than `version`, whoever computes it.
+    A version never comes back: `after(version)` is later than `version`, in any process.
     """
 
     descriptor_class = VersionAttribute

@@ -36,7 +36,7 @@ LONGEST = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A field that somebody else changed while the form was open; values are texts to read."""
+    """A field that another user changed while the form was open; values are texts to read."""
 
     name: str
     label: str
@@ -52,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Why the form was refused: somebody else saved the object since the form was made."""
+    """Why the form was refused: another user saved the object since the form was made."""
 
     changes: list[Change] = field(default_factory=list)
     # Whether the state that the form had shown is known.
@@ -80,13 +80,13 @@ class BesideKey(forms.HiddenInput):
 class VersionedModelForm(_ModelForm):
     """A form of a VersionedModel that notices who saved while it was open.
 
-    It carries what it shows, signed for this object and `user`. If somebody else saved since
+    It carries what it shows, signed for this object and `user`. If another user saved since
     then, it is not valid: `form.conflict` says what they changed. Shown again, it is a form of
     the new state in which nothing is lost that the user typed. Fields that only they changed
     show their values; where both did, the user's remain unless the answer has
     `distlock_take_<name>` "theirs".
 
-    `save()` raises StaleObjectError if somebody saves between `is_valid()` and `save()`.
+    `save()` raises StaleObjectError if another request saves between `is_valid()` and `save()`.
     """
 
     distlock_version = Token(required=False, widget=forms.HiddenInput, label="")
@@ -99,7 +99,7 @@ class VersionedModelForm(_ModelForm):
     # Who got the form; nobody else may send it.
     user: Any = None
 
-    error_stale = _("Somebody else saved this while you were working on it.")
+    error_stale = _("Another user saved this while you were working on it.")
     error_unknown = _(
         "It is not known which state of this you were working on. Compare, then save again."
     )
@@ -209,7 +209,7 @@ class VersionedModelForm(_ModelForm):
         self._refuse(Conflict(changes, known=seen is not None))
 
     def _change(self, name: str, old: dict[str, Any]) -> Change | None:
-        """Return what became of the field if somebody else changed it."""
+        """Return what became of the field if another user changed it."""
         theirs, yours = self._current.get(name), self._yours(name)
         before = old.get(name)
         if theirs == before or theirs == yours:

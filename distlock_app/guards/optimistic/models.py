@@ -32,7 +32,7 @@ __all__ = [
 
 
 class VersionedModel(models.Model):
-    """A model whose `save()` raises StaleObjectError instead of overwriting somebody else's."""
+    """A model whose `save()` raises StaleObjectError instead of overwriting another one."""
 
     _version_field: AnyVersionField
 
@@ -113,7 +113,7 @@ class VersionedModel(models.Model):
                 _put(self, name, before)
 
     def delete(self, using: str | None = None, keep_parents: bool = False) -> Any:
-        """Delete the row, or raise StaleObjectError if somebody else changed it.
+        """Delete the row, or raise StaleObjectError if another writer changed it.
 
         A row that is gone already is no conflict: what was asked for is done.
         """

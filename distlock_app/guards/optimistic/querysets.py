@@ -78,7 +78,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         rows = self.model._base_manager.using(self.db)
         if lock and connections[self.db].features.has_select_for_update:
             rows = rows.select_for_update()
-        elif lock:  # SQLite: whoever writes first is the only writer
+        elif lock:  # SQLite: the first to write is the only writer
             rows.filter(pk__in=[obj.pk for obj in objs][:1]).update(**{name: models.F(name)})
         found = rows.only(name).in_bulk([obj.pk for obj in objs])
         return {pk: getattr(row, name) for pk, row in found.items()}
@@ -99,7 +99,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
             )
         objs = super().bulk_create(objs, batch_size, ignore_conflicts)
         for obj in objs:
-            if ignore_conflicts:  # it may stand for a row of somebody else
+            if ignore_conflicts:  # it may stand for a row of another writer
                 obj.__dict__.pop(self.model._version_field.attname, None)
             else:
                 version = obj.__dict__[self.model._version_field.attname]
@@ -243,8 +243,8 @@ UNKNOWN = object()
 def watch(obj: Any, before: Any, using: str) -> None:
     """Put the version of `obj` back to `before` if the open transaction is rolled back.
 
-    Otherwise an object could be ahead of its row, and overwrite the change by which somebody
-    else brings the row to the same number. The blocks of a TestCase do not count.
+    Otherwise an object could be ahead of its row, and overwrite the change by which another
+    writer brings the row to the same number. The blocks of a TestCase do not count.
     """
     undo = _undo(using)
     if undo is not None:

@@ -298,4 +298,4 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # a container's user without a name
-        return "somebody"
+        return "unknown"

@@ -30,7 +30,7 @@
   }
 
   async function refresh(failed) {
-    // Nothing under somebody's hands: not while rows are chosen, not in a hidden tab.
+    // Nothing that the user works on: not while rows are chosen, not in a hidden tab.
     if (document.hidden || document.querySelector("input.action-select:checked")) return;
     try {
       const answer = await fetch(location.href, { headers: { Accept: "text/html" } });

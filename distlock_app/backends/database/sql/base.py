@@ -192,7 +192,7 @@ class Dialect:
         """End the session that has the queue lock although we had the row.
 
         It was called, or held the row before, and did not come: its process is stopped or cut
-        off, and as long as it has the queue lock everybody waits for the hand-over in vain. One
+        off, and as long as it has the queue lock all wait for the hand-over in vain. One
         that lives lines up again.
         """
         with suppress(Exception):  # gone meanwhile, or another user's: then all go on as before
