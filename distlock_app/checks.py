@@ -68,7 +68,7 @@ def register() -> None:
 
 
 def _entries() -> Iterator[Entry]:
-    """Yield the aliases that work; `check_settings` tells of the others."""
+    """Yield the aliases that work; `check_settings` reports the others."""
     try:
         for alias in registry:
             try:
@@ -121,7 +121,7 @@ def _check_isolation() -> Iterator[checks.CheckMessage]:
 
 
 def _repeats_reads(connection: Any) -> bool:
-    """Tell whether the settings ask for it; SERIALIZABLE notices what changed by itself."""
+    """Return whether the settings ask for it; SERIALIZABLE notices what changed by itself."""
     level = connection.settings_dict["OPTIONS"].get("isolation_level")
     if connection.vendor == "postgresql" and level is not None:
         from django.db.backends.postgresql.psycopg_any import IsolationLevel

@@ -76,5 +76,5 @@ class Holding:
     fence: int | None = None
     expires_in: float | None = None  # seconds; None: lives as long as its session
     held_for: float | None = None  # seconds
-    waiters: int | None = None  # None: the backend cannot tell
+    waiters: int | None = None  # None: not known
     holder: Mapping[str, Any] = field(default_factory=dict)

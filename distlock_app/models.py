@@ -41,7 +41,7 @@ class LockEvent(models.Model):
 
     ACQUIRED, BUSY, RELEASED, LOST, CLEARED = "acquired", "busy", "released", "lost", "cleared"
 
-    at = models.DateTimeField()  # by the clock of the host that tells it
+    at = models.DateTimeField()  # by the clock of the host that reports it
     alias = models.CharField(max_length=100)
     key = models.CharField(max_length=64)
     name = models.CharField(max_length=255)

@@ -40,7 +40,7 @@ class LiveActions(LiveColumns, _Base):
         return allowed and self.has_view_permission(request)
 
     def has_extend_permission(self, request: HttpRequest) -> bool:
-        """Tell whether this user may let locks end later."""
+        """Return whether this user may let locks end later."""
         allowed = request.user.has_perm("distlock_app.extend_lock")
         return allowed and self.has_view_permission(request)
 

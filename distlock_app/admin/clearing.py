@@ -105,7 +105,7 @@ def rows_of(ids: Iterable[str]) -> Found:
 
 
 def queue_of(alias: str, key: str) -> list[str] | None:
-    """Return who waits for a lock, in order of arrival; None if that is not known."""
+    """Return the waiters for a lock, in order of arrival; None if that is not known."""
     [(_health, waiters)] = ask({alias: lambda backend: backend.queue(key)})
     return None if waiters is None else [who(waiter) or "—" for waiter in waiters]
 
@@ -179,7 +179,7 @@ def clear_up(alias: str, action: str, older_than: float) -> tuple[Health, int | 
 
 
 def holder_of(row: LiveLock) -> str:
-    """Return who holds the lock, for a sentence."""
+    """Return the holder of the lock, for a sentence."""
     return who(row.holding.holder) or gettext("an unnamed holder")
 
 

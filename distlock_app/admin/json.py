@@ -55,7 +55,7 @@ def data_view(admin: ModelAdmin[LiveLock], reading: Callable[[HttpRequest], Read
 
 
 def too_long(request: HttpRequest) -> bool:
-    """Tell whether more is asked for than a person would type."""
+    """Return whether more is asked for than a person would type."""
     return len(request.META.get("QUERY_STRING", "")) > MOST_ASKED
 
 

@@ -42,7 +42,7 @@ MOST_SORTED = 1_000
 # Seconds in which more of them are looked through where that is asked for.
 LOOKED_FOR = 0.4
 
-# What tells rows of one name apart, and what is urgent, first: a phone shows no more at a time.
+# What distinguishes rows of one name, and what is urgent, first: a phone shows no more at a time.
 FACTS = ("kind", "state", "time_left", "waiters", "holder", "held_for", "alias", "fence")
 
 
@@ -207,7 +207,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
 
     def _holders(self, holdings: Iterable[Holding]) -> list[tuple[str, str]]:
-        """Return who holds a lock, and where the page of each is."""
+        """Return the holders of a lock, and the page of each."""
         rows = [row_of(held) for held in holdings]
         return [(who(r.holding.holder) or "—", self._url("change", quote(r.pk))) for r in rows]
 
@@ -229,7 +229,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     def history_view(
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show who forced a release of this lock, from any holder, also when it is free."""
+        """Show the forced releases of this lock, from any holder, also when it is free."""
         try:
             alias, key, _seen = parts_of(unquote(object_id))
         except ValueError:
@@ -237,8 +237,8 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         lock_id = id_of(alias, key)
         entry = LogEntry.objects.filter(object_id=lock_id).order_by("pk").last()
         rows = [] if entry else clearing.rows_of([lock_id]).rows
-        told = [] if entry or rows else history.events_of(alias, key)
-        names = [*(row.name for row in rows), *(event.name for event in told), key]
+        events = [] if entry or rows else history.events_of(alias, key)
+        names = [*(row.name for row in rows), *(event.name for event in events), key]
         name = entry.object_repr if entry else names[0]
         request.distlock_row = LiveLock(id=lock_id, name=name)
         return super().history_view(request, quote(lock_id), extra_context)
@@ -250,7 +250,7 @@ class LiveLockAdmin(LiveLockAdminMixin, _Concrete):
 
 
 def _looks_through(request: HttpRequest) -> bool:
-    """Tell whether locks are picked or sorted, so that each has to be looked at."""
+    """Return whether locks are picked or sorted, so that each has to be looked at."""
     return any(request.GET.get(name) for name in ("q", "o", "state", "kind", "host"))
 
 

@@ -18,7 +18,7 @@ from ..operations import history
 from ..operations.reading import who
 from ..primitives.names import shown
 
-# Nobody tells of this one: it is what became of a lock that was acquired, and neither ended nor
+# No event says this: it is what became of a lock that was acquired, and neither ended nor
 # is held.
 EXPIRED = "expired"
 # Seconds until then: events are written a moment late, and hosts' clocks differ.
@@ -71,7 +71,7 @@ class Past:
     begin: datetime | None = None
     end: datetime | None = None
     panels: Sequence[Panel] = ()
-    overlap: bool = False  # whether two may seem to hold it, as one was told late that it was lost
+    overlap: bool = False  # whether two may seem to hold it, as one noticed late that it was lost
     width: int = BARS * BAR
     height: int = HEIGHT
 
@@ -143,7 +143,7 @@ def _before(end: datetime, seconds: float | None) -> tuple[datetime, datetime]:
 
 
 def _hold(event: LockEvent, cleared: Mapping[int | None, datetime]) -> tuple[datetime, datetime]:
-    """Return when it was held: until it was cleared, though its holder was told of that later."""
+    """Return when it was held: until it was cleared, though its holder noticed that later."""
     begin, end = _before(event.at, event.seconds)
     return begin, max(begin, min(end, cleared.get(event.fence, end)))
 

@@ -53,7 +53,7 @@ class DatabaseFilter(admin.SimpleListFilter):
 
 @admin.register(DistLock)
 class DistLockAdmin(_TableAdmin):
-    """The lock table, to look at; never the owners, who are known by that token alone."""
+    """The lock table, to look at; never the owners, which are known by that token alone."""
 
     list_display = ("name", "held", "expiry", "acquired_at", "origin", "fence")
     fields = (
@@ -75,7 +75,7 @@ class DistLockAdmin(_TableAdmin):
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
-        """Tell whether there is a table to see, and this user may."""
+        """Return whether there is a table to see, and this user may."""
         return super().has_view_permission(request, obj) and bool(_databases())
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DistLock]:
@@ -99,7 +99,7 @@ class DistLockAdmin(_TableAdmin):
         return super().changelist_view(request, {**more, **(extra_context or {})})
 
     def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
-        """Refuse ?owner__startswith=... in the address: it would tell the token by its digits."""
+        """Refuse ?owner__startswith=... in the address: it would reveal the token by its digits."""
         return lookup == DatabaseFilter.parameter_name
 
     @admin.display(description=_("held"), boolean=True)

@@ -170,7 +170,7 @@ class NamedLockSession(LockSession):
             yield fields
 
     def _held(self, keys: set[str], waited: Iterable[str]) -> tuple[int, Held]:
-        """Return the server's time, and all locks that it tells of, or else those asked for."""
+        """Return the server's time, and all locks that it shows, or else those asked for."""
         ((now_us, instrumented, plugin),) = self.ask(
             f"SELECT {NOW_US}, @@performance_schema, (SELECT COUNT(*) FROM "
             "information_schema.PLUGINS WHERE PLUGIN_NAME = 'METADATA_LOCK_INFO')"

@@ -169,7 +169,7 @@ class _Busy(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guard:
-    """What `locked_command` was told; shared by all runs, and never changed."""
+    """The arguments of `locked_command`; shared by all runs, and never changed."""
 
     template: NameTemplate | None
     name: Callable[..., str] | None

@@ -147,7 +147,7 @@ def sorted_out(
 def probe(lock_options: dict[str, Any]) -> None:
     """Raise what Lock raises for `lock_options`, where there are settings; connect to nothing.
 
-    Not what is wrong in the settings of the alias: the system checks tell that, if the modules of
+    Not what is wrong in the settings of the alias: the system checks say that, if the modules of
     the project can be imported.
     """
     if not settings.configured:
@@ -155,7 +155,7 @@ def probe(lock_options: dict[str, Any]) -> None:
     try:
         Lock("probe", **lock_options)
     except AppRegistryNotReady:
-        pass  # decorated in a models.py: the first call tells
+        pass  # decorated in a models.py: the first call says
     except ImproperlyConfigured:
         if not registry.misconfigured(lock_options.get("using", "default")):
             raise

@@ -26,7 +26,7 @@ from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of
 
 # "The request was refused because the resource is locked": RFC 4918, 11.3.
 LOCKED = 423
-# A claim mostly ends long before its ttl does, which is all that the backend can tell.
+# A claim mostly ends long before its ttl does, which is all that the backend knows.
 LONGEST_RETRY_AFTER = 10
 
 
@@ -98,7 +98,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guard:
-    """What `locked_view` was told; shared by all requests, and never changed."""
+    """The arguments of `locked_view`; shared by all requests, and never changed."""
 
     template: NameTemplate | None
     name: Callable[..., str] | None
@@ -179,7 +179,7 @@ class _Guard:
     def _busy(self, request: Any, busy: LockBusy) -> Any:
         if self.busy_response is not None:
             return self.busy_response(request, busy)
-        # Neither the lock nor its holder: that would tell one visitor about another.
+        # Neither the lock nor its holder: that would show one visitor to another.
         text = gettext("This is being worked on already. Please try again in a moment.")
         seconds = min(max(1, math.ceil(busy.free_in or 0)), LONGEST_RETRY_AFTER)
         wanted = request.get_preferred_type(["text/plain", "text/html", "application/json"])
@@ -197,7 +197,7 @@ class _Guard:
 
 
 def visitor(request: Any) -> str:
-    """Return who sent the request, as text for a lock name: user, or else session or address."""
+    """Return the sender of a request, as text for a lock name: user, else session or address."""
     user = getattr(request, "user", None)
     if user is not None and user.is_authenticated:
         return f"user={text_of(user)}"

@@ -39,7 +39,7 @@ WAIT = 3.0
 POLL, MAX_POLL = 0.002, 0.05
 # How many rows of others `next_unlocked` looks past on MySQL and MariaDB.
 SPARE = 100
-# The longest that PostgreSQL and SQLite can be told, in milliseconds: 24 days.
+# The longest that PostgreSQL and SQLite accept, in milliseconds: 24 days.
 LONGEST_MS = 2**31 - 1
 # The least, in seconds: to a server, 0 is for ever.
 SHORTEST = 0.001
@@ -249,7 +249,7 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
 
 
 def _bounded(wait: float | None) -> float | None:
-    """Return the seconds that every database can be told."""
+    """Return the seconds that every database accepts."""
     if wait is not None and not wait >= 0:
         raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
     return min(max(wait, SHORTEST), LONGEST_MS / 1000) if wait else wait
@@ -258,7 +258,7 @@ def _bounded(wait: float | None) -> float | None:
 def _was_refused(error: OperationalError) -> bool:
     code = code_of(error)
     if str(code).startswith("database is locked"):
-        # A snapshot that is too old does not get newer by waiting. (Python 3.10 cannot tell.)
+        # A snapshot that is too old does not get newer by waiting. (Python 3.10 does not say.)
         return getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_BUSY_SNAPSHOT"
     return code in REFUSED
 

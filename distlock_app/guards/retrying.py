@@ -148,7 +148,7 @@ class Retrying:
         if self._locks(attempt + 1, inside=inside):
             if not lock:
                 _remember(self._row)
-            return obj, failure, 0.0  # who waits for the row waits in the database
+            return obj, failure, 0.0  # the wait for the row is in the database
         base = max(self.pause, PATIENCE * (time.monotonic() - started))
         return obj, failure, full_jitter(attempt - 1, base=base, cap=self.max_pause)
 

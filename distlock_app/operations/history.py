@@ -52,7 +52,7 @@ def trouble() -> str:
 
 
 def events_of(alias: str, key: str) -> list[LockEvent]:
-    """Return the last events of a lock, the newest first, by the clocks of those who told."""
+    """Return the last events of a lock, the newest first, by the clocks of their hosts."""
     events = LockEvent.objects.using(router.db_for_read(LockEvent)).filter(alias=alias, key=key)
     return list(events.order_by("-at", "-pk")[: kept()])
 

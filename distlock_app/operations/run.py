@@ -32,7 +32,7 @@ PASSED_ON = (
 # A terminal sends them to the whole group: the program has them already.
 OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 
-# A program that was told to stop, because its lock is lost, is killed after so many seconds.
+# A program that was asked to stop, because its lock is lost, is killed after so many seconds.
 GRACE = 10.0
 
 
@@ -133,7 +133,7 @@ class _Signals:
 
 
 def _in_front() -> bool:
-    """Tell whether this process is in the foreground of its terminal."""
+    """Return whether this process is in the foreground of its terminal."""
     try:
         terminal = os.open(os.ctermid(), os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Who holds a lock: the thread or asyncio task, and its description for people."""
+"""The runner that holds a lock: the thread or asyncio task, and its description for people."""
 
 from __future__ import annotations
 

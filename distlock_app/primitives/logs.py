@@ -11,7 +11,7 @@ from .names import shown
 
 logger = logging.getLogger("distlock_app")
 
-# Seconds; who waited longer is worth a line.
+# Seconds; a longer wait is worth a line.
 SLOW_WAIT = 1.0
 
 

@@ -70,7 +70,7 @@ def key_of(name: str, kind: bytes = b"") -> str:
 
 
 def is_key(text: str) -> bool:
-    """Tell whether backends may keep a lock under `text`; nothing else ever reaches them."""
+    """Return whether backends may keep a lock under `text`; nothing else ever reaches them."""
     return re.fullmatch(KEY, text) is not None
 
 

@@ -233,14 +233,14 @@ class LockBackendContract(SharingContract):
         name = self.name()
         first = self.backend.acquire(a_claim(name), 0)
         if self.backend.queue(first.claim.key) is None:
-            raise SkipTest("it does not know who waits")
+            raise SkipTest("it does not know its waiters")
         waiter = a_claim(name, wake=lambda grant: None)
         refusal = self.backend.acquire(waiter, 5)
 
-        told = self.backend.queue(first.claim.key)
+        shown = self.backend.queue(first.claim.key)
 
-        assert not refusal and [who["host"] for who in told] == ["elsewhere"]
-        assert waiter.owner not in repr(told)
+        assert not refusal and [who["host"] for who in shown] == ["elsewhere"]
+        assert waiter.owner not in repr(shown)
         self.backend.acquire(waiter, 0)
         self.backend.release(first)
         assert self.backend.queue(first.claim.key) == []

@@ -61,7 +61,7 @@ def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> I
 
 
 def lose(hold: Hold) -> None:
-    """Take the lock of `hold` away, and tell its holder: as after an expiry or a clear."""
+    """Take the lock of `hold` away, and report the loss: as after an expiry or a clear."""
     lease = hold._lease
     lease.backend.clear(lease.grant.claim.key)
     renewer.lose(lease, "taken away by a test")

@@ -51,11 +51,11 @@ class Waiter:
         assert not self.ask()
 
     def ask(self) -> Any:
-        """Try once, as one who will go on waiting."""
+        """Try once, as a waiter that will go on waiting."""
         return self._backend.acquire(self.claim, 30)
 
     def waits(self) -> bool:
-        """Ask again; tell whether it waits still."""
+        """Ask again; return whether it waits still."""
         return not self._given and not self.ask()
 
     def granted(self) -> Grant:
@@ -103,7 +103,7 @@ class SharingContract:
         while monotonic() < deadline:
             if answer := attempt():
                 return answer
-            sleep(uniform(0, pause))  # those who try together get in each other's way
+            sleep(uniform(0, pause))  # tries at the same time get in each other's way
             pause = min(2 * pause, 0.1)
         raise AssertionError(f"still nothing after {within} s")
 

@@ -205,7 +205,7 @@ class Listener:
                 self._waiters.drop(claim)
 
     def close(self) -> None:
-        """End the thread; the callers who wait ask again by themselves."""
+        """End the thread; the waiters ask again by themselves."""
         self._closed.set()
         with self._lock:
             thread, connection = self._thread, self._connection

@@ -101,7 +101,7 @@ class Listener:
                     self._waiters.drop(claim)
 
     def close(self) -> None:
-        """End the thread; the callers who wait ask again by themselves."""
+        """End the thread; the waiters ask again by themselves."""
         self._closed = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

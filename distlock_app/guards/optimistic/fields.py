@@ -47,7 +47,7 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
     descriptor_class = VersionAttribute
     # Every insert writes it; nothing has to be read back.
     db_returning = False
-    # Whether the version before can be told from the one after it.
+    # Whether the version before can be computed from the one after it.
     counts = False
     # What is the same for every field of the kind: given to __init__, and not in migrations.
     fixed: dict[str, Any] = {"default": None, "editable": False, "blank": True}

@@ -78,7 +78,7 @@ class BesideKey(forms.HiddenInput):
 
 
 class VersionedModelForm(_ModelForm):
-    """A form of a VersionedModel that notices who saved while it was open.
+    """A form of a VersionedModel that notices a save while it was open.
 
     It carries what it shows, signed for this object and `user`. If another user saved since
     then, it is not valid: `form.conflict` says what they changed. Shown again, it is a form of
@@ -96,7 +96,7 @@ class VersionedModelForm(_ModelForm):
     strict = False
     # Refuse in any case: what was sent could not be saved, and is not there any more as a whole.
     spent = False
-    # Who got the form; nobody else may send it.
+    # The user that got the form; no other may send it.
     user: Any = None
 
     error_stale = _("Another user saved this while you were working on it.")

@@ -46,15 +46,15 @@ class VersionedQuerySet(models.QuerySet[Any]):
         if not objs:
             return super().bulk_update(objs, fields, batch_size)
         relied_on = [(obj, obj._version_to_rely_on(using)) for obj in objs]
-        # What the version was can be told from what it is, if every row is written.
-        told = version.counts and not self.query.where
+        # What the version was can be computed from what it is, if every row is written.
+        computed = version.counts and not self.query.where
         with transaction.atomic(using=using):
-            before = {} if told else self._versions(objs, lock=True)
+            before = {} if computed else self._versions(objs, lock=True)
             rows = super().bulk_update(objs, fields, batch_size)
             # In the same transaction: these rows are locked now and as they are. Those that were
             # not written an old snapshot would show otherwise.
-            written = self._versions(objs, lock=not told)
-            if told:
+            written = self._versions(objs, lock=not computed)
+            if computed:
                 before = {pk: number - 1 for pk, number in written.items()}
             # A row that this queryset leaves out is as it was.
             left = {pk for pk, found in written.items() if found == before.get(pk)}

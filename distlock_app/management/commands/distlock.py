@@ -57,7 +57,7 @@ class Command(BaseCommand):
             return added
 
         listing = action("list", "List the locks that are held.")
-        showing = action("show", "Show who holds a lock; exit 1 if nobody does.")
+        showing = action("show", "Show the holders of a lock; exit 1 if it is free.")
         clearing = action("clear", "Take a lock away from its holder.")
         watching = action("watch", "List them again and again, until Ctrl-C.")
         doctor = action("doctor", "Try each backend, and say what is wrong with it.")
@@ -205,7 +205,7 @@ class Command(BaseCommand):
         return code
 
     def _held(self, name: str, using: str | None) -> list[Holding]:
-        """Return who holds the lock; exit with 69 if a backend that is down might know."""
+        """Return the holders of the lock; exit with 69 if a backend that is down might know."""
         try:
             key = names.key_of(names.checked(name))
         except ValueError as error:

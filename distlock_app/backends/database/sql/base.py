@@ -100,7 +100,7 @@ class Dialect:
         raise NotImplementedError
 
     def contended(self, error: Exception) -> bool:
-        """Tell whether others were at the same rows, so that another try may succeed."""
+        """Return whether others were at the same rows, so that another try may succeed."""
         raise NotImplementedError
 
     def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
@@ -139,7 +139,7 @@ class Dialect:
         raise NotImplementedError
 
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
-        """Tell whether waiters can be served in order of arrival on such a session."""
+        """Return whether waiters can be served in order of arrival on such a session."""
         return False
 
     def queue_of(self, key: str) -> Any:
@@ -199,7 +199,7 @@ class Dialect:
             self.execute(cursor, self.EVICT, {"queue": self.queue_of(key)})
 
     def released(self, cursor: Cursor, grant: Grant) -> bool:
-        """Tell whether the row is as a release of this grant leaves it."""
+        """Return whether the row is as a release of this grant leaves it."""
         asked = {"key": grant.claim.key, "fence": grant.fence}
         return self.execute(cursor, self.RELEASED, asked).fetchone() is not None
 
