@@ -16,7 +16,7 @@ from .models import Order, Payment, Product, Settlement
 class ProductAdmin(VersionedAdmin):
     """Two people who edit one product are told of each other; a purchase is in nobody's way."""
 
-    list_display = ["name", "category", "price_text", "stock", "version"]
+    list_display = ["__str__", "category", "price_text", "stock", "version"]
     list_filter = ["category"]
     search_fields = ["name"]
     readonly_fields = ["stock"]  # only under the lock of the product

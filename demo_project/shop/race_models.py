@@ -31,6 +31,8 @@ class Race(models.Model):
 
     class Meta:
         ordering = ["-pk"]
+        verbose_name = _("race")
+        verbose_name_plural = _("races")
 
     def __str__(self) -> str:
         return f"Race {self.pk}"

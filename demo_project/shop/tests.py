@@ -181,6 +181,12 @@ class Pages(TestCase):
         self.assertContains(self.client.get("/"), "€ 139.00")
         self.assertContains(self.client.get(self.product.get_absolute_url()), "5 left")
 
+    def test_the_shop_speaks_korean_of_what_it_sells(self) -> None:
+        self.client.cookies["django_language"] = "ko"
+
+        self.assertContains(self.client.get("/"), "<strong>입체 지구본 30cm</strong>", html=True)
+        self.assertContains(self.client.get("/"), "<h2>서재</h2>", html=True)
+
     def test_what_was_bought_is_among_my_orders(self) -> None:
         order = ordered(self.client, self.product)
 
@@ -255,3 +261,14 @@ class Pages(TestCase):
 
         for model in ("product", "order", "payment", "settlement"):
             self.assertEqual(self.client.get(f"/admin/shop/{model}/").status_code, 200, model)
+
+    def test_the_admin_has_korean_names_for_the_books(self) -> None:
+        self.client.force_login(User.objects.get(username="admin"))
+        self.client.cookies["django_language"] = "ko"
+
+        page = self.client.get("/admin/shop/order/")
+
+        for name in ("쇼핑몰", "주문", "수량", "금액", "구매자", "생성 시각", "무쇠 프라이팬 28cm"):
+            self.assertContains(page, name)
+        for english in ("Product", "Quantity", "Amount", "Buyer", "Created", ">Order "):
+            self.assertNotContains(page, english)

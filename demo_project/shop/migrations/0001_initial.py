@@ -30,16 +30,18 @@ class Migration(migrations.Migration):
                             django.core.validators.MinValueValidator(1),
                             django.core.validators.MaxValueValidator(9),
                         ],
+                        verbose_name="quantity",
                     ),
                 ),
-                ("amount", models.PositiveIntegerField(help_text="Cents.")),
-                ("buyer", models.CharField(db_index=True, max_length=40)),
+                ("amount", models.PositiveIntegerField(help_text="Cents.", verbose_name="amount")),
+                ("buyer", models.CharField(db_index=True, max_length=40, verbose_name="buyer")),
                 (
                     "form",
                     models.CharField(
                         db_index=True,
                         help_text="Which page the Buy button was on: one page, one order.",
                         max_length=32,
+                        verbose_name="form",
                     ),
                 ),
                 (
@@ -48,12 +50,15 @@ class Migration(migrations.Migration):
                         choices=[("open", "to be paid"), ("paid", "paid"), ("settled", "settled")],
                         default="open",
                         max_length=10,
+                        verbose_name="status",
                     ),
                 ),
-                ("created", models.DateTimeField(auto_now_add=True)),
+                ("created", models.DateTimeField(auto_now_add=True, verbose_name="created")),
             ],
             options={
                 "ordering": ["-pk"],
+                "verbose_name": "order",
+                "verbose_name_plural": "orders",
             },
         ),
         migrations.CreateModel(
@@ -65,16 +70,32 @@ class Migration(migrations.Migration):
                         auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
                     ),
                 ),
-                ("version", distlock_app.optimistic.VersionField()),
-                ("slug", models.SlugField(unique=True)),
-                ("name", models.CharField(max_length=80)),
-                ("category", models.CharField(max_length=40)),
-                ("description", models.CharField(max_length=200)),
-                ("price", models.PositiveIntegerField(help_text="Cents.")),
-                ("stock", models.IntegerField(default=0)),
+                ("version", distlock_app.optimistic.VersionField(verbose_name="version")),
+                ("slug", models.SlugField(unique=True, verbose_name="slug")),
+                ("name", models.CharField(max_length=80, verbose_name="name")),
+                (
+                    "category",
+                    models.CharField(
+                        choices=[
+                            ("Kitchen", "Kitchen"),
+                            ("Study", "Study"),
+                            ("Home", "Home"),
+                            ("Garden", "Garden"),
+                            ("Tickets", "Tickets"),
+                            ("Race", "Race"),
+                        ],
+                        max_length=40,
+                        verbose_name="category",
+                    ),
+                ),
+                ("description", models.CharField(max_length=200, verbose_name="description")),
+                ("price", models.PositiveIntegerField(help_text="Cents.", verbose_name="price")),
+                ("stock", models.IntegerField(default=0, verbose_name="stock")),
             ],
             options={
                 "ordering": ["category", "name"],
+                "verbose_name": "product",
+                "verbose_name_plural": "products",
             },
         ),
         migrations.CreateModel(
@@ -86,19 +107,22 @@ class Migration(migrations.Migration):
                         auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
                     ),
                 ),
-                ("amount", models.PositiveIntegerField(help_text="Cents.")),
-                ("created", models.DateTimeField(auto_now_add=True)),
+                ("amount", models.PositiveIntegerField(help_text="Cents.", verbose_name="amount")),
+                ("created", models.DateTimeField(auto_now_add=True, verbose_name="created")),
                 (
                     "order",
                     models.ForeignKey(
                         on_delete=django.db.models.deletion.PROTECT,
                         related_name="payments",
                         to="shop.order",
+                        verbose_name="order",
                     ),
                 ),
             ],
             options={
                 "ordering": ["-pk"],
+                "verbose_name": "payment",
+                "verbose_name_plural": "payments",
             },
         ),
         migrations.AddField(
@@ -108,6 +132,7 @@ class Migration(migrations.Migration):
                 on_delete=django.db.models.deletion.PROTECT,
                 related_name="orders",
                 to="shop.product",
+                verbose_name="product",
             ),
         ),
         migrations.CreateModel(
@@ -119,19 +144,22 @@ class Migration(migrations.Migration):
                         auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
                     ),
                 ),
-                ("amount", models.PositiveIntegerField(help_text="Cents.")),
-                ("created", models.DateTimeField(auto_now_add=True)),
+                ("amount", models.PositiveIntegerField(help_text="Cents.", verbose_name="amount")),
+                ("created", models.DateTimeField(auto_now_add=True, verbose_name="created")),
                 (
                     "order",
                     models.ForeignKey(
                         on_delete=django.db.models.deletion.PROTECT,
                         related_name="settlements",
                         to="shop.order",
+                        verbose_name="order",
                     ),
                 ),
             ],
             options={
                 "ordering": ["-pk"],
+                "verbose_name": "settlement",
+                "verbose_name_plural": "settlements",
             },
         ),
     ]

@@ -44,6 +44,8 @@ class Migration(migrations.Migration):
             ],
             options={
                 "ordering": ["-pk"],
+                "verbose_name": "race",
+                "verbose_name_plural": "races",
             },
         ),
         migrations.CreateModel(

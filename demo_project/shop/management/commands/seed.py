@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
 from django.contrib.auth.models import Permission, User
@@ -11,8 +9,8 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import transaction
 
 from demo_project.shop.models import Order, Payment, Product
+from demo_project.shop.products import ITEMS
 
-PRODUCTS = Path(__file__).resolve().parents[2] / "fixtures" / "products.csv"
 PASSWORD = "locked-shop"
 YESTERDAY = ["espresso-machine", "desk-lamp", "field-notebook", "wool-blanket", "cast-iron-pan"]
 
@@ -25,10 +23,8 @@ class Command(BaseCommand):
 
     @transaction.atomic
     def handle(self, *args: Any, password: str, **options: Any) -> None:
-        with PRODUCTS.open(newline="") as file:
-            for row in csv.DictReader(file):
-                slug = row.pop("slug")
-                Product.objects.get_or_create(slug=slug, defaults=row)
+        for item in ITEMS:
+            Product.objects.get_or_create(slug=item.slug, defaults=item._asdict())
         self.add_users(password)
         if not Order.objects.exists():
             self.add_orders()
