@@ -376,7 +376,7 @@ class EtcdServer(Server):
     """A cluster of one etcd, whose shortest lease is one second."""
 
     name = "etcd"
-    settings = {"heartbeat-interval": "10", "election-timeout": "100", "logger": "zap"}
+    settings = {"heartbeat-interval": "50", "election-timeout": "500", "logger": "zap"}
 
     def command(self) -> list[str]:
         here = f"http://127.0.0.1:{self.port}"
