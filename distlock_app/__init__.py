@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .core.groups import all_of
     from .core.hold import Hold
+    from .core.in_transaction import lock_in_transaction
     from .core.latch import Latch
     from .core.lock import Lock
     from .decorators.commands import locked_command
@@ -61,6 +62,7 @@ _HOMES = {
     "assert_locked": "decorators.functions",
     "bucket": "primitives.names",
     "for_update": "pessimistic",
+    "lock_in_transaction": "core.in_transaction",
     "locked": "decorators.functions",
     "locked_command": "decorators.commands",
     "locked_view": "decorators.views",
@@ -92,6 +94,7 @@ __all__ = [
     "assert_locked",
     "bucket",
     "for_update",
+    "lock_in_transaction",
     "locked",
     "locked_command",
     "locked_view",

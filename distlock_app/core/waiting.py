@@ -107,7 +107,7 @@ def acquiring(
             failures += yield from _giving_back(backend, answer)
         if last:
             # Taken out: its traceback will refer to this frame.
-            raise (failures or [_refusal(claim, wait, free_in)]).pop()
+            raise (failures or [busy_error(claim.name, wait, free_in)]).pop()
         attempt += 1
 
 
@@ -151,8 +151,9 @@ def _pause(
     return pause if free_in is None else min(pause, free_in + AFTER_EXPIRY)
 
 
-def _refusal(claim: Claim, wait: float | None, free_in: float | None) -> LockBusy:
-    name = shown(claim.name)
+def busy_error(name: str, wait: float | None, free_in: float | None = None) -> LockBusy:
+    """Return the error for a lock that was not had within `wait` seconds."""
+    name = shown(name)
     if wait == 0:
         return LockBusy(f"the lock {name!r} is held by another owner", free_in=free_in)
     return LockTimeout(f"the lock {name!r} was held by others for {wait:.3f} s", free_in=free_in)

@@ -14,6 +14,7 @@ from django.conf import settings
 from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 
 from ..core.acquiring import lease_of_runner
+from ..core.in_transaction import held_in_transaction, transaction_under_lock
 from ..core.lock import Lock
 from ..core.registry import registry
 from ..errors import LockBusy, LockLost, NotHeld
@@ -36,6 +37,7 @@ def locked(
     *,
     name: Callable[..., str] | None = None,
     on_busy: OnBusy = "raise",
+    in_transaction: bool = False,
     **lock_options: Any,
 ) -> Callable[[F], F]: ...
 def locked(
@@ -44,6 +46,7 @@ def locked(
     *,
     name: Callable[..., str] | None = None,
     on_busy: OnBusy = "raise",
+    in_transaction: bool = False,
     **lock_options: Any,
 ) -> Any:
     """Run a function, coroutine or generator under a lock: `@locked("invoice:{invoice_id}")`.
@@ -53,22 +56,27 @@ def locked(
     function's dotted path. A generator is locked while it runs, until it ends or is closed.
     `on_busy`: "raise" LockBusy, "skip" the call (it returns None), or a function that gets
     the LockBusy and the call's arguments and returns the result. Further options are
-    those of Lock; `atomic=` is for plain functions only.
+    those of Lock; `atomic=` is for plain functions only. So is `in_transaction=True`: the function
+    runs in `atomic()`, under lock_in_transaction(), whose options are `wait` and `using`.
     """
-    template, name, function = sorted_out(template, name, bool(lock_options), on_busy)
+    options = bool(lock_options or in_transaction)
+    template, name, function = sorted_out(template, name, options, on_busy)
     if on_busy not in ("raise", "skip") and not callable(on_busy):
         raise ValueError(f"on_busy must be 'raise', 'skip' or a function, not {on_busy!r}")
-    probe(lock_options)
+    probe(lock_options, in_transaction=in_transaction)
 
     def decorate(function: F) -> F:
         refuse_what_is_no_function(function)
         kind = _kind_of(function)
-        if lock_options.get("atomic") and kind is not _call:
+        if (in_transaction or lock_options.get("atomic")) and kind is not _call:
+            option = "in_transaction" if in_transaction else "atomic"
             raise TypeError(
-                f"locked(atomic=) on {path_of(function)}: only a plain function can run in a "
+                f"locked({option}=) on {path_of(function)}: only a plain function can run in a "
                 "transaction from its start to its end"
             )
         naming = Naming.of(function, template, name)
+        if in_transaction:
+            kind = partial(_call, lock=transaction_under_lock)
         wrapper: F = kind(function, naming, lock_options, on_busy)
         if naming.signature is not None:
             # Celery checks what is sent to a task against the outermost function.
@@ -82,9 +90,12 @@ def assert_locked(name: str, *, using: str = "default", shared: bool = False) ->
     """Raise NotHeld unless the running thread or task is inside a `with` of the lock.
 
     LockLost if it lost it meanwhile. The decorators are such a `with`; a bare acquire() is none.
+    Its transaction may have it, too, by lock_in_transaction().
     With `shared=True` a shared hold is enough, too. A permit (`limit=`) excludes no other and
     does not count. Asks no backend.
     """
+    if held_in_transaction(name, using):
+        return
     modes = (False, True) if shared else (False,)
     for mode in modes:
         lease = lease_of_runner(using, name, shared=mode)
@@ -144,12 +155,14 @@ def sorted_out(
     return None, None, first
 
 
-def probe(lock_options: dict[str, Any]) -> None:
+def probe(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None:
     """Raise what Lock raises for `lock_options`, where there are settings; connect to nothing.
 
     Not what is wrong in the settings of the alias: the system checks say that, if the modules of
     the project can be imported.
     """
+    if in_transaction and (others := set(lock_options) - {"wait", "using"}):
+        raise TypeError(f"in_transaction=True goes with wait= and using= only, not {min(others)}=")
     if not settings.configured:
         return
     try:
@@ -196,12 +209,14 @@ def _kind_of(function: Callable[..., Any]) -> Callable[..., Any]:
 # not for one that the function itself finds busy.
 
 
-def _call(function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy) -> Any:
+def _call(
+    function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy, lock: Any = Lock
+) -> Any:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             try:
-                stack.enter_context(Lock(naming(args, kwargs), **options))
+                stack.enter_context(lock(naming(args, kwargs), **options))
             except LockBusy as busy:
                 return _answer(on_busy, busy, args, kwargs)
             return refuse_undone(function(*args, **kwargs), function)

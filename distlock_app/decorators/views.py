@@ -16,6 +16,7 @@ from django.utils.translation import gettext
 from django.views.generic import View
 
 from ..core.hold import Hold
+from ..core.in_transaction import begun_under_lock, database_of
 from ..core.lock import Lock
 from ..errors import LockBusy
 from ..primitives import identity
@@ -39,6 +40,7 @@ def locked_view(
     wait: float | None = 0,
     status: int = LOCKED,
     busy_response: Callable[..., Any] | None = None,
+    in_transaction: bool = False,
     **lock_options: Any,
 ) -> Any:
     """Let one request at a time into a view, function or class, sync or async.
@@ -52,9 +54,11 @@ def locked_view(
     serves nobody else. Further options are those of Lock.
     The view leaves ATOMIC_REQUESTS, and runs in the same transactions inside the lock; they
     commit only if the lock is still held. A streaming response keeps it until it is closed.
+    With `in_transaction=True` the lock is lock_in_transaction(), in the transaction of the view,
+    and ends with it; its options are `wait` and `using`.
     """
-    template, name, view = sorted_out(template, name, bool(lock_options))
-    probe({**lock_options, "wait": wait})
+    template, name, view = sorted_out(template, name, bool(lock_options or in_transaction))
+    probe({**lock_options, "wait": wait}, in_transaction=in_transaction)
     atomic = lock_options.pop("atomic", False)
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
@@ -64,14 +68,16 @@ def locked_view(
         atomic=DEFAULT_DB_ALIAS if atomic is True else atomic or None,
         status=status,
         busy_response=busy_response,
+        in_transaction=in_transaction,
     )
     if isinstance(methods, str):
         raise TypeError(f"methods must be a list of names, not {methods!r}")
 
     def decorate(view: Any) -> Any:
-        if atomic and _is_async(view):
+        if (atomic or in_transaction) and _is_async(view):
+            option = "in_transaction" if in_transaction else "atomic"
             raise TypeError(
-                f"locked_view(atomic=) on {path_of(view)}: an async view has no atomic()"
+                f"locked_view({option}=) on {path_of(view)}: an async view has no atomic()"
             )
         if isinstance(view, type) and issubclass(view, View):
             view.dispatch = _around_dispatch(guard, view.dispatch)  # type: ignore[method-assign]
@@ -107,6 +113,14 @@ class _Guard:
     atomic: str | None
     status: int
     busy_response: Callable[..., Any] | None
+    in_transaction: bool
+
+    @property
+    def database(self) -> str | None:
+        """The database on which the view is to run in a transaction, if it says one."""
+        if self.in_transaction:
+            return database_of(self.lock_options.get("using", "default"))
+        return self.atomic
 
     def run(self, call: _Call) -> Any:
         """Answer the request of a sync view."""
@@ -115,6 +129,8 @@ class _Guard:
             with in_transactions(call.aliases):
                 return refuse_undone(call.view(), call.view)
         name, who = self._about(call)
+        if self.in_transaction:
+            return self._run_in_transaction(call, name)
         with identity.activity(who):
             try:
                 hold = Lock(name, **self.lock_options).acquire().enter()
@@ -124,14 +140,22 @@ class _Guard:
                 with in_transactions(call.aliases):
                     response = refuse_undone(call.view(), call.view)
                     hold.check()
-                    if getattr(response, "exception", False):  # REST framework answered an error
-                        for alias in call.aliases:
-                            transaction.set_rollback(True, using=alias)
+                    _roll_back_failed(response, call)
             except BaseException as error:
                 hold.leave(error)
                 raise
             if not _kept_while_streaming(response, hold):
                 hold.leave(None)
+            return response
+
+    def _run_in_transaction(self, call: _Call, name: str) -> Any:
+        with in_transactions(call.aliases):
+            try:
+                begun_under_lock(name, **self.lock_options)
+            except LockBusy as busy:
+                return self._busy(call.request, busy)
+            response = refuse_undone(call.view(), call.view)
+            _roll_back_failed(response, call)
             return response
 
     async def arun(self, call: _Call) -> Any:
@@ -196,6 +220,12 @@ class _Guard:
         return response
 
 
+def _roll_back_failed(response: Any, call: _Call) -> None:
+    if getattr(response, "exception", False):  # REST framework answered an error
+        for alias in call.aliases:
+            transaction.set_rollback(True, using=alias)
+
+
 def visitor(request: Any) -> str:
     """Return the sender of a request, as text for a lock name: user, else session or address."""
     user = getattr(request, "user", None)
@@ -238,7 +268,7 @@ def _around_function(guard: _Guard, view: Any) -> Any:
             args=args[at + 1 :],
             kwargs=kwargs,
             fields=partial(arguments, signature, args, kwargs),
-            aliases=exempt.aliases(guard.atomic),
+            aliases=exempt.aliases(guard.database),
             owner=view,
         )
 
@@ -269,7 +299,7 @@ def _around_dispatch(guard: _Guard, inner: Any) -> Any:
                 args=args,
                 kwargs=kwargs,
                 fields=lambda: kwargs,
-                aliases=exempt.aliases(guard.atomic),
+                aliases=exempt.aliases(guard.database),
                 owner=self,
             )
         )

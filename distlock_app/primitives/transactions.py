@@ -72,6 +72,23 @@ async def check_caller(name: str) -> None:
         )
 
 
+# By connection: the fences of the names that its transaction has locked, and its first block, which
+# a name outlives in a TestCase only. By alias and key.
+_held: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], tuple[int, Any]]]
+_held = weakref.WeakKeyDictionary()
+
+
+def held_in(connection: Any) -> dict[tuple[str, str], tuple[int, Any]]:
+    """Return what the transaction of this connection has locked."""
+    return _held.setdefault(connection, {})
+
+
+def fence_of(connection: Any, alias: str, key: str) -> int | None:
+    """Return the fence of a name that the open transaction has locked; None: it has not."""
+    fence, block = held_in(connection).get((alias, key), (None, None))
+    return fence if block in connection.atomic_blocks else None
+
+
 class OpenSavepoints:
     """The savepoints that are open now: Django asks it `sid in ...` when it rolls back to one.
 
@@ -99,7 +116,7 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
                 "(autocommit is off), where the end of the transaction cannot be seen. Use "
                 'atomic(), or Lock(..., release="now") and release it after your commit.'
             )
-        if is_open(connection) and _keeps_snapshot(connection):
+        if is_open(connection) and keeps_snapshot(connection):
             frame = frame_of_caller()
             warnings.warn_explicit(
                 f"The lock {name[:200]!r} is taken inside a transaction on "
@@ -192,7 +209,7 @@ def _manual(connection: Any) -> bool:
     return not (connection.in_atomic_block and connection.commit_on_exit)
 
 
-def _keeps_snapshot(connection: Any) -> bool:
+def keeps_snapshot(connection: Any) -> bool:
     """Whether reads of the open transaction keep to the snapshot of its first query."""
     if connection.vendor == "mysql":
         # None: the server's default, which is REPEATABLE READ.

@@ -15,16 +15,19 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
+from django.db.transaction import mark_for_rollback_on_error
 
 from ...claims import Busy, Claim, Grant, Holding
 from ...errors import BackendError
-from ...primitives.timing import monotonic
+from ...primitives.names import shown
+from ...primitives.timing import Deadline, full_jitter, monotonic
+from ...primitives.transactions import fence_of
 from ..base import BaseLockBackend
 from ..sessions.pool import ConnectionLost, database_of
 from ..sessions.queues import Waiter
 from .checks import check_sharing, check_table
 from .connections import QueuedConnection, Session, Sessions
-from .sql import dialect_for
+from .sql import Dialect, dialect_for
 from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, Pair
 
 T = TypeVar("T")
@@ -88,7 +91,7 @@ class DatabaseBackend(BaseLockBackend):
             else:
                 answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
         except Contended as error:
-            self._refuse_to_wait_for_itself(error)
+            self._refuse_to_wait_for_itself(claim, error)
             answer = Busy(ticket=waiter)
         if waiter is not None and (answer or wait == 0):
             queues.leave(waiter)
@@ -161,13 +164,46 @@ class DatabaseBackend(BaseLockBackend):
     def pin(self, grant: Grant, ttl: float) -> bool:
         """Lock the row in the caller's own transaction, where it is the caller's to end.
 
-        The one verb on the caller's connection. Raises Django's database errors.
+        This verb and the next two are on the caller's connection. They raise Django's errors.
         """
+        return self._in_transaction(lambda d, cursor: d.extend(cursor, grant.claim, ttl))
+
+    def release_at_commit(self, grant: Grant) -> bool:
+        """Release in the caller's own transaction, which keeps the row locked until it ends."""
+        released = self._in_transaction(lambda d, cursor: d.release(cursor, grant.claim))
+        self._free_queue(_claim_key(grant.claim))  # the next one waits for the row
+        return released
+
+    def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
+        """Lock the row in the caller's own transaction, and move its fence on.
+
+        Busy: other transactions had it for `wait` seconds. None: `acquire` can tell more.
+        """
+        deadline, attempt = Deadline(wait), 0
+        connection = connections[self.using]
+        if connection.vendor == "sqlite":
+            # Not with the file locked: then nobody could release.
+            while any(self.holders(key)):
+                if deadline.remaining() == 0:
+                    return Busy()
+                sleep(deadline.cap(full_jitter(attempt, base=self.poll_min, cap=self.poll_max)))
+                attempt += 1
+        elif getattr(connection, "mysql_is_mariadb", False):
+            # Its SKIP LOCKED may be granted a row that is just being leased, and keep it locked.
+            return None
+        left = deadline.remaining()
+        return self._in_transaction(lambda d, cursor: d.lock_row(cursor, key, left))
+
+    def _in_transaction(self, work: Callable[[Dialect, Any], T]) -> T:
         connection: Any = connections[self.using]
         connection.validate_no_broken_transaction()
         dialect = self._sessions.dialect or dialect_for(connection)
-        with connection.wrap_database_errors, closing(connection.connection.cursor()) as cursor:
-            return dialect.extend(cursor, grant.claim, ttl)
+        with (
+            mark_for_rollback_on_error(self.using),
+            connection.wrap_database_errors,
+            closing(connection.connection.cursor()) as cursor,
+        ):
+            return work(dialect, cursor)
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         yield from map(self._holding, self._rows(key))
@@ -512,9 +548,14 @@ class DatabaseBackend(BaseLockBackend):
             return [error] * len(work)
         return [pair in ours for pair in pairs]
 
-    def _refuse_to_wait_for_itself(self, error: Contended) -> None:
-        """Raise if the file is locked by the transaction of the thread that asks for the lock."""
-        ours = connections[self.using]
+    def _refuse_to_wait_for_itself(self, claim: Claim, error: Contended) -> None:
+        """Raise if the transaction of the thread that asks for the lock keeps it from it."""
+        ours: Any = connections[self.using]
+        if fence_of(ours, self.alias, claim.key) is not None:
+            raise BackendError(
+                f"This thread's own transaction holds {shown(claim.name)!r}, by"
+                " lock_in_transaction(), and would wait for itself."
+            ) from error
         for other in connections.all(initialized_only=True):
             same_file = other.settings_dict["NAME"] == ours.settings_dict["NAME"]
             if ours.vendor == "sqlite" and same_file and other.in_atomic_block:

@@ -175,6 +175,14 @@ class Dialect:
         statement = self.END_IN if exactly else self.EXTEND
         return self.execute(cursor, statement, asked).rowcount == 1
 
+    def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
+        """Lock a row that is free or expired in an open transaction; free it, move its fence on.
+
+        Leave a leased row as it is. Busy: other transactions had it for `wait` seconds.
+        Return None if there is no such row, or to wait for it by other means.
+        """
+        return None
+
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         """Extend many rows by one statement; return those that are ours."""
         raise NotImplementedError

@@ -28,6 +28,9 @@ from .base import (
 # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
 CROWDED = frozenset({1213, 1205, 3572, 1020})
 
+# What a driver gets that sends one statement at a time.
+SYNTAX_ERROR = 1064
+
 # Seconds after which the server closes a session that says nothing: its host may be cut off.
 SILENCE = 600
 
@@ -103,6 +106,20 @@ class MySQL(Dialect):
                     THEN LAST_INSERT_ID(RELEASE_ALL_LOCKS()) >= 0 END"""
     EVICT = """
         KILL IS_USED_LOCK(%(queue)s)"""
+    # One request, if the driver sends several statements at once. It does not wait for the row: at
+    # READ COMMITTED a row that turns out to be leased is unlocked at once, but not if it was
+    # waited for, nor if it was looked up by a constant. So '' is looked for as well.
+    LOCK_ROW = """
+        SET @distlock = NULL;
+        SELECT `key` INTO @distlock
+          FROM {table}
+         WHERE `key` IN ('{key}', '') AND (owner = '' OR expiry <= UTC_TIMESTAMP(6))
+           FOR UPDATE SKIP LOCKED;
+        UPDATE {table}
+           SET fence = LAST_INSERT_ID(GREATEST(fence + 1,
+                   TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
+               owner = '', expiry = UTC_TIMESTAMP(6)
+         WHERE `key` = @distlock"""
     RELEASED = """
         SELECT 1 FROM {table} WHERE `key` = %(key)s AND owner = '' AND fence = %(fence)s"""
     HOLDERS = """
@@ -147,6 +164,8 @@ class MySQL(Dialect):
         DELETE FROM {table}
          WHERE expiry < UTC_TIMESTAMP(6) - INTERVAL %(age_us)s MICROSECOND
            AND `key` BETWEEN %(first)s AND %(last)s"""
+
+    one_request = True
 
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]
@@ -239,6 +258,27 @@ class MySQL(Dialect):
         if ours and not cursor.lastrowid:
             self.evict(cursor, claim.key)
         return ours
+
+    def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
+        self._execute_all(cursor, self.LOCK_ROW.replace("{key}", key))
+        if cursor.rowcount == 1:
+            return int(cursor.lastrowid)
+        row = self.execute(cursor, self.LEFT, {"key": key}).fetchone() if wait == 0 else None
+        return refused(row[0]) if row else None
+
+    def _execute_all(self, cursor: Cursor, statements: str) -> None:
+        if self.one_request:
+            try:
+                cursor.execute(statements)
+                while cursor.nextset():
+                    pass
+                return
+            except Exception as error:
+                if not error.args or error.args[0] != SYNTAX_ERROR:
+                    raise
+                self.one_request = False  # PyMySQL, or "multi_statements": False
+        for statement in statements.split(";"):
+            cursor.execute(statement)
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         statement, values = marked(self.EXTEND_PAIRS, "(%s, %s)", pairs)

@@ -5,6 +5,7 @@ clock_timestamp(), never now(): the latter is the start of the transaction, whic
 
 from __future__ import annotations
 
+import math
 import select
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from ....claims import Busy, Claim, Grant
 from ....errors import BackendError
 from ....primitives.names import key_of
-from ....primitives.timing import monotonic
+from ....primitives.timing import Deadline, monotonic
 from .base import (
     ANSWER_WAIT,
     QUEUE_WAIT,
@@ -29,6 +30,9 @@ from .base import (
 
 # Serialization failure, deadlock, lock timeout or NOWAIT.
 CROWDED = frozenset({"40001", "40P01", "55P03"})
+
+# The longest statement_timeout, in seconds: 24 days.
+LONGEST_WAIT = 2_147_483.0
 
 # A session that waits in a queue sees by itself that its client has died. (Not on Windows.)
 NOTICE_THE_DEAD = """
@@ -130,6 +134,28 @@ class PostgreSQL(Dialect):
            AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
            AND classid = ((%(queue)s::bigint >> 32) & 4294967295)::oid
            AND objid = (%(queue)s::bigint & 4294967295)::oid"""
+    # One request. The savepoint frees a row that turned out to be leased; it stays if all is well.
+    LOCK_ROW = """
+        SAVEPOINT distlock;
+        SELECT set_config('distlock.before', current_setting('statement_timeout'), true),
+               set_config('statement_timeout', '{wait_ms}', true);
+        WITH locked AS MATERIALIZED (
+            SELECT key, owner, expiry
+              FROM {table}
+             WHERE key = '{key}'
+               FOR UPDATE {nowait}
+        ), moved AS (
+            UPDATE {table} AS lock
+               SET owner = '', expiry = clock_timestamp(),
+                   fence = greatest(lock.fence + 1,
+                       (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
+              FROM locked
+             WHERE lock.key = locked.key
+               AND (locked.owner = '' OR locked.expiry <= clock_timestamp())
+         RETURNING lock.fence
+        )
+        SELECT (SELECT fence FROM moved),
+               set_config('statement_timeout', current_setting('distlock.before'), true)"""
     RELEASED = """
         SELECT 1 FROM {table} WHERE key = %(key)s AND owner = '' AND fence = %(fence)s"""
     HOLDERS = """
@@ -223,7 +249,7 @@ class PostgreSQL(Dialect):
         return cursor
 
     def contended(self, error: Exception) -> bool:
-        return (getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)) in CROWDED
+        return _code(error) in CROWDED
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)
@@ -280,10 +306,36 @@ class PostgreSQL(Dialect):
             self.evict(cursor, claim.key)
         return row is not None
 
+    def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
+        deadline = Deadline(wait)
+        wait_ms = math.ceil(min(wait or 0, LONGEST_WAIT) * 1000)
+        statement = self.LOCK_ROW.replace("{key}", key).replace("{wait_ms}", str(wait_ms))
+        try:
+            cursor.execute(statement.replace("{nowait}", "NOWAIT" * (wait == 0)))
+        except Exception as error:
+            # Cancelled by a person, it says what it says after its time.
+            refused = _code(error) == "55P03" or (
+                _code(error) == "57014" and not deadline.remaining()
+            )
+            if not refused:
+                raise
+            cursor.execute("ROLLBACK TO SAVEPOINT distlock")
+            return Busy()
+        while cursor.nextset():
+            pass
+        fence: int | None = cursor.fetchone()[0]
+        if fence is None:
+            cursor.execute("ROLLBACK TO SAVEPOINT distlock")
+        return fence
+
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         keys, owners = zip(*pairs, strict=True)
         asked = {"keys": list(keys), "owners": list(owners), "ttl_us": round(ttl * 1e6)}
         return set(self.execute(cursor, self.EXTEND_PAIRS, asked).fetchall())
+
+
+def _code(error: Exception) -> str | None:
+    return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
 
 
 def _wait(connection: Any, steps: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ fixed width, in milliseconds as its clock is: Django reads them, and they sort a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -68,6 +69,16 @@ class SQLite(Dialect):
         UPDATE {table}
            SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now')
          WHERE key = :key AND owner = :owner"""
+    MAKE = """
+        INSERT OR IGNORE INTO {table} (key, owner, fence, name, holder, expiry)
+        VALUES (:key, '', 0, '', '', strftime('%Y-%m-%d %H:%M:%f', 'now'))"""
+    LOCK_ROW = """
+        UPDATE {table}
+           SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now'),
+               fence = max(fence + 1,
+                   strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000)
+         WHERE key = :key
+           AND (owner = '' OR expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now'))"""
     RELEASED = """
         SELECT 1 FROM {table} WHERE key = :key AND owner = '' AND fence = :fence"""
     HOLDERS = """
@@ -159,6 +170,28 @@ class SQLite(Dialect):
         """Read the fence of a row that the last statement made ours."""
         row = self.execute(cursor, self.FENCE, asked).fetchone()
         return Grant(claim, fence=row[0]) if row else None
+
+    def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
+        """Lock the file for writing, which is all that SQLite can lock."""
+        asked = {"key": key, "owner": ""}
+        cursor.execute("PRAGMA busy_timeout")
+        before = cursor.fetchone()[0]
+        longest = 2**31 - 1
+        wait_ms = longest if wait is None else min(math.ceil(wait * 1000), longest)
+        cursor.execute(f"PRAGMA busy_timeout = {wait_ms}")
+        try:
+            cursor.execute(self.MAKE, asked)
+            taken = cursor.execute(self.LOCK_ROW, asked).rowcount == 1
+        except Exception as error:
+            # A snapshot that is too old gets no newer by waiting. (Python 3.10 cannot tell.)
+            too_old = getattr(error, "sqlite_errorname", "") == "SQLITE_BUSY_SNAPSHOT"
+            if too_old or not self.contended(error):
+                raise
+            return Busy()
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout = {before}")
+        # Leased at the last moment: this transaction has the file, and its holder cannot go on.
+        return int(cursor.execute(self.FENCE, asked).fetchone()[0]) if taken else Busy()
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         statement, values = marked(self.EXTEND_PAIRS, "(?, ?)", pairs)

@@ -1,0 +1,181 @@
+"""`lock_in_transaction`: a lock that is a locked row of the lock table, until the transaction ends.
+
+`Lock` writes into the row who has it until when. Here the row is locked, in the caller's own
+transaction, and the server frees it with the commit, the rollback, or the end of the connection.
+A leased row keeps transactions out, a locked row keeps `Lock` out: the two exclude each other.
+
+1. SELECT ... FOR UPDATE of the row, unless it is leased, and its fence moves on: one request.
+2. If it is leased or missing, take it as a `Lock` does, on another connection and in turn with
+   all others. Then release it in the caller's transaction: that UPDATE locks the row, and nobody
+   sees the release before the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from django.db.transaction import TransactionManagementError
+
+from ..backends.database import DatabaseBackend
+from ..backends.dummy import DummyBackend
+from ..backends.locmem import LocMemBackend
+from ..claims import Busy, Grant
+from ..errors import LockBusy, LockError, LockLost
+from ..primitives import identity, transactions
+from ..primitives.names import key_of, shown
+from ..primitives.timing import Deadline
+from .acquiring import UNSET, Attempt
+from .lock import Lock
+from .registry import registry
+from .renewal import renewer
+from .waiting import Waker, acquired, busy_error
+
+# Seconds of the lease by which it waits for a `Lock`; what a crash just then would leave behind.
+LEASE = 1.0
+
+# Those in memory are for tests.
+IN_DATABASE_OR_MEMORY = (DatabaseBackend, LocMemBackend, DummyBackend)
+
+
+def lock_in_transaction(name: str, *, wait: float | None = UNSET, using: str = "default") -> int:
+    """Lock `name` until the open transaction ends, by its row in the lock table; return the fence.
+
+    It and `Lock` of the same name exclude each other. There is no ttl, no renewal and nothing
+    to release. `using`: an alias whose lock table is in the database of the transaction.
+    Inside the same transaction it may be called again.
+
+    Raise LockBusy (wait=0) or LockTimeout: the transaction goes on. Raise
+    TransactionManagementError outside of `atomic()`, LockError for an alias without a lock
+    table, LockLost if the transaction cannot go on, and the database's OperationalError after
+    a deadlock (see `retry_on_deadlock`).
+    """
+    return begun_under_lock(name, wait=wait, using=using, warn=True)
+
+
+def begun_under_lock(
+    name: str, *, wait: float | None = UNSET, using: str = "default", warn: bool = False
+) -> int:
+    """Do as `lock_in_transaction` at the begin of a transaction, that is, by default: not warn."""
+    if asyncio._get_running_loop() is not None:
+        identity.refuse_to_block("a synchronous function that opens atomic()")
+    lock = Lock(name, ttl=LEASE, wait=wait, renew=False, using=using)
+    database = database_of(using)
+    connection: Any = connections[database]
+    blocks = [b for b in connection.atomic_blocks if not getattr(b, "_from_testcase", False)]
+    if not blocks:
+        others = ", ".join(repr(other.alias) for other in transactions.open_blocks())
+        raise TransactionManagementError(
+            f"open atomic() on {database!r} first, where the lock table of alias {using!r} is"
+            + (f": the open transaction is on {others}" if others else "")
+        )
+    connection.validate_no_broken_transaction()
+    attempt = Attempt(lock, UNSET)
+    if (fence := transactions.fence_of(connection, using, attempt.key)) is not None:
+        return fence
+    if (lease := attempt.lease()) is not None and not lease.ended:
+        raise LockBusy(
+            f"this thread has {shown(name)!r} as a Lock already: hold.pin() keeps its row locked"
+            " until the end of the transaction"
+        )
+    held = transactions.held_in(connection)
+    place = (using, attempt.key)
+    backend = attempt.backend
+    if not isinstance(backend, DatabaseBackend) or not transactions.is_open(connection):
+        # For tests: a lock in memory, or a TestCase, which would keep the row until its end.
+        hold = Lock(name, wait=attempt.wait, using=using).acquire()
+        hold.release()  # at the end of the transaction, but not in a TestCase
+        held[place] = hold.fence or 0, blocks[0]
+        return hold.fence or 0
+    if warn:
+        transactions.check_before_lock(name, release_now=True)
+    fence = _lock(attempt, backend, connection)
+    held[place] = fence, blocks[0]
+
+    def forget() -> None:
+        held.pop(place, None)
+
+    transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=True)
+    return fence
+
+
+def _lock(attempt: Attempt, backend: DatabaseBackend, connection: Any) -> int:
+    """Lock the row, in one request if nobody has the name as a `Lock`."""
+    deadline = Deadline(attempt.wait)
+    # Not on a snapshot: InnoDB keeps a row locked then that turns out to be leased, and PostgreSQL
+    # refuses a row that changed while we waited for it.
+    if not transactions.keeps_snapshot(connection):
+        answer = backend.lock_row(attempt.key, attempt.wait)
+        if answer is not None:
+            if isinstance(answer, Busy):
+                attempt.note_wait("timeout")
+                raise busy_error(attempt.lock.name, attempt.wait, answer.free_in)
+            return answer
+    left = deadline.remaining()
+    if attempt.wait and left is not None:
+        left = max(left, 0.001)  # 0 is not the end of a wait, but no wait at all
+
+    def release(grant: Grant) -> bool:
+        """Release it with the commit: until then the UPDATE keeps the row locked."""
+        dropped = partial(renewer.give_back, backend, grant)
+        transactions.call_at_end(
+            connection, committed=lambda: None, dropped=dropped, savepoints=True
+        )
+        released = backend.release_at_commit(grant)
+        if not released:  # and the row, which has another owner by now, may be locked
+            connection.set_rollback(True)
+        return released
+
+    return _lease(attempt, left, release)
+
+
+def _lease(attempt: Attempt, wait: float | None, release: Callable[[Grant], bool]) -> int:
+    """Wait for the name in turn with every `Lock`, take it as one, and release it by `release`."""
+    waker = Waker()
+    claim = attempt.claim(waker)
+    try:
+        grant, _ = acquired(attempt.backend, claim, wait, waker)
+        if not release(grant):
+            raise LockLost(
+                f"this process was stopped when it had just got {shown(claim.name)!r}, and that is"
+                " over: begin the transaction again"
+            )
+        assert grant.fence is not None
+        return grant.fence
+    except LockBusy:
+        attempt.note_wait("timeout")
+        raise
+    except BaseException:
+        renewer.give_back(attempt.backend, Grant(claim))
+        raise
+
+
+@contextmanager
+def transaction_under_lock(name: str, *, using: str = "default", **wait: Any) -> Iterator[int]:
+    """Open `atomic()` on the database of the lock table, and lock `name` in it first."""
+    database = database_of(using)
+    begun = connections[database].in_atomic_block
+    with transaction.atomic(database):
+        yield begun_under_lock(name, using=using, warn=begun, **wait)
+
+
+def held_in_transaction(name: str, using: str) -> bool:
+    """Tell whether the open transaction of this thread has `name`."""
+    backend = registry[using].backend
+    if not isinstance(backend, IN_DATABASE_OR_MEMORY):
+        return False
+    return transactions.fence_of(connections[database_of(using)], using, key_of(name)) is not None
+
+
+def database_of(using: str) -> str:
+    """Return the database of an alias's lock table; raise LockError if it has none."""
+    backend = registry[using].backend
+    if not isinstance(backend, IN_DATABASE_OR_MEMORY):
+        raise LockError(
+            f"only a lock table can lock in a transaction, not the backend of alias {using!r}"
+        )
+    return backend.using if isinstance(backend, DatabaseBackend) else DEFAULT_DB_ALIAS

@@ -1,0 +1,437 @@
+"""Locks that are rows of the lock table, locked until the end of a transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Any
+
+import pytest
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import DatabaseError, connection, connections, transaction
+from django.db.transaction import TransactionManagementError
+from django.http import HttpResponse
+from django.test import RequestFactory, TestCase
+
+from distlock_app import (
+    BackendError,
+    Lock,
+    LockBusy,
+    LockError,
+    LockLost,
+    LockTimeout,
+    NotHeld,
+    assert_locked,
+    lock_in_transaction,
+    locked,
+    locked_view,
+)
+from distlock_app.backends.base import BaseLockBackend
+from distlock_app.backends.database import DatabaseBackend
+from distlock_app.core import in_transaction
+from tests.app.models import Counter
+from tests.processes import Processes
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+DEADLINE = 30
+ON_SQLITE = connection.vendor == "sqlite"
+
+
+@pytest.fixture(autouse=True)
+def read_committed_but_where_it_says_so(request: pytest.FixtureRequest) -> None:
+    """Leave higher levels to the tests that are about them."""
+    if request.cls is None:
+        request.getfixturevalue("read_committed")
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[..., Any]]:
+    """Call a function in another thread, with connections of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(DEADLINE)
+        pool.submit(connections.close_all).result(DEADLINE)
+
+
+def in_own_transaction(name: str, wait: float = 0) -> int:
+    with transaction.atomic():
+        return lock_in_transaction(name, wait=wait)
+
+
+def outcome(function: Callable[..., Any], *args: Any) -> str:
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+
+
+def take(name: str, wait: float = 0) -> None:
+    Lock(name, wait=wait).acquire().release()
+
+
+# Who keeps out whom
+
+
+def test_it_keeps_out_other_transactions_and_locks_until_the_commit(
+    elsewhere: Callable[..., Any],
+) -> None:
+    with transaction.atomic():
+        lock_in_transaction("invoice:1")
+
+        assert elsewhere(outcome, in_own_transaction, "invoice:1") == "LockBusy"
+        assert elsewhere(outcome, in_own_transaction, "invoice:1", 0.2) == "LockTimeout"
+        assert elsewhere(outcome, take, "invoice:1", 0.2) == "LockTimeout"
+
+    assert elsewhere(outcome, in_own_transaction, "invoice:1") == "done"
+    assert elsewhere(outcome, take, "invoice:1") == "done"
+
+
+def test_a_rollback_frees_it_and_so_does_the_end_of_the_connection(
+    elsewhere: Callable[..., Any],
+) -> None:
+    for end in (lambda: transaction.set_rollback(True), connection.close):
+        with transaction.atomic():
+            lock_in_transaction("invoice:2")
+            end()
+
+        assert elsewhere(outcome, take, "invoice:2", 5) == "done"
+
+
+def test_a_live_lock_keeps_transactions_out_and_its_release_lets_them_in(
+    elsewhere: Callable[..., Any],
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with Lock("invoice:3") as hold:
+            assert elsewhere(outcome, in_own_transaction, "invoice:3") == "LockBusy"
+            assert elsewhere(outcome, in_own_transaction, "invoice:3", 0.2) == "LockTimeout"
+            waiting = pool.submit(in_own_transaction, "invoice:3", DEADLINE)
+            hold.extend()  # nobody who waits keeps the row from its holder
+
+        assert waiting.result(DEADLINE) > (hold.fence or 0)
+        pool.submit(connections.close_all).result(DEADLINE)
+
+
+def test_an_expired_lock_is_taken_over_for_good() -> None:
+    hold = Lock("invoice:4", ttl=0.1, renew=False).acquire()
+    while not hold.lost:
+        pass
+
+    assert in_own_transaction("invoice:4", 1) > (hold.fence or 0)
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def test_the_fence_grows_with_each_owner_and_stays_within_a_transaction() -> None:
+    fences = []
+    for _ in range(3):
+        with transaction.atomic():
+            fences.append(lock_in_transaction("invoice:5"))
+            with transaction.atomic():
+                assert lock_in_transaction("invoice:5") == fences[-1]
+        with Lock("invoice:5") as hold:
+            fences.append(hold.fence or 0)
+
+    assert fences == sorted(set(fences))
+
+
+def test_after_a_wait_for_a_lock_nothing_is_left_behind(elsewhere: Callable[..., Any]) -> None:
+    with transaction.atomic():
+        lock_in_transaction("never:locked:before")
+
+    assert Lock("never:locked:before").holders() == []
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        lock_in_transaction("nor:this")
+        raise ZeroDivisionError
+
+    assert elsewhere(outcome, in_own_transaction, "nor:this", 5) == "done"
+
+
+def test_a_row_that_exists_costs_one_request_of_the_transaction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if ON_SQLITE or getattr(connection, "mysql_is_mariadb", False):
+        pytest.skip("MariaDB asks for a lease first; SQLite has no requests")
+    in_own_transaction("invoice:6", 5)
+    monkeypatch.setattr(DatabaseBackend, "_ask", None)  # all requests of our own connections
+
+    with transaction.atomic():
+        lock_in_transaction("invoice:6")
+
+
+# What becomes of the transaction
+
+
+def test_the_transaction_goes_on_after_a_refusal(elsewhere: Callable[..., Any]) -> None:
+    Counter.objects.create(name="a", value=1)
+    with Lock("invoice:7"):
+        for wait in (0, 0.2):
+            elsewhere(refused_then_saving, wait)
+
+    assert Counter.objects.get(name="a").value == 3
+
+
+def refused_then_saving(wait: float) -> None:
+    with transaction.atomic():
+        with pytest.raises(LockBusy) as caught:
+            lock_in_transaction("invoice:7", wait=wait)
+        assert isinstance(caught.value, LockTimeout) == (wait > 0)
+        counter = Counter.objects.get(name="a")
+        counter.value += 1
+        counter.save()
+
+
+def test_refusals_come_in_time(elsewhere: Callable[..., Any]) -> None:
+    with transaction.atomic():
+        lock_in_transaction("invoice:8")
+        asked_at = monotonic()
+        assert elsewhere(outcome, in_own_transaction, "invoice:8", 0.3) == "LockTimeout"
+        assert 0.3 <= monotonic() - asked_at < 0.3 + 1 + 5  # a second, and a busy machine
+
+
+def test_after_a_rollback_to_a_savepoint_it_is_asked_for_again() -> None:
+    in_own_transaction("invoice:9", 5)
+    with transaction.atomic():
+        Counter.objects.create(name="b", value=1)
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            before = lock_in_transaction("invoice:9")
+            raise ZeroDivisionError
+        with pytest.raises(NotHeld):
+            assert_locked("invoice:9")
+
+        if connection.vendor == "postgresql":
+            assert lock_in_transaction("invoice:9") > before
+
+
+def test_settings_of_the_session_are_as_before() -> None:
+    if connection.vendor != "postgresql":
+        pytest.skip("no other database is told a time")
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL statement_timeout = 54321")
+        lock_in_transaction("invoice:10")
+        cursor.execute("SHOW statement_timeout")
+        assert cursor.fetchone() == ("54321ms",)
+
+
+def test_a_lease_that_ended_too_soon_ends_the_transaction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DatabaseBackend, "lock_row", lambda *args: None)
+    monkeypatch.setattr(DatabaseBackend, "release_at_commit", lambda *args: False)
+    with transaction.atomic():
+        with pytest.raises(LockLost, match="begin the transaction again"):
+            lock_in_transaction("invoice:11")
+        with pytest.raises(DatabaseError):
+            Counter.objects.count()
+        assert transaction.get_rollback()
+
+
+# Where it is refused
+
+
+def test_outside_of_its_database_s_transaction_it_says_so() -> None:
+    with pytest.raises(TransactionManagementError, match="open atomic\\(\\) on 'default' first"):
+        lock_in_transaction("a")
+    with transaction.atomic("default"):
+        with pytest.raises(TransactionManagementError, match="transaction is on 'default'"):
+            lock_in_transaction("a", using="locks")
+
+
+def test_only_a_lock_table_can(settings: Any) -> None:
+    engine = "tests.test_in_transaction.AnotherBackend"
+    settings.DISTLOCK = {**settings.DISTLOCK, "another": {"BACKEND": engine}}
+    with transaction.atomic(), pytest.raises(LockError, match="only a lock table"):
+        lock_in_transaction("a", using="another")
+
+
+def test_names_and_waits_are_checked_as_those_of_a_lock() -> None:
+    with transaction.atomic():
+        with pytest.raises(ValueError, match="must not be empty"):
+            lock_in_transaction("")
+        with pytest.raises(TypeError):
+            lock_in_transaction(42)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="wait"):
+            lock_in_transaction("a", wait=-1)
+
+
+def test_an_event_loop_is_not_blocked() -> None:
+    async def call() -> None:
+        lock_in_transaction("a")
+
+    with pytest.raises(SynchronousOnlyOperation):
+        asyncio.run(call())
+
+
+def test_nobody_waits_for_itself() -> None:
+    with Lock("invoice:12"), transaction.atomic():
+        with pytest.raises(LockBusy, match=r"hold.pin\(\)"):
+            lock_in_transaction("invoice:12")
+    with transaction.atomic():
+        lock_in_transaction("invoice:13")
+        with pytest.raises(BackendError, match="would wait for itself"):
+            Lock("invoice:13", wait=DEADLINE).acquire()
+
+
+def test_a_snapshot_that_may_be_older_is_warned_of() -> None:
+    if ON_SQLITE:
+        pytest.skip("no isolation levels")
+    level = "repeatable read"
+    if connection.vendor == "postgresql":
+        from psycopg import IsolationLevel
+
+        level = IsolationLevel.REPEATABLE_READ  # type: ignore[assignment]
+    options = connection.settings_dict["OPTIONS"]
+    connection.close()
+    options["isolation_level"] = level
+    try:
+        with transaction.atomic(), pytest.warns(RuntimeWarning, match="may be older"):
+            assert lock_in_transaction("invoice:14", wait=5)
+            assert Counter.objects.count() == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert count_counters() == 0  # its transaction has begun under the lock
+    finally:
+        options.pop("isolation_level")
+        connection.close()
+
+
+class AnotherBackend(BaseLockBackend):
+    """An engine that has no rows."""
+
+
+def test_in_memory_it_is_a_lock_until_the_commit(elsewhere: Callable[..., Any]) -> None:
+    lock = Lock("a", using="locmem")
+    with transaction.atomic():
+        fence = lock_in_transaction("a", using="locmem")
+        assert lock_in_transaction("a", using="locmem") == fence
+        assert_locked("a", using="locmem")
+        assert elsewhere(lock.try_acquire) is None
+    assert not lock.locked()
+
+
+class InATestCase(TestCase):
+    """Whose transaction lasts for the whole test."""
+
+    def test_it_needs_a_block_of_its_own_and_ends_at_once(self) -> None:
+        with pytest.raises(TransactionManagementError):
+            lock_in_transaction("in:a:test")
+        with transaction.atomic():
+            fence = lock_in_transaction("in:a:test")
+            assert_locked("in:a:test")
+            assert lock_in_transaction("in:a:test") == fence
+        take("in:a:test")
+        with transaction.atomic():
+            assert lock_in_transaction("in:a:test") > fence
+
+
+# Functions and views
+
+
+@locked("counted", in_transaction=True, wait=5)
+def count_counters() -> int:
+    assert_locked("counted")
+    assert connection.in_atomic_block
+    return Counter.objects.count()
+
+
+def test_a_function_runs_in_a_transaction_under_it(elsewhere: Callable[..., Any]) -> None:
+    @locked("count:{name}", in_transaction=True, wait=0, on_busy="skip")
+    def count(name: str, *, fail: bool = False) -> str:
+        Counter.objects.create(name=name, value=1)
+        if fail:
+            raise ZeroDivisionError
+        assert elsewhere(count, name) is None
+        return "done"
+
+    assert count("a") == "done"
+    with pytest.raises(ZeroDivisionError):
+        count("b", fail=True)
+    assert list(Counter.objects.values_list("name", flat=True)) == ["a"]
+
+
+def test_the_decorators_refuse_what_has_no_meaning() -> None:
+    with pytest.raises(TypeError, match="not ttl="):
+        locked("a", in_transaction=True, ttl=3)
+
+    with pytest.raises(TypeError, match="only a plain function"):
+
+        @locked("a", in_transaction=True)
+        async def function() -> None: ...
+
+    with pytest.raises(TypeError, match="an async view"):
+
+        @locked_view("a", in_transaction=True)
+        async def view(request: Any) -> None: ...
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_a_view_runs_in_its_transaction_under_it(elsewhere: Callable[..., Any]) -> None:
+    @locked_view("pay:{pk}", in_transaction=True)
+    def pay(request: Any, pk: int) -> HttpResponse:
+        assert_locked(f"pay:{pk}")
+        if "again" in request.POST:
+            return HttpResponse(elsewhere(pay, RequestFactory().post("/"), pk).status_code)
+        Counter.objects.create(name="paid", value=pk)
+        return HttpResponse("paid")
+
+    assert pay(RequestFactory().post("/"), 1).content == b"paid"
+    assert pay(RequestFactory().post("/", {"again": 1}), 1).content == b"423"
+    assert Counter.objects.get().value == 1
+
+
+# Processes
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_no_increment_is_lost_beside_locks(isolation: str, processes: Processes) -> None:
+    if ON_SQLITE and isolation != "read committed":
+        pytest.skip("no isolation levels")
+    Counter.objects.create(name="mixed", value=0)
+    count, threads, times = 8, 4, 4
+
+    errors = processes.run(
+        "tests.in_transaction_workers:count",
+        count=count,
+        name="mixed",
+        times=times,
+        threads=threads,
+        env={"DISTLOCK_TEST_ISOLATION": isolation, "PYTHONWARNINGS": "ignore::RuntimeWarning"},
+    )
+
+    assert errors == [[]] * count
+    assert Counter.objects.get(name="mixed").value == count * threads * times
+
+
+def test_a_killed_process_frees_it_at_once(processes: Processes) -> None:
+    in_own_transaction("killed", 5)
+    for _ in range(3):
+        holder = processes.start("tests.in_transaction_workers:hold", name="killed")
+        before = holder.read()
+        holder.kill()
+        asked_at = monotonic()
+
+        assert in_own_transaction("killed", DEADLINE) > before
+        assert monotonic() - asked_at < in_transaction.LEASE + 4  # no ttl of 30 s, nor a wait
+
+
+def test_of_two_names_taken_crosswise_one_is_refused(processes: Processes) -> None:
+    if ON_SQLITE:
+        pytest.skip("the second process would not get its first name")
+    for name in "ab":
+        in_own_transaction(name, 5)
+    pair = [
+        processes.start("tests.in_transaction_workers:cross", first=one, second=two)
+        for one, two in (("a", "b"), ("b", "a"))
+    ]
+    for worker in pair:
+        assert worker.read() == "has one"
+    for worker in pair:
+        worker.tell("go on")
+
+    results = [worker.result() for worker in pair]
+
+    assert set(results) <= {"both", "LockTimeout", "OperationalError"}
+    assert results != ["both", "both"]
