@@ -19,6 +19,7 @@ from django.test import override_settings
 from distlock_app import Lock, LockLost, NotHeld
 from distlock_app.core.registry import registry
 from distlock_app.core.renewal import renewer
+from distlock_app.primitives.identity import new_token
 from distlock_app.primitives.timing import monotonic
 from tests.engines import renewed
 
@@ -57,6 +58,13 @@ def _raised(work, *errors):
     except errors as error:
         return type(error).__name__
     return None
+
+
+def draw_tokens_in_a_child():
+    """Return how many tokens child and parent have drawn that no other has, of 600."""
+    new_token()  # the parent has some in stock when it forks
+    children = [in_child(lambda: [new_token() for _ in range(200)]) for _ in range(2)]
+    return len({*children[0], *children[1], *(new_token() for _ in range(200))})
 
 
 def leave_the_with_in_a_child():

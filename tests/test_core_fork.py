@@ -27,6 +27,10 @@ def test_a_child_can_take_the_same_lock_and_keeps_it_renewed(processes):
     assert answer == {"fresh": True, "asked": ["acquire", "extend", "release"]}
 
 
+def test_no_two_processes_draw_the_same_token(processes):
+    assert processes.start("tests.core_workers:draw_tokens_in_a_child").result() == 600
+
+
 def test_a_child_can_lock_in_asyncio(processes):
     assert processes.start("tests.core_workers:use_asyncio_in_a_child").result() is True
 

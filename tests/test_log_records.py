@@ -16,6 +16,7 @@ import distlock_app
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.core import acquiring
 from distlock_app.core.registry import registry
+from distlock_app.primitives import identity
 from distlock_app.testing import held_elsewhere
 from tests import engines
 from tests.engines import running, until
@@ -61,12 +62,11 @@ def tokens(monkeypatch):
     """The owner tokens that are made while the test runs."""
     made = []
 
-    def token_hex(length):
-        made.append(secrets.token_hex(length))
+    def new_token(draw=identity.new_token):
+        made.append(draw())
         return made[-1]
 
-    secrets = acquiring.secrets
-    monkeypatch.setattr(acquiring, "secrets", type("", (), {"token_hex": staticmethod(token_hex)}))
+    monkeypatch.setattr(identity, "new_token", new_token)
     return made
 
 

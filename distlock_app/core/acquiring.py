@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from typing import Any
 
 from ..claims import Claim, Grant
@@ -66,7 +65,8 @@ class Attempt:
             if lease.add_hold(hold):
                 return hold
             renewer.drain(lease)
-        transactions.check_before_lock(self.lock.name, release_now=release_now)
+        if not transactions.surely_none():
+            transactions.check_before_lock(self.lock.name, release_now=release_now)
         return None
 
     def _same_owner(self, lease: Lease) -> bool:
@@ -86,7 +86,7 @@ class Attempt:
         return Claim(
             name=lock.name,
             key=self.key,
-            owner=secrets.token_hex(16) if lock.owner is None else _stable_owner(lock),
+            owner=identity.new_token() if lock.owner is None else _stable_owner(lock),
             ttl=self.ttl,
             holder=identity.holder_text(),
             shared=lock.shared,

@@ -389,7 +389,8 @@ class Hold:
         if lease.foreign:
             raise NotHeld(f"another process holds {shown(self.name)!r}: its child cannot release")
         now = self._release_now and not lease.pins
-        blocks = [] if now or lease.lost else transactions.open_blocks()
+        none = now or transactions.surely_none() or lease.lost
+        blocks = [] if none else transactions.open_blocks()
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was released before")

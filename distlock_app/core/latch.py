@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -112,7 +111,7 @@ class Latch:
         return Claim(
             name=self.name,
             key=names.key_of(self.name, b"latch"),
-            owner=secrets.token_hex(16) if by is None else stable_token(by),
+            owner=identity.new_token() if by is None else stable_token(by),
             ttl=self.ttl,
             holder=identity.holder_text(),
             limit=self.count,

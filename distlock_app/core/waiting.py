@@ -44,8 +44,13 @@ def acquired(
     """Run `acquiring` in this thread: a free lock is granted without any of its steps."""
     asked_at = monotonic()
     answer: Any = backend.acquire(claim, wait)
-    if answer and (began := _trusted(answer, asked_at)) is not None:
-        return answer, began
+    if answer:
+        began = asked_at if answer.asked_at is None else answer.asked_at
+        # Surely trusted; else asked exactly.
+        if answer.ttl is None and monotonic() < began + claim.ttl / 2:
+            return answer, began
+        if (exactly := _trusted(answer, asked_at)) is not None:
+            return answer, exactly
     steps = acquiring(backend, claim, wait, first=(asked_at, answer))
     del answer  # it may hold a ticket of a queue, which the steps alone keep or drop
     grant, began = run(steps, waker)
@@ -162,26 +167,30 @@ def busy_error(name: str, wait: float | None, free_in: float | None = None) -> L
 class Waker:
     """Ends the pause of a waiting thread."""
 
-    __slots__ = ("_grant", "_woken")
-
-    def __init__(self) -> None:
-        self._grant: Grant | None = None
-        self._woken = threading.Lock()
-        self._woken.acquire()
+    # Defaults of the class: most locks are free, and nobody sleeps.
+    _grant: Grant | None = None
+    _woken = False  # before the first sleep
+    _gate: threading.Lock | None = None  # open to let the sleeper go on
 
     def wake(self, grant: Grant | None) -> None:
         """Wake the waiter; may be called from any thread, any number of times."""
         if grant is not None:
             self._grant = grant
-        try:
-            self._woken.release()
-        except RuntimeError:  # woken already
-            pass
+        self._woken = True  # first: `wait` looks the other way round
+        if self._gate is not None:
+            with suppress(RuntimeError):  # open already
+                self._gate.release()
 
     def wait(self, seconds: float, wake_fd: int | None = None) -> Grant | None:
         """Sleep until woken or until `wake_fd` is readable, at most `seconds`."""
         if wake_fd is None:
-            self._woken.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+            if self._gate is None:
+                gate = threading.Lock()
+                gate.acquire()
+                self._gate = gate
+                if self._woken:
+                    seconds = 0.0
+            self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
         else:  # an engine that has one calls no wake()
             with selectors.DefaultSelector() as selector:
                 selector.register(wake_fd, selectors.EVENT_READ)

@@ -51,6 +51,23 @@ def current_runner() -> Any:
     return threading.current_thread()
 
 
+_tokens: list[str] = []
+
+
+def new_token() -> str:
+    """Return 32 random hex digits of the system's generator, which is asked for many at a time."""
+    try:
+        return _tokens.pop()
+    except IndexError:
+        digits = os.urandom(16 * 100).hex()
+        first, *others = (digits[at : at + 32] for at in range(0, len(digits), 32))
+        _tokens.extend(others)
+        return first
+
+
+os.register_at_fork(after_in_child=_tokens.clear)
+
+
 def refuse_to_block(instead: str) -> None:
     """Raise what Django raises for a query in an event loop, unless it is told not to."""
     if not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):

@@ -23,6 +23,22 @@ from ..errors import LockError
 from .identity import frame_of_caller
 
 
+def surely_none() -> bool:
+    """Tell at a glance that no transaction is open in this thread; False: ask exactly."""
+    kept = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]
+    if type(kept) is not threading.local or asyncio._get_running_loop() is not None:  # see _used()
+        return False
+    for settings in connections.settings.values():
+        if not settings.get("AUTOCOMMIT", True):
+            return False
+    for connection in list(kept.__dict__.values()):
+        if getattr(connection, "in_atomic_block", True):
+            return False
+        if not connection.autocommit and connection.connection is not None:
+            return False
+    return True
+
+
 def open_blocks() -> list[Any]:
     """Return the connections of this thread with an open `atomic()` block.
 
