@@ -21,6 +21,7 @@ METHODS = {
     "concurrency": "django-concurrency, loop by hand, at once",
     "retrying": "`objects.retrying()`",
     "for_update": "`objects.for_update()`",
+    "transaction": "`lock_in_transaction()`",
     "lock": "`Lock(..., atomic=True)`, lock table",
     "fenced": "`Lock` and `save(fence=hold)`",
 }
@@ -58,7 +59,7 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
     from django.db import transaction
     from django.db.models import F
 
-    from distlock_app import Lock
+    from distlock_app import Lock, lock_in_transaction
 
     plain, versioned, fenced = made["plain"], made["versioned"], made["fenced"]
 
@@ -84,6 +85,14 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
             row.save()
         return 0
 
+    def by_transaction() -> int:
+        with transaction.atomic():
+            lock_in_transaction("hot", wait=60)
+            row = plain.objects.get(pk=1)
+            row.value += 1
+            row.save()
+        return 0
+
     def by_lock() -> int:
         with Lock("hot", wait=60, atomic=True):
             row = plain.objects.get(pk=1)
@@ -103,6 +112,7 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
         "orm": (plain, by_orm_loop(plain)),
         "retrying": (versioned, by_retrying),
         "for_update": (plain, by_for_update),
+        "transaction": (plain, by_transaction),
         "lock": (plain, by_lock),
         "fenced": (fenced, by_fence),
     }
