@@ -13,8 +13,8 @@ from django.contrib.admin.views.decorators import staff_member_required
 from django.contrib.auth.decorators import permission_required
 from django.http import FileResponse, Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
+from django.utils.translation import get_language, gettext_lazy
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
 from django.views.decorators.http import require_GET, require_POST
 
 from distlock_app import LockBusy, LockError
@@ -26,7 +26,7 @@ from .race_results import Result
 from .race_strategies import missing, strategies
 from .race_terms import HELP, LABELS, LIMITS, Terms
 
-GUIDE = "docs/explanation/choosing-a-guard.md"
+GUIDES = {"en": "docs/explanation/choosing-a-guard.md", "ko": "docs/ko/choosing-a-guard.md"}
 
 
 def staff_with(permission: str) -> Callable[[Any], Any]:
@@ -121,7 +121,7 @@ def cancel(request: HttpRequest, pk: int) -> HttpResponse:
 def guide(request: HttpRequest) -> FileResponse:
     """Send the page of the documentation that tells which guard fits."""
     try:
-        file = (settings.BASE_DIR.parent / GUIDE).open("rb")
+        file = (settings.BASE_DIR.parent / GUIDES[get_language()]).open("rb")
     except OSError:
         raise Http404 from None
     return FileResponse(file, content_type="text/plain; charset=utf-8")

@@ -158,9 +158,9 @@ class Pages(TransactionTestCase):
         self.assertEqual(Race.objects.first(), last)
 
     def test_the_guide_can_be_read(self) -> None:
-        text = b"".join(Client().get("/race/guide/").streaming_content).decode()
-
-        self.assertIn("# Which guard for what", text)
+        for language, title in (("en", "# Which guard for what"), ("ko", "# 동시성 제어 방식 고르기")):
+            page = Client(headers={"accept-language": language}).get("/race/guide/")
+            self.assertIn(title, b"".join(page.streaming_content).decode())
 
 
 class Books(TestCase):
