@@ -158,7 +158,9 @@ class Pages(TransactionTestCase):
         self.assertEqual(Race.objects.first(), last)
 
     def test_the_guide_can_be_read(self) -> None:
-        for language, title in (("en", "# Which guard for what"), ("ko", "# 동시성 제어 방식 고르기")):
+        titles = {"en": "# Which guard for what", "ko": "# 동시성 제어 방식 고르기"}
+
+        for language, title in titles.items():
             page = Client(headers={"accept-language": language}).get("/race/guide/")
             self.assertIn(title, b"".join(page.streaming_content).decode())
 
