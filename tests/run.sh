@@ -296,9 +296,9 @@ check() {
 
 # Start the servers that a job on this database needs, in "$lane".
 start_servers() {
-    needed="redis redis_cluster $stores $1"
+    needed="redis $1"
     # What runs beside SQLite only may need any of them.
-    case $marks in *'not once'*) ;; *) needed="$needed $databases" ;; esac
+    case $marks in *'not once'*) ;; *) needed="$needed redis_cluster $stores $databases" ;; esac
     export DISTLOCK_TEST_REQUIRE=
     for server in redis redis_cluster redlock mysql mysql9 postgresql etcd zookeeper; do
         case " $needed " in *" $server "*) ;; *) continue ;; esac

@@ -392,6 +392,7 @@ def test_run_waits_for_its_turn(started):
     assert process.returncode == 0
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "number",
     [

@@ -120,6 +120,7 @@ def test_a_kill_leaves_the_lock_to_its_ttl(shells):
     Lock(NAP, wait=15).acquire().release()
 
 
+@pytest.mark.once
 def test_help_explains_the_options(shells):
     out, _ = shells("lock_nap", "--help").communicate(timeout=60)
 
