@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if elsewhere or fixtures & OTHER_SERVERS or item.path.stem.startswith(ONCE):
             item.add_marker("once")
-        if "processes" in getattr(item, "fixturenames", ()):
+        if fixtures & {"processes", "shells", "started"}:
             item.add_marker("crowd")
 
 
