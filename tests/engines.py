@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import sys
 import threading
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from distlock_app.backends.locmem import LocMemBackend
+from distlock_app.core.lease import Lease
 from distlock_app.core.registry import registry
 from distlock_app.errors import BackendError
 from distlock_app.primitives.timing import monotonic
@@ -183,6 +185,11 @@ def interrupted_everywhere(module, steps, *, every=1):
             handler()
         with suppress(StopIteration):
             next(work)
+
+
+def leases():
+    """Return how many leases there are in this process, held or not."""
+    return sum(isinstance(x, Lease) for x in gc.get_objects())
 
 
 def until(condition, within=DEADLINE):

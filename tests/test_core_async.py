@@ -438,9 +438,9 @@ def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, mon
 
 
 def test_tasks_leave_nothing_in_memory(engine):
-    from distlock_app.core import entered, lease
+    from distlock_app.core import entered
 
-    before = len(lease.by_runner)
+    before = engines.leases()
 
     async def main():
         for _ in range(300):
@@ -453,5 +453,5 @@ def test_tasks_leave_nothing_in_memory(engine):
     gc.collect()
 
     assert not entered._entries
-    assert len(lease.by_runner) <= before
+    assert engines.leases() <= before
     assert not engine._states

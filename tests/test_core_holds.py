@@ -413,9 +413,7 @@ def test_an_exit_stack_that_is_dropped_in_a_thread_does_not_break_the_next_with(
 
 
 def test_all_threads_gone_nothing_is_left_in_memory(engine):
-    from distlock_app.core import lease
-
-    before = len(lease.by_runner)
+    before = engines.leases()
 
     def work():
         for number in range(50):
@@ -429,7 +427,7 @@ def test_all_threads_gone_nothing_is_left_in_memory(engine):
 
     assert not engine._states
     assert not entered._entries
-    assert len(lease.by_runner) <= before
+    assert engines.leases() <= before
 
 
 def test_dropping_one_of_several_holds_keeps_the_lock(engine):

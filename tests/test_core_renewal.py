@@ -613,6 +613,8 @@ def test_the_end_of_the_process_does_not_wait_for_an_engine_that_hangs(monkeypat
 
 def test_a_signal_handler_that_releases_in_the_middle_of_the_renewer_does_not_hang(engine):
     first, second = Lock("a").acquire(), Lock("b").acquire()
+    for hold in first, second:
+        renewer._schedule(hold._lease, monotonic() + 5)
 
     def interrupt(frame, event, arg):
         if event == "call" and frame.f_code is Renewer._note_stale.__code__:

@@ -11,7 +11,7 @@ from ..primitives import identity, names, transactions
 from ..primitives.logs import SLOW_WAIT, fields, logger
 from ..primitives.timing import monotonic
 from .hold import Hold
-from .lease import Lease, by_runner
+from .lease import Lease
 from .registry import checked_wait, registry
 from .renewal import renewer
 from .waiting import AsyncWaker, Waker
@@ -46,7 +46,7 @@ class Attempt:
         self.backend = entry.backend
         self.key = names.key_of(lock.name)
         self.runner = identity.current_runner()
-        self.lease_key = (id(self.runner), self.backend, self.key, lock.shared, lock.limit)
+        self.lease_key = (entry.backend, self.key, lock.shared, lock.limit)
         self.started = monotonic()
 
     def reenter(self, *, entered: bool = False) -> Hold | None:
@@ -55,7 +55,7 @@ class Attempt:
         `entered`: it is for a `with`.
         """
         release_now = self.lock.release == "now"
-        lease = self.lease()
+        lease = self.lease() if self.lease_key in self.runner.held else None
         # Without a hold it only waits for a commit, or for its release after a rollback.
         if lease is not None and (lease.entered or not lease.holds or self._same_owner(lease)):
             if lease.holds > 0 and not self.lock.reentrant:
@@ -75,10 +75,8 @@ class Attempt:
 
     def lease(self) -> Lease | None:
         """Return what this runner has already, unless it was lost."""
-        lease = by_runner.get(self.lease_key)
-        if lease is not None and lease.runner() is self.runner and not lease.lost:
-            return lease
-        return None
+        lease: Lease | None = self.runner.held.get(self.lease_key)
+        return lease if lease is not None and not lease.lost else None
 
     def claim(self, waker: Waker | AsyncWaker) -> Claim:
         """Return what the engine is asked for."""
@@ -88,7 +86,7 @@ class Attempt:
             key=self.key,
             owner=identity.new_token() if lock.owner is None else _stable_owner(lock),
             ttl=self.ttl,
-            holder=identity.holder_text(),
+            holder=self.runner.text(),
             shared=lock.shared,
             fair=lock.fair,
             limit=lock.limit,
@@ -99,20 +97,26 @@ class Attempt:
 
     def hold(self, grant: Grant, asked_at: float, *, entered: bool = False) -> Hold:
         """Return the hold of what was granted, renewed from now on."""
+        lock, runner = self.lock, self.runner
         lease = Lease(
-            self.alias,
             self.backend,
             grant,
+            runner,
+            self.lease_key,
             asked_at=asked_at,
-            renew=self.lock.renew,
-            max_hold=self.lock.max_hold,
+            renew=lock.renew,
+            max_hold=lock.max_hold,
         )
-        lease.runner = identity.reference(self.runner)
-        hold = Hold(lease, release_now=self.lock.release == "now")
-        hold.entered = entered
-        lease.entered = int(entered)
-        by_runner[self.lease_key] = lease
-        renewer.watch(lease)
+        hold = Hold(lease, release_now=lock.release == "now")
+        if entered:
+            hold.entered, lease.entered = True, 1
+        try:
+            lease.join_runner(runner)
+            renewer.watch(lease)
+        except BaseException:  # Ctrl-C: nobody has the hold, whose lock is given back
+            hold.released = True
+            renewer.unwatch(lease)
+            raise
         if lease.since - self.started >= SLOW_WAIT:
             self.note_wait("slow_wait", grant)
         return hold
@@ -137,10 +141,8 @@ class Attempt:
     def explain(self, busy: LockBusy) -> None:
         """Let the error say so if this runner itself is in the way."""
         for mode in ((False, 1), (True, 1), (False, self.lock.limit)):
-            lease = by_runner.get((*self.lease_key[:3], *mode))
-            if lease is None or lease.runner() is not self.runner:
-                continue
-            if not lease.holds or lease.lost:
+            lease = self.runner.held.get((*self.lease_key[:2], *mode))
+            if lease is None or not lease.holds or lease.lost:
                 continue
             name = names.shown(self.lock.name)
             text = f"the lock {name!r} was taken by this thread or task itself"
@@ -163,10 +165,9 @@ class Attempt:
 
 def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:
     """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
-    runner = identity.current_runner()
-    lease_key = (id(runner), registry[alias].backend, names.key_of(name), shared, 1)
-    lease = by_runner.get(lease_key)
-    return lease if lease is not None and lease.runner() is runner and lease.holds else None
+    lease_key = (registry[alias].backend, names.key_of(name), shared, 1)
+    lease: Lease | None = identity.current_runner().held.get(lease_key)
+    return lease if lease is not None and lease.holds else None
 
 
 def _stable_owner(lock: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..claims import Claim, Grant
-from ..primitives.timing import drift, monotonic
+from ..primitives.timing import monotonic, trusted_for
 from .acquiring import Attempt
 from .hold import Hold
 from .registry import registry
@@ -49,7 +49,7 @@ class Together:
             return None
         for grant in grants:
             ttl = grant.claim.ttl
-            if grant.asked_at is None or monotonic() >= grant.asked_at + ttl - drift(ttl):
+            if grant.asked_at is None or monotonic() >= grant.asked_at + trusted_for(ttl):
                 self.give_back()
                 return None
         for attempt, grant in zip(self.attempts, grants, strict=True):

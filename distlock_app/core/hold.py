@@ -34,14 +34,15 @@ class Hold:
     several holds share one claim, which is given up with the last of them.
     """
 
-    __slots__ = ("__weakref__", "_lease", "_release_now", "entered", "released", "taken_at")
+    # Defaults of the class, also for what an interrupt kept from being made.
+    released = True  # given up, or not joined to the lease yet
+    entered = False  # in a `with`
+    taken_at: tuple[CodeType, int] | None = None  # without a `with`: where it was taken
 
     def __init__(self, lease: Lease, *, release_now: bool, released: bool = False) -> None:
         self._lease = lease
         self._release_now = release_now
-        self.released = released  # given up, or not joined to the lease yet
-        self.entered = False  # in a `with`
-        self.taken_at: tuple[CodeType, int] | None = None  # without a `with`: where it was taken
+        self.released = released
 
     def __repr__(self) -> str:
         state = "released" if self.released else "lost" if self.lost else "held"
@@ -314,15 +315,16 @@ class Hold:
         block.__exit__(exc_type, exc, traceback)
 
     def __del__(self) -> None:
-        lease = getattr(self, "_lease", None)
-        if lease is None or self.released:
+        if self.released:
             return
+        lease = self._lease
         if lease.ended and not lease.foreign:  # its release failed, and was not tried again
             renewer.let_expire(lease)
         if lease.ended or lease.lost:
+            lease.leave_runner()
             return
         # No request here, and no release: the work that the lock guards may still go on.
-        # Nothing refers to the lease any more, so it is not renewed and ends by itself.
+        # It is not renewed any more, and ends by itself.
         if lease.remove_hold(self):
             renewer.let_expire(lease)
         text = f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()"
@@ -412,7 +414,7 @@ class Hold:
 
     def _ask_release(self) -> bool:
         lease = self._lease
-        in_time = not lease.lost
+        in_time = monotonic() < lease.trusted_until or not lease.lost
         try:
             was_ours = lease.backend.release(lease.grant)
         except Exception as error:
@@ -471,6 +473,7 @@ def release_at_end(lease: Lease, block: int) -> None:
     lease.open_transactions.discard(block)
     if not lease.end_if_unused():
         return
+    lease.leave_runner()
     renewer.unwatch(lease)
     in_time = not lease.lost
     try:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
 from ..primitives import identity
-from ..primitives.timing import drift, monotonic
+from ..primitives.identity import Runner
+from ..primitives.timing import monotonic, trusted_for
 
 # Changes in a forked child: what the parent holds is not the child's.
 _process = object()
@@ -24,8 +24,8 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-# The leases of this process by runner, engine, key and mode (shared, limit).
-by_runner: weakref.WeakValueDictionary[tuple[Any, ...], Lease] = weakref.WeakValueDictionary()
+# By which its runner finds it: backend, key and mode (shared, limit).
+LeaseKey = tuple[BaseLockBackend, str, bool, int]
 
 # A hold, weakly: else its callback would keep it from being dropped, and renewed for ever.
 Callback = tuple["weakref.ref[Any]", Callable[[Any], None]]
@@ -41,66 +41,49 @@ class Lease:
     process's monotonic clock. It ends by release or by loss, once.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_process",
-        "alias",
-        "backend",
-        "due",
-        "ended",
-        "ends_by",
-        "entered",
-        "grant",
-        "holds",
-        "lock",
-        "lost_because",
-        "pending_release",
-        "pins",
-        "release_asked",
-        "renews",
-        "runner",
-        "since",
-        "term",
-        "trusted_until",
-        "ttl",
-        "open_transactions",
-    )
+    # Defaults of the class: most leases never change these.
+    ends_by = float("inf")
+    due: float | None = None  # when the renewer looks at it next
+    holds = 1  # holds that need it
+    entered = 0  # those of them that are in a `with`: only there it may be taken again
+    pins = 0  # transactions that keep all others from the claim
+    # Whose end the release waits for: id(connection).
+    open_transactions: set[int] = cast("set[int]", frozenset())
+    ended = False  # released or given up: nothing more to renew
+    pending_release: int | None = None  # the number of its release on a worker thread
+    release_asked = False  # in time, but the answer did not come
+    lost_because: str | None = None
+    _callbacks: tuple[Callback, ...] | None = ()
 
     def __init__(
         self,
-        alias: str,
         backend: BaseLockBackend,
         grant: Grant,
+        runner: Runner,
+        lease_key: LeaseKey,
         *,
         asked_at: float,
         renew: bool,
         max_hold: float | None,
     ) -> None:
-        ttl = grant.claim.ttl
-        self.alias = alias
         self.backend = backend
         self.grant = grant
-        self.ttl = ttl
+        self.runner = runner
+        self.lease_key = lease_key
+        self.lock = runner.lock
+        self.ttl = grant.claim.ttl
         self.since = monotonic()
-        self.term = grant.ttl or ttl  # what it was given last
-        self.trusted_until = asked_at + self.term - drift(self.term)
+        self.term = grant.ttl or self.ttl  # what it was given last
+        self.trusted_until = asked_at + trusted_for(self.term)
         self.renews = renew
-        self.ends_by = float("inf") if max_hold is None else self.since + max_hold
-        self.due: float | None = None  # when the renewer looks at it next
-        self.holds = 1  # holds that need it
-        self.entered = 0  # those of them that are in a `with`: only there it may be taken again
-        self.pins = 0  # transactions that keep all others from the claim
-        self.open_transactions: set[int] = set()  # whose end the release waits for: id(connection)
-        self.ended = False  # released or given up: nothing more to renew
-        self.pending_release: int | None = None  # the number of its release on a worker thread
-        self.release_asked = False  # in time, but the answer did not come
-        self.lost_because: str | None = None
-        self.runner: Any = None
+        if max_hold is not None:
+            self.ends_by = self.since + max_hold
         self._process = _process
-        self._callbacks: list[Callback] | None = []
-        # Reentrant: a finalizer may remove a hold in the middle of any method below.
-        self.lock = threading.RLock()
+
+    @property
+    def alias(self) -> str:
+        """The alias of its backend."""
+        return self.backend.alias
 
     @property
     def foreign(self) -> bool:
@@ -126,7 +109,7 @@ class Lease:
         """
         with self.lock:
             if not self.lost:
-                self.trusted_until = max(self.trusted_until, asked_at + ttl - drift(ttl))
+                self.trusted_until = max(self.trusted_until, asked_at + trusted_for(ttl))
                 self.term = self.ttl
 
     def pin(self) -> None:
@@ -142,19 +125,35 @@ class Lease:
         """Return `ttl`, or what `max_hold` leaves of it."""
         return max(0.001, min(ttl, self.ends_by - monotonic()))
 
-    def lose(self, reason: str, *, at_release: bool = False) -> list[Callback] | None:
+    def lose(self, reason: str, *, at_release: bool = False) -> tuple[Callback, ...] | None:
         """Note the loss, once; return the callbacks to run, None if it was noted before."""
         with self.lock:
             if self.lost_because is not None or (self.ended and not at_release):
                 return None
             self.lost_because = reason
-            callbacks, self._callbacks = self._callbacks or [], None
+            callbacks, self._callbacks = self._callbacks or (), None
             return callbacks
 
     def end(self) -> None:
         """Stop renewing it and reporting its loss."""
         with self.lock:
             self.ended = True
+            self.leave_runner()
+
+    def leave_runner(self) -> None:
+        """Let its runner take the lock anew."""
+        runner = self.runner
+        if runner.held.get(self.lease_key) is self:
+            runner.held.pop(self.lease_key, None)
+            if not runner.held:
+                runner.call = None
+
+    def join_runner(self, runner: Runner) -> None:
+        """Let `runner` take the lock again, inside a `with`."""
+        self.runner = runner
+        runner.held[self.lease_key] = self
+        if runner.in_call:
+            identity.keep_call(runner)
 
     def add_hold(self, hold: Any) -> bool:
         """Add a hold, unless the lease has ended."""
@@ -180,12 +179,14 @@ class Lease:
             if self.holds > 0 or (self.open_transactions and (self.ended or not blocks)):
                 answer = False
             elif blocks and not self.ended:
-                self.open_transactions.update(blocks)
+                # A set of its own, of which a finalizer may take something at any time.
+                self.__dict__.setdefault("open_transactions", set()).update(blocks)
             else:
                 self.ended = True
+                self.leave_runner()
                 return True
             if self._callbacks:
-                self._callbacks = [x for x in self._callbacks if x[0]() is not hold]
+                self._callbacks = tuple(x for x in self._callbacks if x[0]() is not hold)
             return answer
 
     def enter(self, hold: Any, *, inside: bool) -> None:
@@ -195,10 +196,10 @@ class Lease:
                 return
             hold.entered = inside
             self.entered += 1 if inside else -1
-        runner, claim = identity.current_runner(), self.grant.claim
-        if self.runner() is not runner:
-            self.runner = identity.reference(runner)
-            by_runner[id(runner), self.backend, claim.key, claim.shared, claim.limit] = self
+        runner = identity.current_runner()
+        if self.runner is not runner:
+            self.leave_runner()
+            self.join_runner(runner)
 
     def restore_hold(self) -> None:
         """Add the hold again whose release failed; the lease has ended all the same."""
@@ -207,7 +208,10 @@ class Lease:
             self.entered = 0
 
     def end_if_unused(self) -> bool:
-        """End it after the last transaction; False if it was taken again or ended meanwhile."""
+        """End it after the last transaction; False if it was taken again or ended meanwhile.
+
+        It stays with its runner, who waits for the release before it takes the lock anew.
+        """
         with self.lock:
             if self.holds > 0 or self.open_transactions or self.ended or self.foreign:
                 return False
@@ -219,5 +223,5 @@ class Lease:
         with self.lock:
             if self._callbacks is None:
                 return False
-            self._callbacks.append((weakref.ref(hold), callback))
+            self._callbacks = (*self._callbacks, (weakref.ref(hold), callback))
             return True

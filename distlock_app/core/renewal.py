@@ -35,6 +35,8 @@ from .lease import Lease
 RENEW_AT = 1 / 3  # of the ttl
 # Renewals begin at multiples of this, also of the ttl: those of many holds go together.
 RENEW_STEP = 1 / 100
+# What is held for longer than this, of the ttl before its end, goes onto the heap.
+YOUNG_UNTIL = 1 - RENEW_AT + RENEW_STEP
 # After an error: tried again this often in what is left of the trust, within these bounds.
 RETRIES_LEFT = 8
 RETRY_MIN = 0.02
@@ -53,7 +55,9 @@ class Renewer:
         # Reentrant: a signal handler may release in the middle of any of the methods below.
         self._lock = threading.RLock()
         # (due, number, lease or the arguments of a release to try again)
-        self._heap: list[tuple[float, int, weakref.ref[Lease] | tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Lease | tuple[Any, ...]]] = []
+        # Most are released before the renewer looks at them, and never come onto the heap.
+        self._young: set[Lease] = set()
         self._stale = 0  # entries in the heap of leases that have ended or moved on
         self._numbers = itertools.count()
         self._wakes_at = float("inf")
@@ -71,13 +75,21 @@ class Renewer:
 
     def watch(self, lease: Lease) -> None:
         """Keep `lease` renewed, and report its loss, until it has ended."""
-        self._schedule(lease, self._next_look(lease, lease.trusted_until - lease.term))
+        # In this order: `_due` looks the other way round.
+        self._young.add(lease)
+        first_look = lease.trusted_until - lease.term * YOUNG_UNTIL
+        if lease.backend.heartbeat is not None:
+            first_look = min(first_look, self._next_look(lease))
+        if first_look < self._wakes_at:
+            self._wake_at(first_look)
 
     def unwatch(self, lease: Lease) -> None:
         """Forget `lease`, which has ended."""
-        lease.end()
-        with self._lock:
-            if lease.due is not None:
+        if not lease.ended:
+            lease.end()
+        self._young.discard(lease)
+        if lease.due is not None:
+            with self._lock:
                 lease.due = None
                 self._note_stale()
 
@@ -86,7 +98,7 @@ class Renewer:
         if (workers := self._workers.get(lease.backend)) is None:
             return
         done = threading.Event()
-        workers[0].put((lease.backend, done.set))  # it is called when those before have ended
+        workers[0].put((lease.backend, done))  # it is set when those before have ended
         done.wait(max(0.0, lease.trusted_until - monotonic()))
 
     def release_later(self, lease: Lease) -> None:
@@ -104,6 +116,7 @@ class Renewer:
 
         Safe in a finalizer.
         """
+        self._young.discard(lease)
         if not lease.backend.expires:
             self._inbox.put((None, lease))
 
@@ -152,20 +165,27 @@ class Renewer:
 
     def _schedule(self, lease: Lease, due: float) -> None:
         with self._lock:
+            self._young.discard(lease)
             if lease.ended:
                 return
             if lease.due is not None:
                 self._note_stale()
             lease.due = due
-            self._push(due, weakref.ref(lease))
+            self._push(due, lease)
 
-    def _push(self, due: float, what: weakref.ref[Lease] | tuple[Any, ...]) -> None:
+    def _push(self, due: float, what: Lease | tuple[Any, ...]) -> None:
         heapq.heappush(self._heap, (due, next(self._numbers), what))
-        if not self._running:
-            self._running = started(self._run, "distlock-renewer")
-        elif due < self._wakes_at:
-            self._wakes_at = due
-            self._inbox.put(None)
+        self._wake_at(due)
+
+    def _wake_at(self, due: float) -> None:
+        with self._lock:
+            if due >= self._wakes_at:
+                return
+            if self._running:
+                self._wakes_at = due
+                self._inbox.put(None)
+            elif started(self._run, "distlock-renewer"):
+                self._running, self._wakes_at = True, due
 
     def _note_stale(self) -> None:
         self._stale += 1
@@ -173,7 +193,7 @@ class Renewer:
             self._heap = [
                 (due, number, what)
                 for due, number, what in self._heap
-                if isinstance(what, tuple) or ((x := what()) is not None and x.due == due)
+                if isinstance(what, tuple) or what.due == due
             ]
             heapq.heapify(self._heap)
             self._stale = 0
@@ -197,7 +217,6 @@ class Renewer:
             except Exception:  # the others must not be lost for it
                 logger.exception(FAILED, extra=fields("worker_failed", ""))
         try:
-            # No pause with a lease in this frame: it would keep it alive.
             late = self._inbox.get(timeout=0 if found else pause)
         except queue.Empty:
             return
@@ -221,27 +240,32 @@ class Renewer:
         now = monotonic()
         found: list[Lease | tuple[Any, ...]] = []
         with self._lock:
+            if now >= self._wakes_at:
+                self._wakes_at = float("inf")  # first: what is watched from now on wakes it again
+                for lease in self._young.copy():
+                    self._schedule(lease, self._next_look(lease))
             while self._heap and self._heap[0][0] <= now:
                 due, _, what = heapq.heappop(self._heap)
                 if isinstance(what, tuple):
                     found.append(what)
-                    continue
-                lease = what()
-                if lease is None or lease.due != due:
+                elif what.due != due:
                     self._stale = max(0, self._stale - 1)
                 else:
-                    lease.due = None
-                    found.append(lease)
-            self._wakes_at = self._heap[0][0] if self._heap else float("inf")
+                    what.due = None
+                    found.append(what)
+            if self._heap:
+                self._wakes_at = min(self._wakes_at, self._heap[0][0])
             # An idle process sleeps in long slices: some platforms limit a timed wait.
             return found, min(self._wakes_at - now, 3600.0)
 
-    def _next_look(self, lease: Lease, asked_at: float) -> float:
+    def _next_look(self, lease: Lease, asked_at: float | None = None) -> float:
         beat = lease.backend.heartbeat
         if beat is not None:  # all at the same beat, so that the engine looks at them together
             return min(lease.trusted_until, (monotonic() // beat + 1) * beat)
         if not lease.renews:
             return lease.trusted_until
+        if asked_at is None:
+            asked_at = lease.trusted_until - lease.term
         due, step = asked_at + lease.term * RENEW_AT, lease.term * RENEW_STEP
         return min(lease.trusted_until, due - due % step)
 
@@ -273,14 +297,18 @@ class Renewer:
             return workers
 
     def _put_extend(self, lease: Lease) -> None:
-        self._workers_of(lease.backend)[0].put((lease.backend, weakref.ref(lease)))
+        self._workers_of(lease.backend)[0].put((lease.backend, lease))
 
     def _put_release(self, backend: BaseLockBackend, *job: Any) -> None:
         self._workers_of(backend)[1].put((backend, *job))
 
     def _extend_all(self, jobs: list[Any]) -> None:
-        leases = [lease for _, ref in jobs if (lease := ref()) is not None]
-        leases = [x for x in leases if not (x.ended or x.pins or x.lost_because)]
+        leases = []
+        for _, job in jobs:
+            if isinstance(job, threading.Event):
+                job.set()
+            elif not (job.ended or job.pins or job.lost_because):
+                leases.append(job)
         if leases:
             self._extend(jobs[0][0], leases)
 
@@ -338,7 +366,7 @@ class Renewer:
         except BaseException as error:
             # A claim without an end stays, and the engine says when its session is over.
             if grant.claim.stable or (late and backend.expires):
-                self._releases.discard(number)
+                self._done(number, lease)
                 logger.warning(
                     "gave up releasing a lock (alias %r): %s",
                     *(backend.alias, error),
@@ -351,9 +379,14 @@ class Renewer:
             with self._lock:
                 self._push(again, job)
         else:
-            self._releases.discard(number)
+            self._done(number, lease)
             if lease is not None:
                 self.released(lease, was_ours)
+
+    def _done(self, number: int, lease: Lease | None) -> None:
+        self._releases.discard(number)
+        if lease is not None:
+            lease.leave_runner()
 
 
 def _renews(lease: Lease, now: float) -> bool:

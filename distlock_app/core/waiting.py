@@ -22,7 +22,7 @@ from ..backends.base import BaseLockBackend
 from ..claims import Claim, Grant
 from ..errors import BackendError, LockBusy, LockError, LockTimeout
 from ..primitives.names import shown
-from ..primitives.timing import Deadline, drift, full_jitter, monotonic
+from ..primitives.timing import Deadline, full_jitter, monotonic, trusted_for
 
 # A claim that ends by itself is asked for this much later than the engine said, in seconds.
 AFTER_EXPIRY = 0.005
@@ -134,7 +134,7 @@ def _trusted(grant: Grant, asked_at: float) -> float | None:
     """Return a time before which the lease cannot begin; None: it may be over already."""
     began = asked_at if grant.asked_at is None else grant.asked_at
     ttl = grant.ttl or grant.claim.ttl  # an engine may give less than it was asked for
-    return began if monotonic() < began + ttl - drift(ttl) else None
+    return began if monotonic() < began + trusted_for(ttl) else None
 
 
 def _pause(

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -31,24 +31,75 @@ _APP = __name__.partition(".")[0] + "."
 _IN_THREAD = SyncToAsync.thread_handler.__code__
 
 
-def current_runner() -> Any:
-    """Return the running asyncio task, or else the thread: the owner of what is taken now.
+class Runner:
+    """A thread, an asyncio task or a call of `sync_to_async`: the owner of what it takes.
 
     A child task that inherited the context is another runner. So is each call that
-    `sync_to_async` runs in a thread, for tasks share that thread: its frame stands for it.
+    `sync_to_async` runs in a thread, for tasks share that thread.
     """
+
+    __slots__ = ("__weakref__", "_activity", "_text", "call", "held", "in_call", "lock")
+
+    def __init__(self, *, in_call: bool = False) -> None:
+        self.held: dict[Any, Any] = {}  # its leases, by backend, key and mode
+        self.in_call = in_call  # of sync_to_async()
+        self.call: FrameType | None = None  # its frame, while it holds something
+        # Reentrant: a finalizer or a signal handler may come in the middle of a change.
+        self.lock = threading.RLock()  # of all that it holds
+        self._activity: str | None = None
+        self._text = ""
+
+    def text(self) -> str:
+        """Return its description as ASCII JSON: host, pid, thread, who."""
+        if (who := _activity.get()) != self._activity:
+            self._text = _holder_text(os.getpid(), threading.current_thread().name, who)
+            self._activity = who
+        return self._text
+
+
+class _Here(threading.local):
+    """The runners of one thread: itself, and the calls of sync_to_async that hold something."""
+
+    def __init__(self) -> None:
+        self.runner = Runner()
+        self.calls: list[Runner] = []
+
+
+_here = _Here()
+_tasks: weakref.WeakKeyDictionary[Any, Runner] = weakref.WeakKeyDictionary()
+# A child has its own: what the parent holds is not the child's.
+os.register_at_fork(after_in_child=_tasks.clear)
+os.register_at_fork(after_in_child=_here.__init__)  # type: ignore[misc]
+
+
+def current_runner() -> Runner:
+    """Return the running call of `sync_to_async` or asyncio task, or else the thread."""
     loop = asyncio._get_running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     if task is not None:
-        return task
+        return _tasks.get(task) or _tasks.setdefault(task, Runner())
     # Not hasattr(), which would make an exception each time.
-    if "main_event_loop" in SyncToAsync.threadlocal.__dict__:
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is _IN_THREAD:
-                return frame
-            frame = frame.f_back  # type: ignore[assignment]
-    return threading.current_thread()
+    if "main_event_loop" in SyncToAsync.threadlocal.__dict__ and (call := _running_call()):
+        for runner in _here.calls:
+            if runner.call is call:
+                return runner
+        return Runner(in_call=True)
+    return _here.runner
+
+
+def keep_call(runner: Runner) -> None:
+    """Let `current_runner` return `runner` again in this call of sync_to_async."""
+    runner.call = _running_call()
+    calls = [other for other in _here.calls if other.call is not None and other is not runner]
+    _here.calls = [*calls, runner]
+
+
+def _running_call() -> FrameType | None:
+    """Return the frame that stands for the running call of sync_to_async."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _IN_THREAD:
+        frame = frame.f_back
+    return frame
 
 
 _tokens: list[str] = []
@@ -93,13 +144,6 @@ def caller_location() -> tuple[CodeType, int]:
     return frame.f_code, frame.f_lineno
 
 
-def reference(runner: Any) -> Callable[[], Any]:
-    """Return what refers to `runner` without keeping a task or a thread alive."""
-    if isinstance(runner, FrameType):  # it has no weak references, and refers to no hold
-        return lambda: runner
-    return weakref.ref(runner)
-
-
 @contextmanager
 def activity(text: str) -> Iterator[None]:
     """Show `text` as what the holder does, for locks taken inside the block."""
@@ -111,8 +155,8 @@ def activity(text: str) -> Iterator[None]:
 
 
 def holder_text() -> str:
-    """Return the description of this runner as ASCII JSON: host, pid, thread, who."""
-    return _holder_text(os.getpid(), threading.current_thread().name, _activity.get())
+    """Return the description of this runner."""
+    return current_runner().text()
 
 
 @lru_cache(maxsize=256)
@@ -124,7 +168,7 @@ def _holder_text(pid: int, thread: str, who: str) -> str:
 
 
 def holder_fields(text: str) -> dict[str, Any]:
-    """Return what `holder_text` described; anything unreadable is shown as it is."""
+    """Return what `Runner.text` described; anything unreadable is shown as it is."""
     try:
         fields = json.loads(text) if text else {}
     except ValueError:

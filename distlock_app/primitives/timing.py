@@ -20,9 +20,9 @@ DRIFT_FACTOR = 0.01
 DRIFT_FLOOR = 0.002
 
 
-def drift(ttl: float) -> float:
-    """Seconds by which a lease of `ttl` seconds is trusted less than the backend grants."""
-    return ttl * DRIFT_FACTOR + DRIFT_FLOOR
+def trusted_for(ttl: float) -> float:
+    """Seconds for which a lease that the backend grants for `ttl` seconds is trusted."""
+    return ttl - ttl * DRIFT_FACTOR - DRIFT_FLOOR
 
 
 class Deadline:
