@@ -217,6 +217,14 @@ def test_a_korean_page_has_the_names_and_the_headings_of_the_english_page(page):
     assert levels(page) == levels(english(page))
 
 
+@pytest.mark.parametrize("page", KOREAN, ids=title)
+def test_bold_korean_ends_where_markdown_sees_the_end(page):
+    # After punctuation it sees none if a letter follows, as a particle does.
+    bold = re.findall(r"\*\*([^*]+)\*\*(\w?)", prose(page))
+
+    assert [words for words, particle in bold if particle and not words[-1].isalnum()] == []
+
+
 @pytest.mark.parametrize("page", TRANSLATED, ids=title)
 def test_a_korean_page_leads_where_the_english_page_does(page):
     led = {english(target) for target in targets(page)}
