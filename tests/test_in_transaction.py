@@ -32,6 +32,7 @@ from distlock_app import (
 from distlock_app.backends.base import BaseLockBackend
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.core import in_transaction
+from distlock_app.core.registry import registry
 from tests.app.models import Counter
 from tests.processes import Processes
 
@@ -435,3 +436,8 @@ def test_of_two_names_taken_crosswise_one_is_refused(processes: Processes) -> No
 
     assert set(results) <= {"both", "LockTimeout", "OperationalError"}
     assert results != ["both", "both"]
+
+
+def test_nothing_but_a_key_finds_a_row() -> None:
+    with transaction.atomic(), pytest.raises(ValueError, match="not the key of a lock"):
+        registry["default"].backend.lock_row("' OR owner <> '", 0)

@@ -23,7 +23,14 @@ MAY = {
     "len(values)": "the number of a placeholder",
     "', '.join(steps)": "constants, put together there",
     "', '.join(['IS_USED_LOCK(%s)'] * len(some))": "constants",
-    "key": "in the pattern of LIKE, itself a value; is_key() said yes",
+    "key": "is_key() said yes",
+    "may": "constant: the dialect's own condition",
+    "self.JOIN if step in ('join', 'wait') else 'TRUE'": "constants",
+    "', '.join([mark] * len(pairs))": "placeholders",
+    "str(wait_ms)": "a number",
+    "'NOWAIT' * (wait == 0)": "constant",
+    "str(HANDOVER_US)": "constant",
+    "str(PURGED)": "constant",
     "self.queue_of(key)": "a number, or hex digits: a hash, made there",
     "wrapper.connection.thread_id()": "an int of the driver",
     "table": "quote_name() of a model's table",
@@ -36,6 +43,11 @@ def is_constant(value):
     names = [node.id for node in ast.walk(value) if isinstance(node, ast.Name)]
     kinds = (ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Load)
     return all(isinstance(n, kinds) for n in ast.walk(value)) and all(n.isupper() for n in names)
+
+
+def places_in(value):
+    """Tell whether this is the "{place}" of something in a text."""
+    return isinstance(value, ast.Constant) and re.fullmatch(r"\{\w+\}", str(value.value))
 
 
 def written(tree):
@@ -54,6 +66,8 @@ def written(tree):
                     [node.func.value.value],
                     node.args + [k.value for k in node.keywords],
                 )
+            if node.func.attr == "replace" and [v for v in node.args if places_in(v)]:
+                parts, values = ["SELECT "], node.args[1:]  # of a statement that has a name
         text = " ".join(map(str, parts)) + " "
         if SQL.search(text):
             asked = (value for value in values if not is_constant(value))
@@ -81,4 +95,5 @@ def test_the_search_finds_what_it_is_for():
     assert found_in("""ask("KILL %s" % number)""") == ["number"]
     assert found_in("""ask("SELECT pg_terminate_backend({pid})".format(pid=pid))""") == ["pid"]
     assert found_in("""ask("SELECT GET_LOCK('" + name)""") == ["name"]
+    assert found_in("""ask(self.TAKE.replace("{name}", name))""") == ["name"]
     assert found_in("""ask(f"SELECT {note(claim)} GET_LOCK(%s, %s)", key, 1)""") == []

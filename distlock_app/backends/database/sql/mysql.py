@@ -113,7 +113,7 @@ class MySQL(Dialect):
         SET @distlock = NULL;
         SELECT `key` INTO @distlock
           FROM {table}
-         WHERE `key` IN ('{key}', '') AND (owner = '' OR expiry <= UTC_TIMESTAMP(6))
+         WHERE `key` IN (%(key)s, '') AND (owner = '' OR expiry <= UTC_TIMESTAMP(6))
            FOR UPDATE SKIP LOCKED;
         UPDATE {table}
            SET fence = LAST_INSERT_ID(GREATEST(fence + 1,
@@ -260,16 +260,16 @@ class MySQL(Dialect):
         return ours
 
     def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
-        self._execute_all(cursor, self.LOCK_ROW.replace("{key}", key))
+        self._execute_all(cursor, self.LOCK_ROW, {"key": key})
         if cursor.rowcount == 1:
             return int(cursor.lastrowid)
         row = self.execute(cursor, self.LEFT, {"key": key}).fetchone() if wait == 0 else None
         return refused(row[0]) if row else None
 
-    def _execute_all(self, cursor: Cursor, statements: str) -> None:
+    def _execute_all(self, cursor: Cursor, statements: str, asked: Named) -> None:
         if self.one_request:
             try:
-                cursor.execute(statements)
+                cursor.execute(statements, asked)
                 while cursor.nextset():
                     pass
                 return
@@ -278,7 +278,7 @@ class MySQL(Dialect):
                     raise
                 self.one_request = False  # PyMySQL, or "multi_statements": False
         for statement in statements.split(";"):
-            cursor.execute(statement)
+            cursor.execute(statement, asked)
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         statement, values = marked(self.EXTEND_PAIRS, "(%s, %s)", pairs)
