@@ -439,5 +439,7 @@ def test_of_two_names_taken_crosswise_one_is_refused(processes: Processes) -> No
 
 
 def test_nothing_but_a_key_finds_a_row() -> None:
+    backend: Any = registry["default"].backend
+
     with transaction.atomic(), pytest.raises(ValueError, match="not the key of a lock"):
-        registry["default"].backend.lock_row("' OR owner <> '", 0)
+        backend.lock_row("' OR owner <> '", 0)
