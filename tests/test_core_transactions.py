@@ -16,7 +16,7 @@ from django.db import DatabaseError, IntegrityError, connection, connections, tr
 from django.test import TestCase
 
 from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locked
-from distlock_app.core import lock as core_lock
+from distlock_app.core import entered
 from distlock_app.core.renewal import renewer
 from distlock_app.primitives import transactions
 from distlock_app.signals import lock_lost, lock_released
@@ -690,7 +690,7 @@ def test_an_interrupt_after_the_block_was_opened_ends_it(engine, monkeypatch):
         assert connection.in_atomic_block
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(core_lock, "enter", interrupted)
+    monkeypatch.setattr(entered, "enter", interrupted)
     is_undone_by_the_interrupt(engine)
 
 

@@ -111,7 +111,9 @@ class Attempt:
         if entered:
             hold.entered, lease.entered = True, 1
         try:
-            lease.join_runner(runner)
+            runner.held[self.lease_key] = lease
+            if runner.in_call:
+                identity.keep_call(runner)
             renewer.watch(lease)
         except BaseException:  # Ctrl-C: nobody has the hold, whose lock is given back
             hold.released = True

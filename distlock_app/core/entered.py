@@ -1,64 +1,140 @@
-"""The open `with` blocks of locks: which hold belongs to which block."""
+"""`with` and `async with` of `Lock` and `all_of`: which hold belongs to which open block."""
 
 from __future__ import annotations
 
-from types import FrameType
-from typing import Any, NamedTuple
+import sys
+from types import FrameType, TracebackType
+from typing import Any, Generic, TypeVar
 
-from ..errors import NotHeld
+from django.db import transaction
+
+from ..errors import LockBusy, NotHeld
 from ..primitives import identity
 
 
-class Entry(NamedTuple):
-    """One `with` that was entered and not left yet."""
+class Entered:
+    """What is noted on a hold, or on several, while the `with` of its lock is open."""
 
-    frame: FrameType | None
-    runner: Any
-    hold: Any
-    block: Any  # the atomic() block inside, or None
-    lock: Any  # so that its id() is not used again
+    lock: Any = None  # also so that its id() is not used again
+    frame: FrameType | None = None
+    runner: Any = None  # that entered it
+    block: Any = None  # the atomic() block inside
 
 
 # By id(lock), for two equal locks are two, and id(frame), in which one thread runs at a time: so
 # nothing here needs a guard. And by id(runner), for an ExitStack enters and leaves in frames of
 # its own.
-_entries: dict[tuple[int, int], list[Entry]] = {}
+_entries: dict[tuple[int, int], list[Any]] = {}
 
 
-def enter(lock: Any, hold: Any, block: Any, frame: FrameType | None) -> None:
+def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
     """Note that the `with` of `lock` in `frame` was entered."""
-    entry = Entry(frame, identity.current_runner(), hold, block, lock)
-    _entries.setdefault((id(lock), id(frame)), []).append(entry)
-    _entries.setdefault((id(lock), id(entry.runner)), []).append(entry)
+    hold.lock, hold.frame = lock, frame
+    _entries.setdefault((id(lock), id(frame)), []).append(hold)
+    _entries.setdefault((id(lock), id(hold.runner)), []).append(hold)
 
 
-def entered(lock: Any, frame: FrameType | None) -> Entry:
-    """Return the `with` of `lock` that ends in `frame`."""
-    entry = _find(lock, frame)
-    if entry is None:
-        raise NotHeld("it is not known which `with` ends here: use hold = lock.acquire() instead")
-    return entry
+def forget(hold: Entered) -> None:
+    """Note that this `with` has ended, or was not entered after all."""
+    lock = id(hold.lock)
+    for key in (lock, id(hold.frame)), (lock, id(hold.runner)):
+        here = _entries.pop(key, None)
+        if here and (len(here) > 1 or here[0] is not hold):
+            _entries[key] = [other for other in here if other is not hold]
+    hold.frame = hold.block = None
 
 
-def forget(lock: Any, frame: FrameType | None, hold: Any = None) -> None:
-    """Note that the `with` of `lock` in `frame` has ended, if there is one (of this `hold`)."""
-    entry = _find(lock, frame)
-    if entry is not None and hold in (None, entry.hold):
-        for key in (id(lock), id(entry.frame)), (id(lock), id(entry.runner)):
-            here = _entries.pop(key, ())
-            if len(here) > 1:
-                _entries[key] = [other for other in here if other is not entry]
-
-
-def _find(lock: Any, frame: FrameType | None) -> Entry | None:
+def entered(lock: Any, frame: FrameType) -> Any:
+    """Return the hold, or the holds, of the `with` of `lock` that ends in `frame`."""
     if here := _entries.get((id(lock), id(frame))):
         return here[-1]
     runner = identity.current_runner()
     if here := _entries.get((id(lock), id(runner))):
         return here[-1]
     # A generator that another thread or task finishes.
-    found = [entry for here in list(_entries.values()) for entry in here if entry.lock is lock]
-    ours = [entry for entry in found if entry.runner is runner]
-    if not ours and len({id(entry) for entry in found}) == 1:
+    found = [hold for here in list(_entries.values()) for hold in here if hold.lock is lock]
+    ours = [hold for hold in found if hold.runner is runner]
+    if not ours and len({id(hold) for hold in found}) == 1:
         ours = found
-    return ours[-1] if ours else None
+    if not ours:
+        raise NotHeld("it is not known which `with` ends here: use hold = lock.acquire() instead")
+    return ours[-1]
+
+
+HeldT = TypeVar("HeldT")
+
+
+class WithBlock(Generic[HeldT]):
+    """What `Lock` and `all_of` do in the same way: one try, and a `with`."""
+
+    __slots__ = ()
+
+    def try_acquire(self: Any) -> HeldT | None:
+        """Take it in one try, or return None if another owner holds it."""
+        try:
+            return self.acquire(wait=0)  # type: ignore[no-any-return]
+        except LockBusy:
+            return None
+
+    async def atry_acquire(self: Any) -> HeldT | None:
+        """Do as `try_acquire`, without blocking the event loop."""
+        try:
+            return await self.aacquire(wait=0)  # type: ignore[no-any-return]
+        except LockBusy:
+            return None
+
+    def __enter__(self: Any) -> HeldT:
+        hold: Any = self._acquire(entered=True)
+        try:
+            if self.atomic:
+                using = None if self.atomic is True else self.atomic
+                hold.block = transaction.atomic(using, durable=True)
+                hold.block.__enter__()
+            enter(hold, self, sys._getframe(1))
+        except BaseException as error:
+            try:
+                block = hold.block
+                if block and block in transaction.get_connection(block.using).atomic_blocks:
+                    hold.end_block(block, type(error), error, error.__traceback__)
+            finally:
+                hold.leave(error, unused=True)
+                forget(hold)
+            raise
+        return hold  # type: ignore[no-any-return]
+
+    def __exit__(
+        self: Any,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        hold = None
+        try:
+            hold = entered(self, sys._getframe(1))
+            if hold.block is not None:
+                hold.end_block(hold.block, exc_type, exc, traceback)
+            hold.leave(exc)
+        except BaseException as error:
+            # The commit failed, or Ctrl-C came anywhere in the lines that release.
+            if not isinstance(error, NotHeld):
+                hold = hold or entered(self, sys._getframe(1))
+                hold.leave(error)
+            raise
+        finally:
+            if hold is not None:
+                forget(hold)
+
+    async def __aenter__(self: Any) -> HeldT:
+        hold: Any = await self._aacquire(entered=True)
+        enter(hold, self, sys._getframe(1))
+        return hold  # type: ignore[no-any-return]
+
+    async def __aexit__(
+        self: Any,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        hold = entered(self, sys._getframe(1))
+        forget(hold)
+        await hold.aleave(exc)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import dataclass
 from types import CodeType, TracebackType
 
@@ -13,17 +12,15 @@ from ..primitives.timing import Deadline
 from ..signals import asend, lock_acquired, send
 from .acquiring import UNSET
 from .batch import Together
-from .entered import enter, entered, forget
+from .entered import Entered, WithBlock
 from .hold import Hold
 from .lock import Lock
 from .registry import checked_wait, registry
 from .waiting import in_thread
 
 
-class Holds(tuple[Hold, ...]):
+class Holds(tuple[Hold, ...], Entered):
     """The holds of several locks, in the order in which the locks were named."""
-
-    __slots__ = ()
 
     def check(self) -> None:
         """Raise LockLost if any of the locks may no longer be ours."""
@@ -64,6 +61,7 @@ class Holds(tuple[Hold, ...]):
         """Do as `Hold.enter` with each."""
         for hold in self:
             hold.enter()
+        self.runner = identity.current_runner()
         return self
 
     def bare(self, taken_at: tuple[CodeType, int]) -> Holds:
@@ -97,10 +95,11 @@ class Holds(tuple[Hold, ...]):
 
 
 @dataclass(frozen=True, slots=True)
-class AllOf:
+class AllOf(WithBlock[Holds]):
     """Several locks to be taken together; a description, to be shared as a Lock is."""
 
     locks: tuple[Lock, ...]
+    atomic = False
 
     def acquire(self, wait: float | None = UNSET) -> Holds:
         """Take all locks within `wait` seconds, or none; raise what `Lock.acquire` raises.
@@ -110,20 +109,21 @@ class AllOf:
         taken_at = identity.caller_location()
         return self._acquire(wait).bare(taken_at)
 
-    def _acquire(self, wait: float | None = UNSET) -> Holds:
+    def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         if asyncio._get_running_loop() is not None:
             identity.refuse_to_block("`async with`, or `await locks.aacquire()`")
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
+        holds = None
         try:
-            if (holds := self._at_once()) is not None:
-                return holds
-            for index, lock in self._order():
-                # Entered, for the same lock may come twice.
-                taken[index] = lock._acquire(deadline.remaining(), entered=True)
-            return _in_order(taken)
+            if (holds := self._at_once()) is None:
+                for index, lock in self._order():
+                    # Entered, for the same lock may come twice.
+                    taken[index] = lock._acquire(deadline.remaining(), entered=True)
+                holds = _in_order(taken)
+            return holds.enter() if entered else holds
         except BaseException as error:
-            Holds(taken.values()).leave(error, unused=True)
+            (holds or Holds(taken.values())).leave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
 
     async def aacquire(self, wait: float | None = UNSET) -> Holds:
@@ -131,74 +131,18 @@ class AllOf:
         taken_at = identity.caller_location()
         return (await self._aacquire(wait)).bare(taken_at)
 
-    async def _aacquire(self, wait: float | None = UNSET) -> Holds:
+    async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
         try:
-            if (holds := await self._aat_once()) is not None:
-                return holds
-            for index, lock in self._order():
-                taken[index] = await lock._aacquire(deadline.remaining(), entered=True)
-            return _in_order(taken)
+            if (holds := await self._aat_once()) is None:
+                for index, lock in self._order():
+                    taken[index] = await lock._aacquire(deadline.remaining(), entered=True)
+                holds = _in_order(taken)
+            return holds.enter() if entered else holds
         except BaseException as error:
             await Holds(taken.values()).aleave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
-
-    def try_acquire(self) -> Holds | None:
-        """Take all in one try, or none and return None."""
-        try:
-            return self.acquire(wait=0)
-        except LockBusy:
-            return None
-
-    async def atry_acquire(self) -> Holds | None:
-        """Do as `try_acquire`, without blocking the event loop."""
-        try:
-            return await self.aacquire(wait=0)
-        except LockBusy:
-            return None
-
-    def __enter__(self) -> Holds:
-        holds = self._acquire()
-        try:
-            enter(self, holds.enter(), None, sys._getframe(1))
-        except BaseException as error:
-            holds.leave(error, unused=True)
-            forget(self, sys._getframe(1))
-            raise
-        return holds
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            entered(self, sys._getframe(1)).hold.leave(exc)
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            entered(self, sys._getframe(1)).hold.leave(interrupt)
-            raise
-        finally:
-            forget(self, sys._getframe(1))
-
-    async def __aenter__(self) -> Holds:
-        holds = await self._aacquire()
-        enter(self, holds.enter(), None, sys._getframe(1))
-        return holds
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        frame = sys._getframe(1)
-        holds = entered(self, frame).hold
-        forget(self, frame)
-        await holds.aleave(exc)
 
     def _at_once(self) -> Holds | None:
         """Take all by one request if the engine can and all are free, else none."""

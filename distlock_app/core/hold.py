@@ -19,6 +19,7 @@ from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.timing import monotonic
 from ..signals import asend, lock_released, send
+from .entered import Entered
 from .handover import packed
 from .lease import Lease
 from .registry import MIN_TTL, checked_ttl
@@ -26,7 +27,7 @@ from .renewal import GONE, LATE, RENEW_AT, lease_facts, renewer
 from .waiting import in_thread
 
 
-class Hold:
+class Hold(Entered):
     """What `Lock.acquire()` returns: mine, now; release it, or use it in a `with`.
 
     A hold may be passed to another thread or task, which may release it. In a child of
@@ -42,6 +43,7 @@ class Hold:
     def __init__(self, lease: Lease, *, release_now: bool, released: bool = False) -> None:
         self._lease = lease
         self._release_now = release_now
+        self.runner = lease.runner
         self.released = released
 
     def __repr__(self) -> str:
@@ -112,7 +114,8 @@ class Hold:
         """
         try:
             if self._begin_release():
-                self._check_release(self._ask_release())
+                if not self._ask_release():
+                    self._check_loss()
                 if lock_released.receivers:
                     send(lock_released, lease_facts(self._lease))
         except Exception:
@@ -127,10 +130,11 @@ class Hold:
         """Do as `release`, without blocking the event loop."""
         if self._begin_release():
             backend, grant = self._lease.backend, self._lease.grant
-            was_ours = await in_thread(
+            kept = await in_thread(
                 backend, self._ask_release, cancelled=lambda: renewer.give_back(backend, grant)
             )
-            self._check_release(was_ours)
+            if not kept:
+                self._check_loss()
             if lock_released.receivers:
                 await asend(lock_released, lease_facts(self._lease))
 
@@ -281,7 +285,7 @@ class Hold:
         `unused`: nothing was done under the lock, so no transaction matters to it.
         """
         self._release_now |= unused
-        if self.released or self._lease.foreign:
+        if self.released or self._lease.process.foreign:
             return
         try:
             self.release()
@@ -291,7 +295,7 @@ class Hold:
     async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Do as `leave`, without blocking the event loop."""
         self._release_now |= unused
-        if self.released or self._lease.foreign:
+        if self.released or self._lease.process.foreign:
             return
         try:
             await self.arelease()
@@ -388,7 +392,7 @@ class Hold:
     def _begin_release(self) -> bool:
         """Note the release; return whether to ask the engine now."""
         lease = self._lease
-        if lease.foreign:
+        if lease.process.foreign:
             raise NotHeld(f"another process holds {shown(self.name)!r}: its child cannot release")
         now = self._release_now and not lease.pins
         none = now or transactions.surely_none() or lease.lost
@@ -413,8 +417,10 @@ class Hold:
         return bool(last)
 
     def _ask_release(self) -> bool:
+        """Ask the engine; return whether the lock was ours until now."""
         lease = self._lease
-        in_time = monotonic() < lease.trusted_until or not lease.lost
+        sure = lease.lost_because is None and monotonic() < lease.trusted_until
+        in_time = sure or not lease.lost
         try:
             was_ours = lease.backend.release(lease.grant)
         except Exception as error:
@@ -432,12 +438,12 @@ class Hold:
         if not (in_time or lease.release_asked):
             # It was ours all the time, but that is known only now: the work was done in doubt.
             renewer.lose(lease, LATE, at_release=True)
-        return was_ours
+        return was_ours and lease.lost_because is None
 
-    def _check_release(self, was_ours: bool) -> None:
+    def _check_loss(self) -> None:
+        """Raise LockLost, if no earlier release whose answer was lost has done it."""
         lease = self._lease
-        # After a release whose answer was lost: that one may have done it.
-        if lease.lost_because is None and not was_ours and not lease.release_asked:
+        if lease.lost_because is None and not lease.release_asked:
             renewer.lose(lease, GONE, at_release=True)
         if lease.lost_because is not None:
             raise self._lost_error()

@@ -13,13 +13,20 @@ from ..primitives import identity
 from ..primitives.identity import Runner
 from ..primitives.timing import monotonic, trusted_for
 
-# Changes in a forked child: what the parent holds is not the child's.
-_process = object()
+
+class Process:
+    """This process, or the parent that took a lease before the fork."""
+
+    foreign = False
+
+
+_process = Process()
 
 
 def _after_fork() -> None:
     global _process
-    _process = object()
+    _process.foreign = True  # what the parent holds is not the child's
+    _process = Process()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -78,7 +85,7 @@ class Lease:
         self.renews = renew
         if max_hold is not None:
             self.ends_by = self.since + max_hold
-        self._process = _process
+        self.process = _process
 
     @property
     def alias(self) -> str:
@@ -88,7 +95,7 @@ class Lease:
     @property
     def foreign(self) -> bool:
         """Whether a parent process took it: then it is not ours to renew or release."""
-        return self._process is not _process
+        return self.process.foreign
 
     @property
     def lost(self) -> bool:
@@ -148,13 +155,6 @@ class Lease:
             if not runner.held:
                 runner.call = None
 
-    def join_runner(self, runner: Runner) -> None:
-        """Let `runner` take the lock again, inside a `with`."""
-        self.runner = runner
-        runner.held[self.lease_key] = self
-        if runner.in_call:
-            identity.keep_call(runner)
-
     def add_hold(self, hold: Any) -> bool:
         """Add a hold, unless the lease has ended."""
         with self.lock:
@@ -199,7 +199,10 @@ class Lease:
         runner = identity.current_runner()
         if self.runner is not runner:
             self.leave_runner()
-            self.join_runner(runner)
+            self.runner = runner
+            runner.held[self.lease_key] = self
+            if runner.in_call:
+                identity.keep_call(runner)
 
     def restore_hold(self) -> None:
         """Add the hold again whose release failed; the lease has ended all the same."""

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import warnings
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections, transaction
+from django.db import connections
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant, Holding
-from ..errors import LockBusy, LockError, NotHeld
+from ..errors import LockBusy, LockError
 from ..primitives import identity, names
 from ..primitives.logs import fields, logger
 from ..primitives.transactions import check_caller
 from ..signals import asend, lock_acquired, lock_busy, lock_cleared, send
 from .acquiring import UNSET, Attempt, lease_of_runner
-from .entered import enter, entered, forget
+from .entered import WithBlock
 from .handover import unpacked
 from .hold import Hold
 from .lease import Lease
@@ -32,7 +30,7 @@ from .waiting import AsyncWaker, Waker, acquired, acquiring, arun, in_thread
 
 
 @dataclass(frozen=True, slots=True)
-class Lock:
+class Lock(WithBlock[Hold]):
     """A named lock: only a description, free of I/O, to be shared by threads and modules.
 
     `ttl`, `wait`: seconds; by default what the alias says. `wait=None` waits for ever, 0 is
@@ -171,20 +169,6 @@ class Lock:
                 give_back()
             raise
 
-    def try_acquire(self) -> Hold | None:
-        """Take the lock in one try, or return None if another owner holds it."""
-        try:
-            return self.acquire(wait=0)
-        except LockBusy:
-            return None
-
-    async def atry_acquire(self) -> Hold | None:
-        """Do as `try_acquire`, without blocking the event loop."""
-        try:
-            return await self.aacquire(wait=0)
-        except LockBusy:
-            return None
-
     @classmethod
     def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Go on holding, here, the lock that `Hold.dump()` handed over; only once.
@@ -226,61 +210,6 @@ class Lock:
         fails, and its fence is stale at once.
         """
         return clear(self.using, names.key_of(self.name), self.name, if_version, user, reason)
-
-    def __enter__(self) -> Hold:
-        hold = self._acquire(entered=True)
-        block = None
-        try:
-            if self.atomic:
-                using = None if self.atomic is True else self.atomic
-                block = transaction.atomic(using, durable=True)
-                block.__enter__()
-            enter(self, hold, block, sys._getframe(1))
-        except BaseException as error:
-            try:
-                if block and block in transaction.get_connection(block.using).atomic_blocks:
-                    hold.end_block(block, type(error), error, error.__traceback__)
-            finally:
-                hold.leave(error, unused=True)
-                forget(self, sys._getframe(1), hold)
-            raise
-        return hold
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            frame = sys._getframe(1)
-            entry = entered(self, frame)
-            if entry.block is not None:
-                entry.hold.end_block(entry.block, exc_type, exc, traceback)
-            entry.hold.leave(exc)
-        except BaseException as error:
-            # The commit failed, or Ctrl-C came anywhere in the lines that release.
-            if not isinstance(error, NotHeld):
-                entered(self, sys._getframe(1)).hold.leave(error)
-            raise
-        finally:
-            forget(self, sys._getframe(1))
-
-    async def __aenter__(self) -> Hold:
-        hold = await self._aacquire(entered=True)
-        enter(self, hold, None, sys._getframe(1))
-        return hold
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        frame = sys._getframe(1)
-        hold = entered(self, frame).hold
-        forget(self, frame)
-        await hold.aleave(exc)
 
     def _no_atomic(self) -> None:
         if self.atomic:
