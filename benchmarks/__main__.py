@@ -53,7 +53,10 @@ def main() -> int:
         print(f"## {title}\n\n{text}")
     if arguments.out:
         page.write(results, arguments.out)
-    return 1 if page.failures(results) else 0
+    failures = page.failures(results)
+    for line in failures:
+        print(line, file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

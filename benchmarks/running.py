@@ -224,8 +224,8 @@ class Bar:
     def show(self, done: float, what: str) -> None:
         filled = round(30 * done / self._total)
         bar = "#" * filled + "." * (30 - filled)
-        took = time.monotonic() - self._begun
-        text = f"[{bar}] {took // 60:2.0f}:{took % 60:02.0f}  {what}"
+        took = round(time.monotonic() - self._begun)
+        text = f"[{bar}] {took // 60:2}:{took % 60:02}  {what}"
         if sys.stderr.isatty():
             print(f"\r{text:<79.79}", end="", file=sys.stderr, flush=True)
         elif what != self._shown:

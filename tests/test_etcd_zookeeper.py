@@ -51,7 +51,7 @@ class Engine:
         self.name, self.server, self.proxy = name, server, proxy
 
     def setting(self, port):
-        options = {"TIMEOUT": 1, "PREFIX": f"distlock{settings.SUFFIX}"}
+        options = {"TIMEOUT": 2, "PREFIX": f"distlock{settings.SUFFIX}"}
         if self.name == "zookeeper":
             options["SESSION"] = SESSION
         scheme = "http://" if self.name == "etcd" else ""
