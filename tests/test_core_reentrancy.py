@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
 import threading
+import weakref
 
 import pytest
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
@@ -505,3 +507,22 @@ def test_threads_whose_identity_is_used_again_do_not_inherit(engine):
 
     assert [hold is None for hold in kept] == [False] + [True] * 49
     kept[0].release()
+
+
+def test_a_call_of_sync_to_async_that_has_released_is_not_kept(engine):
+    class Request:
+        pass
+
+    def work(request):
+        with Lock("a"), Lock("a"):
+            pass
+
+    async def main():
+        request = Request()
+        gone = weakref.ref(request)
+        await sync_to_async(work)(request)
+        del request
+        gc.collect()
+        return gone()
+
+    assert asyncio.run(main()) is None

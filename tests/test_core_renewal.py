@@ -679,3 +679,13 @@ def test_a_backend_error_of_extend_leaves_the_hold_as_it_was(engine):
 
     hold.check()
     hold.release()
+
+
+def test_what_is_released_soon_never_comes_onto_the_heap(engine):
+    for _ in range(100):
+        with Lock("soon", ttl=30):
+            pass
+
+    leases = [what for _, _, what in list(renewer._heap) if not isinstance(what, tuple)]
+    assert "soon" not in {lease.grant.claim.name for lease in leases}
+    assert "soon" not in {lease.grant.claim.name for lease in renewer._young.copy()}

@@ -502,3 +502,13 @@ def _in_thread(work):
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result(DEADLINE)
+
+
+def test_a_waiter_that_is_woken_before_it_first_sleeps_does_not_sleep():
+    waker, given = Waker(), Grant(claim())
+    waker.wake(given)
+
+    began = monotonic()
+    assert waker.wait(30) is given
+    assert monotonic() - began < 15
+    assert waker.wait(0.01) is None
