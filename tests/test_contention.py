@@ -32,8 +32,8 @@ def test_16_processes_take_turns_with_two_requests_each_on_redis(own_redis, proc
         turns = Turns(processes, sent, using="redis", count=16, seconds=10, env=env)
 
     print(turns)
-    assert min(turns.acquisitions) >= 10
-    assert turns.requests <= 2.2
+    assert min(turns.acquisitions) >= 4
+    assert turns.requests <= 2.2 + turns.looks
     # Within 1.1 on an idle machine; a busy one keeps a process from asking again.
     assert turns.spread <= 1.25
     # A round: each of the others once.
@@ -94,7 +94,7 @@ def test_32_processes_take_turns_with_five_requests_each_on_the_lock_table(own_d
     turns = Turns(processes, statements, using="default", count=32, seconds=8, env=env)
 
     print(turns)
-    assert min(turns.acquisitions) >= 10
-    assert turns.requests <= 5
+    assert min(turns.acquisitions) >= 4
+    assert turns.requests <= 5 + 2 * turns.looks
     assert turns.spread <= 1.25
     assert turns.overtaken <= 3 * 32

@@ -52,6 +52,11 @@ class Turns:
         )
 
     @property
+    def looks(self) -> float:
+        """How often a waiter looks by itself before its turn comes, once a second: slow machines."""
+        return len(self.acquisitions) / self.per_second
+
+    @property
     def spread(self) -> float:
         """The most acquisitions of one process, divided by the fewest."""
         return max(self.acquisitions) / max(1, min(self.acquisitions))
