@@ -53,7 +53,7 @@ class Turns:
 
     @property
     def looks(self) -> float:
-        """How often a waiter looks by itself before its turn comes, once a second: slow machines."""
+        """How often a waiter looks by itself, once a second, before its turn comes."""
         return len(self.acquisitions) / self.per_second
 
     @property
