@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
+from functools import partial
 
 import pytest
 from django.db import connections
 
 import distlock_app
-from distlock_app import Lock
+from distlock_app import Lock, locked
 from tests.engines import running
 
 PACKAGE = distlock_app.__path__[0]
@@ -29,7 +31,7 @@ def new(lock):
         pass
 
 
-def fewest(work, install, counted, tries=7):
+def fewest(work, install, counted, *, warm=50, tries=7):
     """Return how many events `counted` of the tracer sees in a warm `work`, at the least.
 
     In a thread of its own, with one connection that is not in use: what other tests have left
@@ -39,7 +41,7 @@ def fewest(work, install, counted, tries=7):
 
     def measure():
         _ = connections["default"]
-        for _ in range(50):
+        for _ in range(warm):
             work()
         for _ in range(tries):
             count = 0
@@ -95,6 +97,29 @@ def test_a_lock_on_an_engine_that_does_nothing_costs_few_bytecodes(work, most):
     lock = Lock("a", using="dummy")
 
     assert fewest(lambda: work(lock), sys.settrace, is_bytecode) <= most
+
+
+def test_open_locks_of_other_tasks_cost_a_coroutine_nothing():
+    def bytecodes_of_each(tasks):
+        async def hold_all():
+            go = asyncio.Event()
+
+            @locked("c{number}", using="dummy")
+            async def hold(number):
+                await go.wait()
+
+            begun = [asyncio.create_task(hold(number)) for number in range(tasks)]
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_later(0.1, go.set)
+            await asyncio.gather(*begun)
+
+        def is_own_bytecode(frame, event):
+            return event == "opcode" and frame.f_code.co_filename.startswith(PACKAGE)
+
+        work = partial(asyncio.run, hold_all())
+        return fewest(work, sys.settrace, is_own_bytecode, warm=0, tries=1) / tasks
+
+    assert bytecodes_of_each(400) < 1.5 * bytecodes_of_each(40)
 
 
 def test_locks_of_other_threads_cost_nothing():
