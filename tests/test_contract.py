@@ -83,6 +83,7 @@ class TestZooKeeper(LockBackendContract):
         """Let a missing server be named."""
 
 
+@pytest.mark.once
 def test_every_engine_is_under_test():
     for server in ("redis", "redis_cluster", "redlock", "etcd", "zookeeper"):
         if not getattr(settings, f"{server.upper()}_URL"):

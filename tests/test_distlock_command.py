@@ -295,7 +295,13 @@ def test_purge_says_how_many_rows_went(memory, capsys):
     assert say(capsys, "purge")[1] == "0 deleted\n"
 
 
-@pytest.mark.django_db(transaction=True)
+@pytest.fixture
+def empty_table(transactional_db):
+    """Delete the rows of tests before: locks commit on connections of their own."""
+    DistLock.objects.all().delete()
+
+
+@pytest.mark.usefixtures("empty_table")
 def test_purge_deletes_from_the_lock_table_what_has_long_been_free(capsys):
     backend = registry["default"].backend
     backend.release(taken("free"))
@@ -558,7 +564,7 @@ def test_the_doctor_takes_a_lock_of_every_engine(memory, capsys):
     assert list(registry["default"].backend.holders()) == []
 
 
-@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("empty_table")
 def test_the_doctor_leaves_no_more_than_one_row_in_a_lock_table(settings, capsys):
     table = "distlock_app.backends.database.DatabaseBackend"
     settings.DISTLOCK = {"default": {"BACKEND": table, "LOCATION": "default"}}

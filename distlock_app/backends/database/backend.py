@@ -28,7 +28,7 @@ from ..sessions.queues import Waiter
 from .checks import check_sharing, check_table
 from .connections import QueuedConnection, Session, Sessions
 from .sql import Dialect, dialect_for
-from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, Pair
+from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, ROW_WAIT, Pair, Step
 
 T = TypeVar("T")
 
@@ -86,10 +86,7 @@ class DatabaseBackend(BaseLockBackend):
             if waiter is not None and not queues.leads(waiter):
                 return Busy(ticket=waiter, will_wake=True)
         try:
-            if waiter is not None and wait == 0 and (refusal := self._look(claim)) is not None:
-                answer: Grant | Busy = refusal  # for a row that is pinned, a try would take longer
-            else:
-                answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
+            answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
         except Contended as error:
             self._refuse_to_wait_for_itself(claim, error)
             answer = Busy(ticket=waiter)
@@ -324,7 +321,7 @@ class DatabaseBackend(BaseLockBackend):
             finally:
                 if queued.session is None:
                     queued.give_up()
-        answer = self._ask(lambda s: s.dialect.acquire(s.cursor, claim), within=wait)
+        answer = self._ask(lambda s: _try(s, claim, wait), within=wait)
         if isinstance(answer, Grant) or wait == 0 or not self._queue:
             return answer
         return self._line_up(waiter, claim, answer)
@@ -341,8 +338,8 @@ class DatabaseBackend(BaseLockBackend):
         if session.can_queue is None:
             session.can_queue = dialect.can_queue(session.wrapper, session.cursor)
         if not session.can_queue:
-            return dialect.acquire(session.cursor, claim)
-        answer = dialect.acquire(session.cursor, claim, "join" if wait == 0 else "wait")
+            return _try(session, claim, wait)
+        answer = _try(session, claim, wait, "join" if wait == 0 else "wait")
         if isinstance(answer, Grant):
             queued.keep(session)
             return self._granted(queued, answer)
@@ -376,7 +373,7 @@ class DatabaseBackend(BaseLockBackend):
         queues = self._sessions.queues
         session: Any = queued.session
         try:
-            answer = self._attempt(session, partial(self._take_turn_on, queued, claim))
+            answer = self._attempt(session, partial(self._take_turn_on, queued, claim, wait))
         except BaseException as error:
             queues.detach(waiter, queued)
             queued.give_up()
@@ -392,14 +389,14 @@ class DatabaseBackend(BaseLockBackend):
         return Busy(answer.free_in, ticket=waiter)
 
     def _take_turn_on(
-        self, queued: QueuedConnection, claim: Claim, session: Session
+        self, queued: QueuedConnection, claim: Claim, wait: float | None, session: Session
     ) -> Grant | Busy | None:
         if queued.wake_fd is not None:
             queued.wake_fd = None
             if not session.dialect.called(session.wrapper):  # the server waited long enough
                 queued.detach()
                 return None
-        return session.dialect.acquire(session.cursor, claim, "turn")
+        return _try(session, claim, wait, "turn")
 
     def _granted(self, queued: QueuedConnection, answer: Grant) -> Grant:
         """Let the connection, which has the queue lock, stay until the release."""
@@ -566,6 +563,14 @@ class DatabaseBackend(BaseLockBackend):
                     " and would wait for itself. Take the lock before atomic(), or give the"
                     " locks a database file of their own (LOCATION)."
                 ) from error
+
+
+def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
+    dialect, cursor = session.dialect, session.cursor
+    # A row in somebody's transaction would keep a short wait for longer than that.
+    short = wait is not None and wait < ROW_WAIT
+    refusal = dialect.look(cursor, claim) if short else None
+    return dialect.acquire(cursor, claim, step) if refusal is None else refusal
 
 
 def _release(claim: Claim, session: Session) -> bool:
