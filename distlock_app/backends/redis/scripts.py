@@ -381,7 +381,7 @@ def bulks(*words: bytes) -> bytes:
 class Script:
     """A script, and the requests that run it."""
 
-    __slots__ = ("_opening", "_words", "load", "promises")
+    __slots__ = ("_by_hash", "_by_source", "_opening", "_words", "load", "promises")
 
     def __init__(self, source: str, *, keys: int = 6, args: int, promises: bool = False) -> None:
         """`promises`: its 1, alone or first in a list, means that the caller has the lock."""
@@ -389,14 +389,20 @@ class Script:
         code = source.encode()
         sha = hashlib.sha1(code, usedforsecurity=False).hexdigest().encode()
         self.load = pack(b"SCRIPT", b"LOAD", code)
+        self._by_hash = bulks(b"EVALSHA", sha)
+        self._by_source = bulks(b"EVAL", code)
         self._words = keys + args
-        self._opening = b"*%d\r\n" % (3 + keys + args) + bulks(b"EVALSHA", sha, b"%d" % keys)
+        self._opening = b"*%d\r\n%b%b" % (3 + keys + args, self._by_hash, bulks(b"%d" % keys))
 
     def template(self, *words: bytes) -> bytes:
         """Return the packed EVALSHA with its keys and first arguments, for `fill`."""
         known = (self._opening + bulks(*words)).replace(b"%", b"%%")
         missing = self._words - len(words)
         return known + b"$%d\r\n%b\r\n" * missing
+
+    def in_full(self, request: bytes) -> bytes:
+        """Return the request for a server that does not know the script: it will then."""
+        return request.replace(self._by_hash, self._by_source, 1)
 
 
 def fill(template: bytes, *words: bytes) -> bytes:

@@ -19,7 +19,7 @@ from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend
 from ..redis.alias import recipe, server_of
-from ..redis.scripts import fill
+from ..redis.scripts import Script, fill
 from .checks import check_nodes
 from .listening import Listener
 from .nodes import ANSWER_GRACE, Node, NodeConnections, Quorum, QuorumRequest
@@ -33,7 +33,6 @@ from .scripts import (
     RAISE,
     RELEASE,
     RELEASE_AND_WAIT,
-    NodeScript,
 )
 
 # Parts of the index at each node, each with a counter of fences. Names that share one only make
@@ -273,12 +272,12 @@ class RedlockBackend(BaseLockBackend):
     def _part(self, number: int) -> bytes:
         return f"{self._prefix}part:{number}".encode()
 
-    def _make_template(self, script: NodeScript, key: str) -> bytes:
+    def _make_template(self, script: Script, key: str) -> bytes:
         lock = f"{self._prefix}{key}".encode()
         return script.template(lock, self._part(int(key[:4], 16) % PARTS))
 
     def _request(
-        self, script: NodeScript, key: str, *words: bytes, keep: float = 0.0, once: bool = False
+        self, script: Script, key: str, *words: bytes, keep: float = 0.0, once: bool = False
     ) -> QuorumRequest:
         packed = fill(self._template(script, key), *words)
         return QuorumRequest(self._quorum.majority, script, packed, keep=keep, once=once)

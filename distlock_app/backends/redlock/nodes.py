@@ -21,7 +21,8 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from .scripts import SCRIPTS, NodeScript
+from ..redis.scripts import Script
+from .scripts import SCRIPTS
 
 # A node that does not answer for so long counts as down; sooner if its SOCKET_TIMEOUT is shorter.
 SILENT = 1.0
@@ -52,7 +53,7 @@ class QuorumRequest:
     def __init__(
         self,
         majority: int,
-        script: NodeScript,
+        script: Script,
         packed: bytes,
         *,
         keep: float = 0.0,

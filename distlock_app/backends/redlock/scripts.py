@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-
-from ..redis.scripts import bulks, pack
+from ..redis.scripts import Script
 
 # KEYS of every script: 1 lock: "token fence stamp holder name"; 2 part: a hash with the last fence,
 # ":", and the locks taken lately, 'q' with waiters. Beside a lock with waiters: its queue of owners
@@ -235,37 +233,13 @@ return {ok = '1 ' .. now .. ' ' .. (#found > 0 and cjson.encode(found) or '[]')}
 """
 
 
-class NodeScript:
-    """A script, and the requests that run it."""
-
-    __slots__ = ("_by_hash", "_by_source", "_opening", "_words", "load")
-
-    def __init__(self, source: str, *, keys: int = 2, args: int) -> None:
-        code = source.encode()
-        sha = hashlib.sha1(code, usedforsecurity=False).hexdigest().encode()
-        self.load = pack(b"SCRIPT", b"LOAD", code)
-        self._by_hash = bulks(b"EVALSHA", sha)
-        self._by_source = bulks(b"EVAL", code)
-        self._words = keys + args
-        self._opening = b"*%d\r\n%b%b" % (3 + keys + args, self._by_hash, bulks(b"%d" % keys))
-
-    def template(self, *words: bytes) -> bytes:
-        """Return the packed request with its keys and first arguments, for `fill`."""
-        known = (self._opening + bulks(*words)).replace(b"%", b"%%")
-        return known + b"$%d\r\n%b\r\n" * (self._words - len(words))
-
-    def in_full(self, request: bytes) -> bytes:
-        """Return the request for a node that does not know the script: it will then."""
-        return request.replace(self._by_hash, self._by_source, 1)
-
-
-ACQUIRE = NodeScript(_ACQUIRE, args=4)
-ACQUIRE_OR_WAIT = NodeScript(_ACQUIRE, args=6)
-RAISE = NodeScript(_RAISE, args=2)
-EXTEND = NodeScript(_EXTEND, args=2)
-END_IN = NodeScript(_EXTEND, args=3)
-RELEASE = NodeScript(_RELEASE, args=2)
-RELEASE_AND_WAIT = NodeScript(_RELEASE, args=4)
-CLEAR = NodeScript(_CLEAR, args=1)
-LIST = NodeScript(_LIST, keys=1, args=2)
+ACQUIRE = Script(_ACQUIRE, keys=2, args=4)
+ACQUIRE_OR_WAIT = Script(_ACQUIRE, keys=2, args=6)
+RAISE = Script(_RAISE, keys=2, args=2)
+EXTEND = Script(_EXTEND, keys=2, args=2)
+END_IN = Script(_EXTEND, keys=2, args=3)
+RELEASE = Script(_RELEASE, keys=2, args=2)
+RELEASE_AND_WAIT = Script(_RELEASE, keys=2, args=4)
+CLEAR = Script(_CLEAR, keys=2, args=1)
+LIST = Script(_LIST, keys=1, args=2)
 SCRIPTS = (ACQUIRE, RAISE, EXTEND, RELEASE, CLEAR, LIST)
