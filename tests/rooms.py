@@ -32,7 +32,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class File:
-    """One module, measured."""
+    """One module or Lua script, measured."""
 
     path: Path
     title: str
@@ -49,6 +49,10 @@ class File:
 def measured(path: Path) -> File:
     """Read one file."""
     source = path.read_text()
+    if path.suffix == ".lua":
+        script = [line.strip() for line in source.splitlines()]
+        written = sum(line[:2] not in ("", "--") for line in script)
+        return File(path.relative_to(PACKAGE), script[0].removeprefix("-- "), written, [])
     tree = ast.parse(source)
     code = lines_of_code(source, tree)
     functions = []
@@ -99,8 +103,9 @@ def inside(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def package() -> list[File]:
-    """Measure every module except migrations, which Django writes."""
-    paths = sorted(p for p in PACKAGE.rglob("*.py") if "migrations" not in p.parts)
+    """Measure every module and script except migrations, which Django writes."""
+    paths = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.lua")]
+    paths = [path for path in paths if "migrations" not in path.parts]
     return sorted(map(measured, paths), key=lambda file: (file.room, file.path))
 
 
@@ -108,7 +113,7 @@ def print_names(files: Iterable[File]) -> None:
     """Print what a reader sees first."""
     for file in files:
         if file.title:
-            print(f"{file.path.as_posix():38} {file.title}")
+            print(f"{file.path.as_posix():40} {file.title}")
 
 
 def print_sizes(files: list[File]) -> None:

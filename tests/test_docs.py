@@ -235,7 +235,7 @@ def test_a_korean_page_leads_where_the_english_page_does(page):
 def test_the_code_map_has_every_room_and_only_files_that_exist():
     text = (ROOT / "docs/explanation/code-map.md").read_text()
     package = Path(distlock_app.__file__).parent
-    paths = set(re.findall(r"`([\w/]+(?:/|\.py))`", text)) - {"distlock_app/"}
+    paths = set(re.findall(r"`([\w/]+(?:/|\.py|\.lua))`", text)) - {"distlock_app/"}
     rooms = {f"{p.parent.relative_to(package).as_posix()}/" for p in package.rglob("*.py")}
 
     assert [path for path in sorted(paths) if not (package / path).exists()] == []

@@ -27,6 +27,7 @@ from tests.launching import free_port, launch, mortal
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "distlock_app"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = sorted(PACKAGE.rglob("*.lua"))
 
 
 def run(command, *, cwd=ROOT, deadline=120):
@@ -91,6 +92,16 @@ def test_every_module_says_what_it_is_for(path):
     tree = ast.parse(path.read_text())
 
     assert not tree.body or "migrations" in path.parts or ast.get_docstring(tree)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_lua_script_says_what_it_does_and_its_keys_arguments_and_answer(path):
+    first, *head = path.read_text().partition("\n\n")[0].splitlines()
+
+    assert re.match(r"-- [A-Z].+", first)
+    if path.parent.name != "shared":
+        starts = [line.split()[1] for line in head if line[3:4].strip()]
+        assert starts[:3] == ["KEYS", "ARGV", "->"]
 
 
 @pytest.mark.skipif(not find_spec("importlinter"), reason="import-linter is not installed")

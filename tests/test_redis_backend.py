@@ -10,11 +10,21 @@ from pathlib import Path
 
 import pytest
 
+import distlock_app
+from distlock_app.backends.redis.scripts import lua
 from distlock_app.claims import Busy, Grant
 from distlock_app.primitives.names import key_of
 from tests.redis_workers import Waiter, backend_at, claim
 
 pytest_plugins = ["tests.redis_fixtures"]
+
+BACKENDS = Path(distlock_app.__file__).parent / "backends"
+SCRIPTS = sorted(BACKENDS.glob("red*/lua/*.lua"))
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: str(file.relative_to(BACKENDS)))
+def test_the_server_takes_every_script(file, server):
+    server.script_load(lua(file))
 
 
 def test_one_owner_at_a_time_in_threads_and_processes(

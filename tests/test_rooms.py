@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ast
 
-from tests.rooms import complexity, lines_of_code
+from tests.rooms import PACKAGE, complexity, lines_of_code, measured
 
 
 def test_blanks_comments_and_docstrings_are_no_code():
     source = '"""What."""\n\n# why\ndef f():\n    """Do it."""\n\n    return (\n        1\n    )\n'
 
     assert lines_of_code(source, ast.parse(source)) == {4, 7, 8, 9}
+
+
+def test_blanks_and_comments_of_lua_are_no_code():
+    script = measured(PACKAGE / "backends/redis/lua/shared/mine.lua")
+
+    assert script.title == "What is in the lock, and whether this token is its owner."
+    assert (script.lines, script.functions) == (2, [])
 
 
 def test_every_branch_counts_for_the_function_that_has_it():

@@ -1,4 +1,7 @@
-"""No value stands in a statement: what is put together is constant, or a comment that is quoted."""
+"""No value stands in a statement: what is put together is constant, or a comment that is quoted.
+
+Lua is sent as it stands in its file.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,11 @@ MAY = {
 
 
 def is_constant(value):
-    """Tell whether this is made of literals and of CONSTANTS of a module alone."""
+    """Tell whether this is made of literals, CONSTANTS of a module and files of Lua alone."""
     names = [node.id for node in ast.walk(value) if isinstance(node, ast.Name)]
-    kinds = (ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Load)
-    return all(isinstance(n, kinds) for n in ast.walk(value)) and all(n.isupper() for n in names)
+    kinds = (ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Load, ast.Div, ast.Call)
+    known = all(name.isupper() or name == "lua" for name in names)
+    return known and all(isinstance(node, kinds) for node in ast.walk(value))
 
 
 def places_in(value):
@@ -68,6 +72,8 @@ def written(tree):
                 )
             if node.func.attr == "replace" and [v for v in node.args if places_in(v)]:
                 parts, values = ["SELECT "], node.args[1:]  # of a statement that has a name
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Script":
+            parts, values = ["EVAL "], node.args
         text = " ".join(map(str, parts)) + " "
         if SQL.search(text):
             asked = (value for value in values if not is_constant(value))
@@ -89,6 +95,15 @@ def test_no_value_is_written_into_a_statement():
     assert found == {}
 
 
+def test_lua_is_in_files_and_runs_no_text():
+    modules = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    scripts = "".join(path.read_text() for path in PACKAGE.rglob("*.lua"))
+
+    assert "redis.call" not in modules
+    assert set(re.findall(r"redis\.p?call\((.)", scripts)) == {"'"}  # a command is a literal
+    assert re.findall(r"\b(load|loadstring|dofile|setfenv)\b", scripts) == []
+
+
 def test_the_search_finds_what_it_is_for():
     assert found_in("""ask(f"SELECT IS_USED_LOCK('{prefix}{key}')")""") == ["prefix"]
     assert found_in("""ask(f"SELECT IS_USED_LOCK('{lock}')")""") == ["lock"]
@@ -96,4 +111,6 @@ def test_the_search_finds_what_it_is_for():
     assert found_in("""ask("SELECT pg_terminate_backend({pid})".format(pid=pid))""") == ["pid"]
     assert found_in("""ask("SELECT GET_LOCK('" + name)""") == ["name"]
     assert found_in("""ask(self.TAKE.replace("{name}", name))""") == ["name"]
+    assert found_in("""Script(lua(LUA / file), args=2)""") == ["lua(LUA / file)"]
+    assert found_in("""Script(lua(LUA / "a.lua"), args=2)""") == []
     assert found_in("""ask(f"SELECT {note(claim)} GET_LOCK(%s, %s)", key, 1)""") == []

@@ -22,15 +22,16 @@ from ..base import BaseLockBackend
 from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
-from .latches import COUNT_DOWN, PASS
 from .listening import Listener
 from .pool import ConnectionLost, Pool, Servers
 from .scripts import (
     ACQUIRE,
     CLEAR,
+    COUNT_DOWN,
     END_IN,
     EXTEND,
     GUARDED_SET,
+    PASS,
     RELEASE,
     Script,
     acquire_all,

@@ -1,0 +1,22 @@
+-- Give back the lock, or the place in its queue, and let the next in.
+--
+-- KEYS  lock, queue, entries, index, counter, members: see shared/begin.lua
+-- ARGV  1 key, 2 token
+-- ->    1 it was mine, 0 not; either way nothing of the token is left
+
+-- include: shared/begin.lua
+
+if mine and redis.call('EXISTS', queue) == 0 then  -- most often; see acquire.lua
+  redis.call('DEL', lock)
+  redis.call('ZREM', index, key)
+  return 1
+end
+
+-- include: shared/clock.lua
+-- include: shared/take.lua
+-- include: shared/members.lua
+-- include: shared/hand_over.lua
+
+local was_mine = mine or is_member()
+give_up(token)
+return was_mine and 1 or 0

@@ -1,0 +1,20 @@
+-- Release the lock, or undo tries to take it, and call the next waiter.
+--
+-- KEYS  1 lock, 2 part: see shared/begin.lua
+-- ARGV  1 token, 2 stamp of the last try that this undoes; of a waiter that stays: 3 channel,
+--       4 ticket
+-- ->    "1" it was mine, "0" not; either way nothing is left of these tries
+
+-- include: shared/begin.lua
+-- include: ../../redis/lua/shared/mine.lua
+
+local channel, ticket = ARGV[3], ARGV[4]
+mine = mine and tonumber(string.match(held, '^%S+ %d+ (%d+)')) <= tonumber(ARGV[2])
+if mine then redis.call('DEL', lock) end
+if channel or redis.call('EXISTS', lock .. ':q') == 1 then
+  -- include: shared/clock.lua
+  -- include: shared/queue.lua
+  if channel then enqueue(channel, ticket) else forget(token) end
+  if mine or not held then call_next(token) end
+end
+return {ok = mine and '1' or '0'}
