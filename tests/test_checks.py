@@ -168,6 +168,17 @@ def test_servers_are_asked_only_with_a_database(settings):
     assert found(check_servers, databases=["default"]) == ["E099"]
 
 
+def test_a_backend_without_checks_of_its_own_is_pinged(settings):
+    settings.DISTLOCK = {"default": {"BACKEND": "tests.failing_engines.DownBackend"}}
+
+    (message,) = check_servers(databases=["default"])
+
+    assert (message.id, message.msg) == (
+        "distlock_app.E017",
+        "DISTLOCK['default']: no route to db7",
+    )
+
+
 def test_what_a_server_says_stops_no_migration(settings):
     settings.DISTLOCK = {"default": {"BACKEND": "tests.test_checks.Answering"}}
 

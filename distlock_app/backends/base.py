@@ -7,10 +7,11 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
-from django.core.checks import CheckMessage
+from django.core.checks import CheckMessage, Error
 
 from ..claims import Busy, Claim, Grant, Holding
-from ..primitives.names import is_key
+from ..errors import BackendError
+from ..primitives.names import checked_key
 
 # The verbs of the admin and the command, which name a lock by its key.
 FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
@@ -29,6 +30,7 @@ class BaseLockBackend:
     # How often the core looks whether such a session still lives, in seconds, however long the
     # ttl: `extend_many` may answer None, "nothing speaks against it", without a request.
     heartbeat: float | None = None
+    check_id = "distlock_app.E017"  # of what check() reports if the server does not answer
     local = False  # other processes are not excluded
     fences = False  # grants carry a fence
     shares = False  # shared claims (readers / writer)
@@ -158,6 +160,11 @@ class BaseLockBackend:
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         """Return system check messages; `ask` allows questions to the server."""
+        if ask:
+            try:
+                self.ping()
+            except BackendError as error:
+                return [no_answer(self.alias, error, self.check_id)]
         return []
 
     def ping(self) -> None:
@@ -170,11 +177,16 @@ class BaseLockBackend:
         """Forget, in the child, every connection without closing it: the parent uses them."""
 
 
+def no_answer(alias: str, error: Exception, id: str) -> Error:
+    """Return what a check reports if the server does not answer."""
+    return Error(f"DISTLOCK[{alias!r}]: {error}", id=id)
+
+
 def _for_keys(verb: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(verb)
     def checked(self: Any, key: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if key is not None and not is_key(key):
-            raise ValueError(f"not the key of a lock: {key!r:.80}")
+        if key is not None:
+            checked_key(key)
         return verb(self, key, *args, **kwargs)
 
     return checked

@@ -74,6 +74,13 @@ def is_key(text: str) -> bool:
     return re.fullmatch(KEY, text) is not None
 
 
+def checked_key(text: str) -> str:
+    """Return `text`, or raise ValueError: pages and commands pass what a user typed."""
+    if not is_key(text):
+        raise ValueError(f"not the key of a lock: {text!r:.80}")
+    return text
+
+
 def shown(name: str) -> str:
     """Return `name` as printable text of at most `SHOWN_LENGTH` characters.
 

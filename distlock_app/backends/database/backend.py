@@ -19,7 +19,7 @@ from django.db.transaction import mark_for_rollback_on_error
 
 from ...claims import Busy, Claim, Grant, Holding
 from ...errors import BackendError
-from ...primitives.names import is_key, shown
+from ...primitives.names import checked_key, shown
 from ...primitives.timing import Deadline, full_jitter, monotonic
 from ...primitives.transactions import fence_of
 from ..base import BaseLockBackend
@@ -176,8 +176,7 @@ class DatabaseBackend(BaseLockBackend):
 
         Busy: other transactions had it for `wait` seconds. None: `acquire` can tell more.
         """
-        if not is_key(key):  # PostgreSQL takes no values beside several statements
-            raise ValueError(f"not the key of a lock: {key!r:.80}")
+        checked_key(key)  # PostgreSQL takes no values beside several statements
         deadline, attempt = Deadline(wait), 0
         connection = connections[self.using]
         if connection.vendor == "sqlite":

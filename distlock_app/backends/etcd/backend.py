@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import urlsplit
 
-from django.core.checks import CheckMessage, Error
 from django.core.exceptions import ImproperlyConfigured
 
 from ...claims import Busy, Claim, Grant, Holding
@@ -73,6 +72,7 @@ class EtcdBackend(BaseLockBackend):
     the end of the one before it, so that a release wakes one waiter. Only revisions decide.
     """
 
+    check_id = "distlock_app.E015"
     fences = True
     queues = True
     pushes = True
@@ -202,15 +202,6 @@ class EtcdBackend(BaseLockBackend):
         first = view.queue[0]
         delete = {"request_delete_range": {"key": encoded(first.key)}}
         return int(bool(self._txn([_created(first)], [delete], []).get("succeeded")))
-
-    def check(self, *, ask: bool = False) -> list[CheckMessage]:
-        if ask:
-            try:
-                self.ping()
-            except BackendError as error:
-                text = f"DISTLOCK[{self.alias!r}]: {error}"
-                return [Error(text, id="distlock_app.E015")]
-        return []
 
     def ping(self) -> None:
         self._epoch()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Warning
+from django.core.checks import CheckMessage, Warning
 
 from ...errors import BackendError
+from ..base import no_answer
 from .alias import server_of
 from .pool import Pool, Servers
 from .scripts import pack
@@ -35,7 +36,7 @@ def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckM
     try:
         facts = {node.name: _facts(node) for node in servers.nodes()}
     except BackendError as error:
-        return [Error(f"DISTLOCK[{alias!r}]: {error}", id="distlock_app.E013")]
+        return [no_answer(alias, error, "distlock_app.E013")]
     messages: list[CheckMessage] = []
     policies = {fact.get("maxmemory_policy", "noeviction") for fact in facts.values()}
     for policy in sorted(policies - {"noeviction"}):

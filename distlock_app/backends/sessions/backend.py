@@ -26,7 +26,7 @@ from ...errors import BackendError
 from ...primitives.identity import holder_fields
 from ...primitives.names import KEY, shown
 from ...primitives.timing import Deadline, full_jitter, monotonic
-from ..base import BaseLockBackend
+from ..base import BaseLockBackend, no_answer
 from .pool import (
     ANSWER_WAIT,
     ConnectionLost,
@@ -312,7 +312,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
         try:
             return self._question(lambda session: list(self.look_around(session)))
         except BackendError as error:
-            return [checks.Error(f"DISTLOCK[{self.alias!r}]: {error}", id="distlock_app.E031")]
+            return [no_answer(self.alias, error, "distlock_app.E031")]
 
     @abstractmethod
     def look_around(self, session: S) -> Iterator[checks.CheckMessage]:

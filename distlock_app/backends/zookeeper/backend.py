@@ -10,7 +10,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from django.core.checks import CheckMessage, Error
 from django.core.exceptions import ImproperlyConfigured
 
 from ...claims import Busy, Claim, Grant, Holding
@@ -90,6 +89,7 @@ class ZooKeeperBackend(BaseLockBackend):
     others watches the one that is in its way, so that a release wakes one waiter.
     """
 
+    check_id = "distlock_app.E016"
     expires = False
     fences = True
     shares = True
@@ -220,15 +220,6 @@ class ZooKeeperBackend(BaseLockBackend):
             for path, stat in zip(paths, stats, strict=True)
             if stat is not None and if_version in (None, str(stat.czxid))
         )
-
-    def check(self, *, ask: bool = False) -> list[CheckMessage]:
-        if ask:
-            try:
-                self.ping()
-            except BackendError as error:
-                text = f"DISTLOCK[{self.alias!r}]: {error}"
-                return [Error(text, id="distlock_app.E016")]
-        return []
 
     def ping(self) -> None:
         self._session.ask("exists", self._root)
