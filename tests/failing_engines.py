@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from distlock_app.backends.base import BaseLockBackend
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.errors import BackendError
 
@@ -45,6 +46,14 @@ class StubbornBackend(LocMemBackend):
 
     def clear(self, key, if_version=None):
         raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
+
+
+class UnlistedBackend(LocMemBackend):
+    """Takes and releases locks, and cannot say which."""
+
+    lists = False
+    holders = BaseLockBackend.holders
+    clear = BaseLockBackend.clear
 
 
 class DullBackend(LocMemBackend):

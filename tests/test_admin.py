@@ -252,6 +252,20 @@ def test_a_list_without_the_locks_of_an_engine_that_is_down_says_so(viewer, alia
     assert html.count("It is not known what “broken” holds") == said
 
 
+def test_an_engine_that_cannot_list_is_shown_as_up_with_locks_that_are_not_known(viewer, aliases):
+    aliases("mute", "tests.failing_engines.UnlistedBackend")
+
+    with Lock("a", using="mute"), Lock("a"):
+        html = viewer.get(LIST).content.decode()
+        gone = said(viewer.get(change_url(row_id("a").replace("default", "mute")), follow=True))
+
+    assert "dl-down" not in html.replace("dl-down dl-failed", "")
+    assert '<span class="dl-quiet">cannot list its locks</span>' in html
+    assert "It is not known what “mute” holds: it cannot list its locks." in html
+    assert html.count("data-dl-left") == 1
+    assert gone == "“mute”: cannot list its locks."
+
+
 def test_an_engine_that_hangs_costs_its_bound_once_and_one_thread(viewer, aliases, monkeypatch):
     aliases("silent", "tests.failing_engines.HangingBackend")
     HangingBackend.asked = 0

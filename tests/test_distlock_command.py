@@ -17,6 +17,7 @@ from django.core.checks import Warning
 from django.core.management import CommandError, call_command
 from django.db import connection
 
+from distlock_app import Lock, LockError
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
 from distlock_app.core.registry import registry
@@ -164,6 +165,32 @@ def test_list_does_not_say_that_nothing_is_held_if_it_is_not_known(memory, capsy
 
     assert (code, out) == (69, "")
     assert err.startswith("typo cannot be used: DISTLOCK['typo']")
+
+
+def test_list_names_an_engine_that_cannot_list_and_shows_the_rest(memory, capsys):
+    memory("mute", "tests.failing_engines.UnlistedBackend")
+
+    assert say(capsys, "list") == (0, "", "mute cannot list its locks\n")
+    taken("a")
+    code, out, err = say(capsys, "list")
+    assert (code, err) == (0, "mute cannot list its locks\n")
+    assert out.splitlines()[1].startswith("a")
+    [*_, mute] = listed(capsys)["backends"]
+    assert (mute["up"], mute["reason"]) == (True, "cannot list its locks")
+
+
+def test_show_and_clear_do_not_say_that_a_lock_is_free_if_an_engine_cannot_list(memory, capsys):
+    memory("mute", "tests.failing_engines.UnlistedBackend")
+    taken("a", "mute")
+
+    assert say(capsys, "show", "a") == (69, "", "mute cannot list its locks\n")
+    assert say(capsys, "clear", "a", "--yes") == (69, "", "mute cannot list its locks\n")
+    taken("a")
+    assert say(capsys, "show", "a")[0] == 0
+    with pytest.raises(LockError, match="cannot list its locks"):
+        Lock("a", using="mute").locked()
+    with pytest.raises(LockError, match="cannot clear a lock"):
+        Lock("a", using="mute").clear()
 
 
 def test_show_names_the_lock_that_nobody_holds(memory, capsys):

@@ -79,11 +79,11 @@ def rows_of(ids: Iterable[str]) -> Found:
     for alias, key, _seen in asked.values():
         wanted.setdefault(alias, {})[key] = None
     reading = read({alias: list(keys) for alias, keys in wanted.items()})
-    down = [backend for backend in reading.backends if not backend.up]
+    unknown = [backend for backend in reading.backends if not backend.known]
     problems = [
         gettext("“%(alias)s”: %(reason)s.")
         % {"alias": shown(backend.alias), "reason": backend.reason}
-        for backend in down
+        for backend in unknown
     ]
     rows: dict[str, LiveLock] = {}
     free = 0
@@ -94,7 +94,7 @@ def rows_of(ids: Iterable[str]) -> Found:
             rows[matching[0].pk] = matching[0]
         elif same:
             problems.append(_changed_hands(row_of(same[0])))
-        elif alias not in {backend.alias for backend in down}:
+        elif alias not in {backend.alias for backend in unknown}:
             free += 1
     if free:
         problems.append(

@@ -141,7 +141,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         more = {
             "title": _("Live locks"),
             "backends": reading.backends,
-            "down": [e for e in reading.backends if not e.up and _chosen(request, e.alias)],
+            "unknown": [e for e in reading.backends if not e.known and _chosen(request, e.alias)],
             "looked_through": [e for e in reading.backends if looks and e.alias in cut],
             "paged": cut and not looks,
             "read_at": timezone.now(),

@@ -10,7 +10,7 @@ from typing import Any
 from django.core.checks import CheckMessage, Error
 
 from ..claims import Busy, Claim, Grant, Holding
-from ..errors import BackendError
+from ..errors import BackendError, LockError
 from ..primitives.names import checked_key
 
 # The verbs of the admin and the command, which name a lock by its key.
@@ -38,6 +38,7 @@ class BaseLockBackend:
     limits = False  # counting semaphore: claims with a limit above 1
     latches = False  # claims with `latch`, and count_down()
     prolongs = False  # prolong()
+    lists = True  # holders() and clear(). False: pages and commands say that it cannot list
 
     # First and longest pause between two tries of a waiter, in seconds. A backend that calls
     # `claim.wake` is asked again only after `poll_max`, in case a message was lost.
@@ -129,7 +130,7 @@ class BaseLockBackend:
 
     def holders(self, key: str | None = None) -> Iterable[Holding]:
         """Yield what is held now, of one key or of all."""
-        raise NotImplementedError
+        raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot list its locks")
 
     def queue(self, key: str) -> list[Mapping[str, Any]] | None:
         """Return the waiters for `key`, as `Holding.holder` shows them, in order of arrival.
@@ -152,7 +153,7 @@ class BaseLockBackend:
 
         With `if_version` (of a Holding) only that claim: 0 if the lock changed hands meanwhile.
         """
-        raise NotImplementedError
+        raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot clear a lock")
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
         """Do as extend() with the claim of this `version` (see Holding), of any owner."""

@@ -43,6 +43,7 @@ class Health:
     alias: str
     ping_ms: float | None = None  # one round trip; None: it did not answer
     error: BaseException | None = None  # why not; None: it said nothing in time
+    lists: bool = True  # it can say what it holds
     total: int | None = None  # locks that it holds; None: not known
     looked: int = 0  # how many of them were read
 
@@ -51,15 +52,20 @@ class Health:
         return self.ping_ms is not None
 
     @property
+    def known(self) -> bool:
+        """Whether it said what it holds."""
+        return self.up and self.lists
+
+    @property
     def truncated(self) -> bool:
         """Whether it holds more locks than were read."""
-        return self.up and (self.total is None or self.total > self.looked)
+        return self.known and (self.total is None or self.total > self.looked)
 
     @property
     def reason(self) -> str:
-        """Why it is down, for a page: drivers put addresses and users into their messages."""
+        """Why its locks are not known, for a page, without what drivers say: addresses, users."""
         if self.up:
-            return ""
+            return "" if self.lists else gettext("cannot list its locks")
         if self.error is None:
             return gettext("no answer within %(seconds)g s") % {"seconds": ANSWER_WITHIN}
         kind = type(self.error.__cause__ or self.error).__name__
@@ -154,8 +160,11 @@ def _within(seconds: float) -> Question[Part]:
 
 
 def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
+    def listed(question: Question[Part]) -> Question[Part | None]:
+        return lambda backend: question(backend) if backend.lists else None
+
     reading = Reading()
-    for health, part in ask(wanted):
+    for health, part in ask({alias: listed(question) for alias, question in wanted.items()}):
         if part is not None:
             health = replace(health, looked=part.looked, total=part.total)
             reading.holdings.extend(part.holdings)
@@ -230,7 +239,7 @@ class _Asked(threading.Thread, Generic[T]):
             backend.ping()
             ping_ms = (monotonic() - started) * 1000
             self._found = self._question(backend)
-            self._health = Health(alias=self._alias, ping_ms=ping_ms)
+            self._health = Health(alias=self._alias, ping_ms=ping_ms, lists=backend.lists)
         except Exception as error:  # whatever it is: it must not break a page
             if not isinstance(error, (BackendError, ImproperlyConfigured)):
                 logger.exception(

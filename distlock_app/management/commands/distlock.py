@@ -1,9 +1,9 @@
 """`manage.py distlock`: look at locks and backends, take one away, run a program under one.
 
 Exit codes: 0 done; 1 `show`, `clear`: it is free, or has another version; 69 a backend is
-down or cannot be used; 75 `run`: another owner holds it; 76 `run`: the lock was lost, the
-program terminated; else the program's own. It works while a database is down: it uses no model
-and no system check.
+down or cannot be used, or cannot list its locks (`show`, `clear`); 75 `run`: another owner
+holds it; 76 `run`: the lock was lost, the program terminated; else the program's own. It works
+while a database is down: it uses no model and no system check.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import getpass
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from time import sleep
@@ -91,14 +91,13 @@ class Command(BaseCommand):
         if using is not None:
             registry[using]  # a wrong alias is the caller's mistake, not a backend that is down
         reading = read_all(None if using is None else [using])
-        down = any(not backend.up for backend in reading.backends)
-        none = "" if down else "nothing is held"  # of a backend that is down, that is not known
+        none = "nothing is held" if all(backend.known for backend in reading.backends) else ""
         self._write(reading.holdings, as_json, backends=reading.backends, none=none)
         for backend in reading.backends:
             if backend.truncated:
                 of = "" if backend.total is None else f" of {backend.total}"
                 self.stderr.write(f"{backend.alias}: the first {backend.looked}{of} locks")
-        return self._report_down(reading.backends)
+        return self._report_unknown(reading.backends)
 
     def _watch(self, *, interval: float, times: int | None, as_json: bool, **options: Any) -> int:
         if not 0.1 <= interval <= 3600:
@@ -205,7 +204,7 @@ class Command(BaseCommand):
         return code
 
     def _held(self, name: str, using: str | None) -> list[Holding]:
-        """Return the holders of the lock; exit with 69 if a backend that is down might know."""
+        """Return the holders of the lock; exit with 69 if it is not known whether it is held."""
         try:
             key = names.key_of(names.checked(name))
         except ValueError as error:
@@ -213,11 +212,16 @@ class Command(BaseCommand):
         if using is not None:
             registry[using]  # as above
         reading = read(dict.fromkeys(registry if using is None else [using], [key]))
-        if self._report_down(reading.backends) and not reading.holdings:
+        self._report_unknown(reading.backends)
+        if not reading.holdings and not all(backend.known for backend in reading.backends):
             sys.exit(EX_UNAVAILABLE)
         return reading.holdings
 
-    def _report_down(self, backends: Iterable[Health]) -> int:
+    def _report_unknown(self, backends: Collection[Health]) -> int:
+        """Name the backends whose locks are not known; return the code if one is down."""
+        for backend in backends:
+            if not backend.lists:
+                self.stderr.write(f"{backend.alias} cannot list its locks")
         down = [backend for backend in backends if not backend.up]
         for backend in down:
             wrong = isinstance(backend.error, ImproperlyConfigured)
