@@ -37,6 +37,7 @@ def missing(server: str, reason: str) -> None:
 # Files whose tests do the same whatever `default` is: tests/run.sh runs them beside SQLite only.
 ONCE = (
     *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
+    "test_contract_proof",
     *("test_core_async", "test_core_cost", "test_core_fork", "test_core_holds"),
     "test_core_sessions",
     *("test_core_settings", "test_core_waiting", "test_etags", "test_history"),

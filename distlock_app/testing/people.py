@@ -1,0 +1,100 @@
+"""The part of the backends' suite about what people see of locks, take away and prolong."""
+
+from __future__ import annotations
+
+from unittest import SkipTest
+
+from .faults import FaultContract
+from .sharing import a_claim
+
+
+class PeopleContract(FaultContract):
+    """What a backend keeps that `lists`, or `prolongs`; see LockBackendContract."""
+
+    def test_people_can_prolong_the_claim_they_see_and_no_other(self) -> None:
+        self.needs("prolongs", "lists")
+        name = self.name()
+        grant = self.backend.acquire(a_claim(name, ttl=5), 0)
+        (held,) = self.backend.holders(grant.claim.key)
+
+        assert self.backend.prolong(grant.claim.key, held.version, 60) is True
+        (now,) = self.backend.holders(grant.claim.key)
+        assert now.expires_in > 50 and now.version == held.version
+        assert self.backend.prolong(grant.claim.key, str(held.fence - 1), 60) is False
+        assert self.backend.prolong(grant.claim.key, "made up", 60) is False
+        assert self.backend.release(grant) is True
+        assert self.backend.prolong(grant.claim.key, held.version, 60) is False
+
+    def test_holders_tell_who_holds_it_without_the_token(self) -> None:
+        self.needs("lists")
+        claim = a_claim(self.name())
+        grant = self.backend.acquire(claim, 0)
+
+        (holding,) = self.backend.holders(claim.key)
+
+        assert (holding.name, holding.key, holding.alias) == (claim.name, claim.key, self.alias)
+        assert holding.fence == grant.fence
+        assert holding.holder["host"] == "elsewhere"
+        assert holding.expires_in is None or 0 < holding.expires_in <= claim.ttl + 0.01
+        assert claim.owner not in repr(holding)
+        self.backend.release(grant)
+        assert list(self.backend.holders(claim.key)) == []
+
+    def test_all_holders_are_listed(self) -> None:
+        self.needs("lists")
+        grants = [self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)]
+
+        listed = {holding.key for holding in self.backend.holders()}
+
+        assert listed >= {grant.claim.key for grant in grants}
+        for grant in grants:
+            self.backend.release(grant)
+
+    def test_the_queue_says_who_waits_if_the_engine_can_tell(self) -> None:
+        name = self.name()
+        first = self.backend.acquire(a_claim(name), 0)
+        if self.backend.queue(first.claim.key) is None:
+            raise SkipTest("it does not know its waiters")
+        waiter = a_claim(name, wake=lambda grant: None)
+        refusal = self.backend.acquire(waiter, 5)
+
+        shown = self.backend.queue(first.claim.key)
+
+        assert not refusal and [who["host"] for who in shown] == ["elsewhere"]
+        assert waiter.owner not in repr(shown)
+        self.backend.acquire(waiter, 0)
+        self.backend.release(first)
+        assert self.backend.queue(first.claim.key) == []
+
+    def test_pages_have_every_lock_once_and_tell_how_many_there_are(self) -> None:
+        self.needs("lists")
+        held = {self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)}
+
+        ours = {grant.claim.key for grant in held}
+
+        def agree() -> bool:  # what other tests left behind may end meanwhile
+            page, total = self.backend.page(0, 10_000)
+            parts = [self.backend.page(start, 2) for start in range(0, (total or 0) + 2, 2)]
+            keys = sorted(holding.key for holding in page)
+            assert ours <= set(keys)
+            return sorted(h.key for part, _ in parts for h in part) == keys and all(
+                known in (None, total) for _, known in parts
+            )
+
+        self.eventually(agree, within=10)
+        for grant in held:
+            self.backend.release(grant)
+
+    def test_clear_spares_a_lock_that_changed_hands(self) -> None:
+        self.needs("lists")
+        name = self.name()
+        first = self.backend.acquire(a_claim(name), 0)
+        (held,) = self.backend.holders(first.claim.key)
+        self.backend.release(first)
+        second = self.backend.acquire(a_claim(name), 0)
+
+        assert self.backend.clear(first.claim.key, held.version) == 0
+        assert self.backend.extend(second, 30) is True
+        (held,) = self.backend.holders(first.claim.key)
+        assert self.backend.clear(first.claim.key, held.version) == 1
+        assert self.backend.release(second) is False
