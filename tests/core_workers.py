@@ -18,6 +18,7 @@ from django.test import override_settings
 
 from distlock_app import Lock, LockLost, NotHeld
 from distlock_app.core.registry import registry
+from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
 from distlock_app.primitives.identity import new_token
 from distlock_app.primitives.timing import monotonic
@@ -159,7 +160,7 @@ def end_the_transaction_in_a_child():
                 for _, function, _ in connection.run_on_commit:
                     function()
             connection.run_on_commit.clear()
-            renewer.drain()
+            releaser.drain()
             return backend.asked[asked:]
 
         os.environ["COMMITS"] = "1"

@@ -20,7 +20,7 @@ from distlock_app import (
     locked,
 )
 from distlock_app.core.registry import registry
-from distlock_app.core.renewal import renewer
+from distlock_app.core.releasing import releaser
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -410,8 +410,8 @@ def test_what_an_ended_program_began_is_released_before_the_process_ends(engine)
 
     asyncio.run(main())  # cancels what still runs
     assert taken.wait(DEADLINE)
-    until(lambda: renewer._releases or all_free(engine))
-    renewer.drain()
+    until(lambda: releaser._under_way or all_free(engine))
+    releaser.drain()
 
     assert all_free(engine)
 

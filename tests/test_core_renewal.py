@@ -15,9 +15,12 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.claims import Grant
-from distlock_app.core import renewal as renewal_module
+from distlock_app.core import releasing
+from distlock_app.core.lease import GONE, Lease
 from distlock_app.core.registry import registry
+from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import Renewer, renewer
+from distlock_app.core.timer import Timer, timer
 from distlock_app.primitives import threads
 from distlock_app.primitives.timing import monotonic
 from distlock_app.signals import lock_lost, lock_released
@@ -214,7 +217,7 @@ def test_an_engine_that_hangs_delays_no_loss_and_no_other_engine(engine):
 
     until(lambda: kept.check() or kept._lease.trusted_until > first_end)
     kept.release()
-    assert doomed._lease.lost_because == renewal_module.GONE
+    assert doomed._lease.lost_because == GONE
     left_quietly(doomed)
     engine.go_on()
     left_quietly(stuck)
@@ -349,7 +352,7 @@ def test_the_renewer_frees_holds_and_forgets_what_was_released(engine):
     del hold
     gc.collect()
 
-    assert len(renewer._heap) < 3000
+    assert len(timer._heap) < 3000
     assert sum(ref() is not None for ref in leases) < 10
 
 
@@ -392,10 +395,9 @@ def test_what_is_released_while_its_renewal_waits_for_others_is_not_asked_for(en
 
 
 def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, monkeypatch):
-    mine = Renewer()
-    monkeypatch.setattr("distlock_app.core.acquiring.renewer", mine)
-    monkeypatch.setattr("distlock_app.core.lock.renewer", mine)
-    monkeypatch.setattr("distlock_app.core.hold.renewer", mine)
+    mine = Timer()
+    for module in "acquiring", "hold", "renewal", "releasing":
+        monkeypatch.setattr(f"distlock_app.core.{module}.timer", mine)
     real = threading.Thread.start
 
     def no_threads(self):
@@ -454,7 +456,7 @@ def test_backends_are_not_kept_alive_by_their_workers(engine, monkeypatch, setti
     settings.DISTLOCK = {"default": {"BACKEND": "tests.engines.FakeBackend"}}
     assert registry["default"].backend is not engine
 
-    until(lambda: not any(worker._running for worker in renewer._workers.get(backend(), ())))
+    until(lambda: (worker := renewer._workers.get(backend())) is None or not worker._running)
 
 
 def test_a_hold_survives_a_reset_of_the_registry(engine):
@@ -471,7 +473,7 @@ def test_no_renewal_waits_for_releases(engine):
     engine.hang("release")
     hold = Lock("a", ttl=3).acquire()
     for number in range(20):
-        renewer.give_back(engine, Grant(a_claim(f"b{number}")))
+        releaser.give_back(engine, Grant(a_claim(f"b{number}")))
 
     renewed(hold)
 
@@ -486,7 +488,7 @@ def test_a_release_that_hangs_holds_up_no_other(engine):
     others = [engine.acquire(a_claim(f"b{number}"), 0) for number in range(20)]
 
     for grant in (stuck, *others):
-        renewer.give_back(engine, grant)
+        releaser.give_back(engine, grant)
 
     until(lambda: [x.name for x in engine.holders()] == ["stuck"])
     gate.set()
@@ -509,7 +511,7 @@ def test_a_late_release_of_a_stable_owner_never_hits_its_next_hold(engine):
         pass
 
     hold = lock.acquire(wait=0)
-    renewer.drain()
+    releaser.drain()
 
     assert list(engine.holders())
     hold.release()
@@ -518,23 +520,23 @@ def test_a_late_release_of_a_stable_owner_never_hits_its_next_hold(engine):
 def test_a_release_is_not_tried_when_its_time_is_over(engine):
     grant = engine.acquire(a_claim("b", ttl=0.1), 0)
     engine.hang("release")
-    for number in range(renewal_module.RELEASERS):
-        renewer.give_back(engine, Grant(a_claim(f"hangs {number}")))
-    renewer.give_back(engine, grant)
+    for number in range(releasing.THREADS):
+        releaser.give_back(engine, Grant(a_claim(f"hangs {number}")))
+    releaser.give_back(engine, grant)
     over = monotonic() + 0.2
     until(lambda: monotonic() > over)
 
     engine.go_on()
-    renewer.drain()
+    releaser.drain()
 
-    assert engine.asked.count("release") == renewal_module.RELEASERS
+    assert engine.asked.count("release") == releasing.THREADS
 
 
 def test_many_releases_that_an_engine_owes_do_not_ask_it_all_the_time(engine):
     engine.fail("release")
     for number in range(500):
-        renewer.give_back(engine, Grant(a_claim(f"b{number}", ttl=30)))
-    until(lambda: len(renewer._heap) >= 500)
+        releaser.give_back(engine, Grant(a_claim(f"b{number}", ttl=30)))
+    until(lambda: len(timer._heap) >= 500)
 
     asked = engine.asked.count("release")
     engine.go_on()
@@ -550,9 +552,9 @@ os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
 django.setup()
 from django.test import override_settings
 from distlock_app import Lock
-from distlock_app.core import renewal
+from distlock_app.core import releasing
 from distlock_app.core.registry import registry
-renewal.EXIT_PATIENCE = 20.0
+releasing.EXIT_PATIENCE = 20.0
 fake = {"BACKEND": "tests.engines.FakeBackend"}
 override_settings(DISTLOCK={"default": fake}).enable()
 engine = registry["default"].backend
@@ -597,13 +599,13 @@ def test_a_process_ends_although_a_task_still_waits():
 
 
 def test_the_end_of_the_process_does_not_wait_for_an_engine_that_hangs(monkeypatch, engine):
-    monkeypatch.setattr(renewal_module, "EXIT_PATIENCE", 0.1)
+    monkeypatch.setattr(releasing, "EXIT_PATIENCE", 0.1)
     engine.hang("release")
     hold = Lock("a").acquire()
-    renewer.give_back(engine, hold._lease.grant)
+    releaser.give_back(engine, hold._lease.grant)
     began = time.monotonic()
 
-    renewer.drain()
+    releaser.drain()
 
     assert time.monotonic() - began < 5
     engine.go_on()
@@ -611,13 +613,13 @@ def test_the_end_of_the_process_does_not_wait_for_an_engine_that_hangs(monkeypat
     left_quietly(hold)
 
 
-def test_a_signal_handler_that_releases_in_the_middle_of_the_renewer_does_not_hang(engine):
+def test_a_signal_handler_that_releases_in_the_middle_of_the_timer_does_not_hang(engine):
     first, second = Lock("a").acquire(), Lock("b").acquire()
     for hold in first, second:
         renewer._schedule(hold._lease, monotonic() + 5)
 
     def interrupt(frame, event, arg):
-        if event == "call" and frame.f_code is Renewer._note_stale.__code__:
+        if event == "call" and frame.f_code is Timer.wake_at.__code__:
             sys.setprofile(None)
             second.release()
 
@@ -625,6 +627,7 @@ def test_a_signal_handler_that_releases_in_the_middle_of_the_renewer_does_not_ha
 
     def work():
         sys.setprofile(interrupt)
+        renewer._schedule(first._lease, monotonic() + 4)  # with the timer's lock
         first.release()
         done.set()
 
@@ -659,7 +662,7 @@ def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeyp
 
 
 def _renewers():
-    return [thread for thread in threading.enumerate() if thread.name == "distlock-renewer"]
+    return [thread for thread in threading.enumerate() if thread.name == "distlock-timer"]
 
 
 def test_no_warning_is_left(engine):
@@ -686,7 +689,7 @@ def test_what_is_released_soon_does_not_come_onto_the_heap(engine):
         with Lock("soon", ttl=30):
             pass
 
-    leases = [what for _, _, what in list(renewer._heap) if not isinstance(what, tuple)]
+    leases = [entry[2] for entry in list(timer._heap) if isinstance(entry[2], Lease)]
     # Where the renewer woke just then, for another lock, it saw the one that was held.
     assert [lease.grant.claim.name for lease in leases].count("soon") < 10
-    assert "soon" not in {lease.grant.claim.name for lease in renewer._young.copy()}
+    assert "soon" not in {lease.grant.claim.name for lease in timer.young.copy()}

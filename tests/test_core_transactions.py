@@ -17,6 +17,7 @@ from django.test import TestCase
 
 from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locked
 from distlock_app.core import entered
+from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
 from distlock_app.primitives import transactions
 from distlock_app.signals import lock_lost, lock_released
@@ -148,7 +149,7 @@ def test_after_a_rollback_the_lock_can_be_taken_again_at_once(engine):
                 raise Stop
 
         with Lock("a", wait=0) as hold:
-            renewer.drain()
+            releaser.drain()
             hold.check()
             assert held(engine)
 
@@ -163,7 +164,7 @@ def test_a_hold_adopted_after_a_rollback_waits_for_the_next_block(engine):
         with transaction.atomic():
             with Lock("a", wait=0):
                 pass
-            renewer.drain()
+            releaser.drain()
             assert held(engine)
 
         until(lambda: not held(engine))
@@ -208,7 +209,7 @@ def test_a_block_that_began_after_the_release_is_waited_for_when_the_lock_is_tak
         pass
 
     first.__exit__(error and Stop, error, None)
-    renewer.drain()
+    releaser.drain()
     assert held(engine)
     second.__exit__(None, None, None)
 

@@ -19,7 +19,7 @@ from distlock_app.backends.sessions import backend as session_backend
 from distlock_app.backends.sessions import pool as session_pool
 from distlock_app.claims import Grant
 from distlock_app.core.registry import MAX_TTL, registry
-from distlock_app.core.renewal import renewer
+from distlock_app.core.releasing import releaser
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
@@ -319,7 +319,7 @@ def test_a_task_cancelled_while_its_thread_connects_does_not_line_up(backend, mo
 
     monkeypatch.setattr(backend, "_lend", lend_late)
     asyncio.run(main())
-    renewer.drain()  # the release came before the thread has lined up
+    releaser.drain()  # the release came before the thread has lined up
     monkeypatch.setattr(backend, "_lend", lend)
     go_on.set()
 

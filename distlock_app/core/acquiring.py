@@ -13,7 +13,9 @@ from ..primitives.timing import monotonic
 from .hold import Hold
 from .lease import Lease
 from .registry import checked_wait, registry
+from .releasing import releaser
 from .renewal import renewer
+from .timer import timer
 from .waiting import AsyncWaker, Waker
 
 
@@ -64,7 +66,7 @@ class Attempt:
             hold.entered = entered
             if lease.add_hold(hold):
                 return hold
-            renewer.drain(lease)
+            releaser.drain(lease)
         if not transactions.surely_none():
             transactions.check_before_lock(self.lock.name, release_now=release_now)
         return None
@@ -117,7 +119,8 @@ class Attempt:
             renewer.watch(lease)
         except BaseException:  # Ctrl-C: nobody has the hold, whose lock is given back
             hold.released = True
-            renewer.unwatch(lease)
+            lease.end()
+            timer.cancel(lease)
             raise
         if lease.since - self.started >= SLOW_WAIT:
             self.note_wait("slow_wait", grant)

@@ -12,7 +12,7 @@ from ..primitives.timing import monotonic, trusted_for
 from .acquiring import Attempt
 from .hold import Hold
 from .registry import registry
-from .renewal import renewer
+from .releasing import releaser
 from .waiting import Waker
 
 
@@ -62,7 +62,7 @@ class Together:
             hold.abandon()
         for claim in self.claims if at_once else self.claims[len(self.holds) :]:
             if not at_once:
-                renewer.give_back(self.backend, Grant(claim))
+                releaser.give_back(self.backend, Grant(claim))
             elif not claim.stable:
                 with suppress(Exception):
                     self.backend.release(Grant(claim))

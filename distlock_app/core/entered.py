@@ -11,14 +11,38 @@ from django.db import transaction
 from ..errors import LockBusy, NotHeld
 from ..primitives import identity
 
+HeldT = TypeVar("HeldT")
+
 
 class Entered:
-    """What is noted on a hold, or on several, while the `with` of its lock is open."""
+    """A hold, or several: its own `with`, and what is noted in the `with` of its lock."""
 
     lock: Any = None  # also so that its id() is not used again
     frame: FrameType | None = None
     runner: Any = None  # that entered it
     block: Any = None  # the atomic() block inside
+
+    def __enter__(self: HeldT) -> HeldT:
+        return self.enter()  # type: ignore[attr-defined,no-any-return]
+
+    def __exit__(
+        self: Any,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.leave(exc)
+
+    async def __aenter__(self: HeldT) -> HeldT:
+        return self.enter()  # type: ignore[attr-defined,no-any-return]
+
+    async def __aexit__(
+        self: Any,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aleave(exc)
 
 
 # By id(lock), for two equal locks are two, and id(frame), in which one thread runs at a time: so
@@ -59,9 +83,6 @@ def entered(lock: Any, frame: FrameType) -> Any:
     if not ours:
         raise NotHeld("it is not known which `with` ends here: use hold = lock.acquire() instead")
     return ours[-1]
-
-
-HeldT = TypeVar("HeldT")
 
 
 class WithBlock(Generic[HeldT]):

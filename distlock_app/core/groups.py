@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from types import CodeType, TracebackType
+from types import CodeType
 
 from ..errors import LockBusy, LockTimeout
 from ..primitives import identity, names
@@ -70,28 +70,6 @@ class Holds(tuple[Hold, ...], Entered):
             hold.enter(inside=False)
             hold.taken_at = taken_at
         return self
-
-    def __enter__(self) -> Holds:
-        return self.enter()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.leave(exc)
-
-    async def __aenter__(self) -> Holds:
-        return self.enter()
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aleave(exc)
 
 
 @dataclass(frozen=True, slots=True)

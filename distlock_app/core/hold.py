@@ -21,9 +21,12 @@ from ..primitives.timing import monotonic
 from ..signals import asend, lock_released, send
 from .entered import Entered
 from .handover import packed
-from .lease import Lease
+from .lease import GONE, LATE, Lease
 from .registry import MIN_TTL, checked_ttl
-from .renewal import GONE, LATE, RENEW_AT, lease_facts, renewer
+from .releasing import drop_at_end, release_at_end, releaser
+from .renewal import renewer
+from .reporting import lease_facts
+from .timer import timer
 from .waiting import in_thread
 
 
@@ -131,7 +134,7 @@ class Hold(Entered):
         if self._begin_release():
             backend, grant = self._lease.backend, self._lease.grant
             kept = await in_thread(
-                backend, self._ask_release, cancelled=lambda: renewer.give_back(backend, grant)
+                backend, self._ask_release, cancelled=lambda: releaser.give_back(backend, grant)
             )
             if not kept:
                 self._check_loss()
@@ -142,7 +145,7 @@ class Hold(Entered):
         """Have the lock released soon, without waiting for that: nothing was done under it."""
         self._release_now = True
         if not self.released and self._begin_release():
-            renewer.give_back(self._lease.backend, self._lease.grant)
+            releaser.give_back(self._lease.backend, self._lease.grant)
 
     def leave_for(self, seconds: float) -> None:
         """Give the hold up, but leave the lock taken for `seconds`, by the engine's clock.
@@ -162,7 +165,7 @@ class Hold(Entered):
             renewer.await_renewal(lease)  # it would prolong the claim again
             ask = lease.backend.end_in
         if not ask(grant, ttl):
-            renewer.lose(lease, GONE, at_release=True)
+            releaser.lose(lease, GONE, at_release=True)
             raise self._lost_error()
 
     def dump(self, ttl: float | None = None) -> str:
@@ -210,12 +213,12 @@ class Hold(Entered):
         asked_at = monotonic()
         ttl = lease.capped(lease.ttl) if lease.renews else 0.0
         if not backend.pin(lease.grant, ttl):
-            renewer.lose(lease, GONE)
+            releaser.lose(lease, GONE)
             raise self._lost_error()
         lease.pin()
         transactions.call_at_end(
             connection,
-            committed=lambda: unpin(lease, ttl, asked_at),
+            committed=lambda: renewer.unpin(lease, ttl, asked_at),
             dropped=lease.unpin,
             savepoints=True,
         )
@@ -244,11 +247,11 @@ class Hold(Entered):
         if release and self._lease.holds > 1:
             raise LockError("guarded_set(release=True) inside another hold of the same lock")
         if not write(self._lease.grant, key, value, ttl=ttl, release=release):
-            renewer.lose(self._lease, "the engine refused the guarded write")
+            releaser.lose(self._lease, "the engine refused the guarded write")
             raise self._lost_error()
         if release:
             self._lease.remove_hold(self)
-            renewer.unwatch(self._lease)
+            timer.cancel(self._lease)
             if lock_released.receivers:
                 send(lock_released, lease_facts(self._lease))
 
@@ -256,28 +259,6 @@ class Hold(Entered):
         """Let the running thread or task take the lock again, until the release; or no longer."""
         self._lease.enter(self, inside=inside)
         return self
-
-    def __enter__(self) -> Hold:
-        return self.enter()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.leave(exc)
-
-    async def __aenter__(self) -> Hold:
-        return self.enter()
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aleave(exc)
 
     def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Release at the end of a `with` whose body raised `exc`: that is never masked.
@@ -323,14 +304,14 @@ class Hold(Entered):
             return
         lease = self._lease
         if lease.ended and not lease.foreign:  # its release failed, and was not tried again
-            renewer.let_expire(lease)
+            releaser.let_expire(lease)
         if lease.ended or lease.lost:
             lease.leave_runner()
             return
         # No request here, and no release: the work that the lock guards may still go on.
         # It is not renewed any more, and ends by itself.
         if lease.remove_hold(self):
-            renewer.let_expire(lease)
+            releaser.let_expire(lease)
         text = f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()"
         if self.taken_at is not None:
             code, line = self.taken_at
@@ -377,13 +358,13 @@ class Hold(Entered):
         lease = self._lease
         grant = lease.grant
         if lease.remove_hold(self):
-            renewer.unwatch(lease)
+            timer.cancel(lease)
             lease.grant = replace(grant, session=None)
         return grant
 
     def _extended(self, ttl: float, asked_at: float, answer: bool) -> None:
         if not answer:
-            renewer.lose(self._lease, GONE)
+            releaser.lose(self._lease, GONE)
             raise self._lost_error()
         self._lease.extended(ttl, asked_at=asked_at)
         self.check()  # the answer may have come too late
@@ -403,7 +384,7 @@ class Hold(Entered):
             blocks = [block for block in blocks if id(block) not in lease.open_transactions]
             last = lease.remove_hold(self, blocks=[id(block) for block in blocks])
         if last:
-            renewer.unwatch(lease)
+            timer.cancel(lease)
         elif last is None:
             for block in blocks:
                 transactions.call_at_end(
@@ -428,8 +409,8 @@ class Hold(Entered):
                 # It is over, whatever the engine would say: a worker goes on asking. (For engines
                 # of sessions, `lose` sees to that.)
                 if lease.backend.expires:
-                    renewer.give_back(lease.backend, lease.grant)
-                renewer.lose(lease, LATE, at_release=True)
+                    releaser.give_back(lease.backend, lease.grant)
+                releaser.lose(lease, LATE, at_release=True)
                 raise self._lost_error() from error
             lease.release_asked |= in_time
             lease.restore_hold()
@@ -437,21 +418,21 @@ class Hold(Entered):
             raise
         if not (in_time or lease.release_asked):
             # It was ours all the time, but that is known only now: the work was done in doubt.
-            renewer.lose(lease, LATE, at_release=True)
+            releaser.lose(lease, LATE, at_release=True)
         return was_ours and lease.lost_because is None
 
     def _check_loss(self) -> None:
         """Raise LockLost, if no earlier release whose answer was lost has done it."""
         lease = self._lease
         if lease.lost_because is None and not lease.release_asked:
-            renewer.lose(lease, GONE, at_release=True)
+            releaser.lose(lease, GONE, at_release=True)
         if lease.lost_because is not None:
             raise self._lost_error()
 
     def _left_badly(self, error: Exception, exc: BaseException | None) -> None:
         if not isinstance(error, (LockLost, NotHeld)):
             self.released = True
-            renewer.give_back(self._lease.backend, self._lease.grant)
+            releaser.give_back(self._lease.backend, self._lease.grant)
             if isinstance(error, BackendError) and not self._lease.lost:
                 # The body ran under the lock: only the release is late.
                 logger.warning(
@@ -472,53 +453,3 @@ def check_at_end(lease: Lease) -> None:
     """Raise LockLost before the commit of what was written under `lease`, if it is lost by now."""
     if lease.lost and not lease.foreign:
         raise Hold(lease, release_now=True, released=True)._lost_error()
-
-
-def release_at_end(lease: Lease, block: int) -> None:
-    """Release `lease` after the last commit, unless it was taken again meanwhile."""
-    lease.open_transactions.discard(block)
-    if not lease.end_if_unused():
-        return
-    lease.leave_runner()
-    renewer.unwatch(lease)
-    in_time = not lease.lost
-    try:
-        was_ours = lease.backend.release(lease.grant)
-    except BaseException as error:
-        renewer.give_back(lease.backend, lease.grant)
-        if not isinstance(error, BackendError):
-            raise
-    else:
-        renewer.released(lease, was_ours and in_time)
-
-
-def unpin(lease: Lease, ttl: float, asked_at: float) -> None:
-    """Go on renewing after the commit of a pinned transaction, which has extended the lease."""
-    try:
-        if lease.ended or lease.foreign:
-            return
-        lease.extended(ttl, asked_at=asked_at)
-        if lease.renews and lease.trusted_until - monotonic() < lease.ttl * RENEW_AT:
-            # It took long: others may have been waiting for the commit.
-            asked_at, ttl = monotonic(), lease.capped(lease.ttl)
-            try:
-                answer = lease.backend.extend(lease.grant, ttl)
-            except BackendError:
-                return  # unknown: trusted as long as it was
-            if answer:
-                lease.extended(ttl, asked_at=asked_at)
-            else:
-                renewer.lose(
-                    lease, "another owner took it after the commit of a pinned transaction"
-                )
-    finally:
-        lease.unpin()
-        if not (lease.ended or lease.foreign):
-            renewer.watch(lease)
-
-
-def drop_at_end(lease: Lease, block: int) -> None:
-    """Have `lease` released after the last rollback; runs in a finalizer."""
-    lease.open_transactions.discard(block)
-    if not lease.open_transactions:
-        renewer.release_later(lease)

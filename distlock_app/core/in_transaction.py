@@ -32,7 +32,7 @@ from ..primitives.timing import Deadline
 from .acquiring import UNSET, Attempt
 from .lock import Lock
 from .registry import registry
-from .renewal import renewer
+from .releasing import releaser
 from .waiting import Waker, acquired, busy_error
 
 # Seconds of the lease by which it waits for a `Lock`; what a crash just then would leave behind.
@@ -83,21 +83,21 @@ def begun_under_lock(
             " until the end of the transaction"
         )
     held = transactions.held_in(connection)
-    place = (using, attempt.key)
+    lease_key = (using, attempt.key)
     backend = attempt.backend
     if not isinstance(backend, DatabaseBackend) or not transactions.is_open(connection):
         # For tests: a lock in memory, or a TestCase, which would keep the row until its end.
         hold = Lock(name, wait=attempt.wait, using=using).acquire()
         hold.release()  # at the end of the transaction, but not in a TestCase
-        held[place] = hold.fence or 0, blocks[0]
+        held[lease_key] = hold.fence or 0, blocks[0]
         return hold.fence or 0
     if warn:
         transactions.check_before_lock(name, release_now=True)
     fence = _lock(attempt, backend, connection)
-    held[place] = fence, blocks[0]
+    held[lease_key] = fence, blocks[0]
 
     def forget() -> None:
-        held.pop(place, None)
+        held.pop(lease_key, None)
 
     transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=True)
     return fence
@@ -121,7 +121,7 @@ def _lock(attempt: Attempt, backend: DatabaseBackend, connection: Any) -> int:
 
     def release(grant: Grant) -> bool:
         """Release it with the commit: until then the UPDATE keeps the row locked."""
-        dropped = partial(renewer.give_back, backend, grant)
+        dropped = partial(releaser.give_back, backend, grant)
         transactions.call_at_end(
             connection, committed=lambda: None, dropped=dropped, savepoints=True
         )
@@ -150,7 +150,7 @@ def _lease(attempt: Attempt, wait: float | None, release: Callable[[Grant], bool
         attempt.note_wait("timeout")
         raise
     except BaseException:
-        renewer.give_back(attempt.backend, Grant(claim))
+        releaser.give_back(attempt.backend, Grant(claim))
         raise
 
 

@@ -13,7 +13,7 @@ from ..errors import LockBusy
 from ..primitives import identity, names
 from .acquiring import UNSET, stable_token
 from .registry import checked_ttl, checked_wait, registry
-from .renewal import renewer
+from .releasing import releaser
 from .waiting import AsyncWaker, Waker, acquired, acquiring, arun, in_thread
 
 
@@ -69,7 +69,7 @@ class Latch:
         except LockBusy:
             return False
         except BaseException:
-            renewer.give_back(self._backend, Grant(claim))
+            releaser.give_back(self._backend, Grant(claim))
             raise
         return True
 
@@ -77,7 +77,7 @@ class Latch:
         """Do as `wait`, without blocking the event loop: a waiting task costs no thread."""
         waker = AsyncWaker()
         claim = self._claim(None, waker)
-        give_back = partial(renewer.give_back, self._backend, Grant(claim))
+        give_back = partial(releaser.give_back, self._backend, Grant(claim))
         try:
             steps = acquiring(self._backend, claim, self._timeout(timeout))
             await arun(self._backend, steps, waker, cancelled=give_back)

@@ -13,6 +13,10 @@ from ..primitives import identity
 from ..primitives.identity import Runner
 from ..primitives.timing import monotonic, trusted_for
 
+# Why a lease is lost.
+LATE = "it was not renewed in time"
+GONE = "the engine says that it is gone or has another owner"
+
 
 class Process:
     """This process, or the parent that took a lease before the fork."""
@@ -50,14 +54,14 @@ class Lease:
 
     # Defaults of the class: most leases never change these.
     ends_by = float("inf")
-    due: float | None = None  # when the renewer looks at it next
+    due: float | None = None  # see Timed: when the renewer looks at it next
     holds = 1  # holds that need it
     entered = 0  # those of them that are in a `with`: only there it may be taken again
     pins = 0  # transactions that keep all others from the claim
     # Whose end the release waits for: id(connection).
     open_transactions: set[int] = cast("set[int]", frozenset())
     ended = False  # released or given up: nothing more to renew
-    pending_release: int | None = None  # the number of its release on a worker thread
+    release_pending = False  # on a worker thread
     release_asked = False  # in time, but the answer did not come
     lost_because: str | None = None
     _callbacks: tuple[Callback, ...] | None = ()

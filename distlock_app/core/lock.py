@@ -25,7 +25,8 @@ from .handover import unpacked
 from .hold import Hold
 from .lease import Lease
 from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
-from .renewal import renewer
+from .releasing import releaser
+from .timer import timer
 from .waiting import AsyncWaker, Waker, acquired, acquiring, arun, in_thread
 
 
@@ -126,7 +127,7 @@ class Lock(WithBlock[Hold]):
             if hold is not None:
                 hold.leave(error, unused=True)
             elif isinstance(error, Exception):
-                renewer.give_back(attempt.backend, Grant(claim))
+                releaser.give_back(attempt.backend, Grant(claim))
             else:  # Ctrl-C: the process may end before a worker could do it
                 with suppress(Exception):
                     attempt.backend.release(Grant(claim))
@@ -148,7 +149,7 @@ class Lock(WithBlock[Hold]):
             return hold
         waker = AsyncWaker()
         claim = attempt.claim(waker)
-        give_back = partial(renewer.give_back, attempt.backend, Grant(claim))
+        give_back = partial(releaser.give_back, attempt.backend, Grant(claim))
         try:
             steps = acquiring(attempt.backend, claim, attempt.wait)
             grant, asked_at = await arun(attempt.backend, steps, waker, cancelled=give_back)
@@ -258,6 +259,7 @@ def release_half_taken(lock: Lock, held_before: Lease | None) -> None:
     """
     lease = lease_of_runner(lock.using, lock.name, shared=lock.shared)
     if lease is not None and lease is not held_before:
-        renewer.unwatch(lease)
+        lease.end()
+        timer.cancel(lease)
         with suppress(Exception):
             lease.backend.release(lease.grant)

@@ -39,6 +39,10 @@ class Worker:
         self._name = name
         self._work = work
         self._threads = threads
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: in the child of a fork, where none of the threads is."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Reentrant: a signal handler that releases may interrupt put().
         self._lock = threading.RLock()

@@ -11,7 +11,7 @@ from django.test.utils import override_settings
 from ..claims import Grant
 from ..core.hold import Hold
 from ..core.registry import registry
-from ..core.renewal import renewer
+from ..core.releasing import releaser
 from .sharing import a_claim
 
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
@@ -64,4 +64,4 @@ def lose(hold: Hold) -> None:
     """Take the lock of `hold` away, and report the loss: as after an expiry or a clear."""
     lease = hold._lease
     lease.backend.clear(lease.grant.claim.key)
-    renewer.lose(lease, "taken away by a test")
+    releaser.lose(lease, "taken away by a test")

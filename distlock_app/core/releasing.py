@@ -1,0 +1,190 @@
+"""Every way in which a lease ends but the caller's own `release()`: later, at a commit, by loss.
+
+Requests go to a few worker threads of each backend in use, so that a backend that hangs delays no
+other, and no renewal waits for a release. What fails is tried again until the claim's time is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from time import sleep
+
+from ..backends.base import BaseLockBackend
+from ..claims import Grant
+from ..errors import BackendError
+from ..primitives.logs import fields, logger
+from ..primitives.threads import Worker
+from ..primitives.timing import monotonic
+from .lease import Lease
+from .reporting import report_lost, report_released
+from .timer import timer
+
+THREADS = 4  # of each backend
+# Seconds until a release that failed is tried again, and when the claim's time is over.
+RETRY = 0.25
+RETRY_LATE = 1.0
+EXIT_PATIENCE = 2.0  # seconds that the end of the process waits for releases under way
+
+
+@dataclass(slots=True, eq=False)
+class Release:
+    """A claim to be given back, tried until it arrives or until `until`."""
+
+    backend: BaseLockBackend
+    grant: Grant
+    until: float  # by monotonic()
+    lease: Lease | None = None  # its end is reported
+    due: float | None = None
+
+
+class Releaser:
+    """Releases what no caller waits for."""
+
+    def __init__(self) -> None:
+        self._under_way: set[Release] = set()
+        # Without a reference to the backend, which lives on with them otherwise.
+        self._workers: weakref.WeakKeyDictionary[BaseLockBackend, Worker]
+        self._workers = weakref.WeakKeyDictionary()
+        # Until when no other release is tried, after one that failed: they may be very many.
+        self._quiet: weakref.WeakKeyDictionary[BaseLockBackend, float]
+        self._quiet = weakref.WeakKeyDictionary()
+
+    def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
+        """Release what may have been granted; not for a stable owner, which may have it again."""
+        if not grant.claim.stable:
+            self._give_back(backend, grant)
+
+    def release_later(self, lease: Lease) -> None:
+        """Release `lease` unless it is taken again meanwhile; never blocks. Safe in a finalizer."""
+        release = Release(lease.backend, lease.grant, 0.0, lease)
+        self._under_way.add(release)
+        lease.release_pending = True
+        timer.soon(partial(self._end, release, lease))
+
+    def let_expire(self, lease: Lease) -> None:
+        """Release a dropped lease when its time is up, if its backend does not; never blocks.
+
+        Safe in a finalizer.
+        """
+        timer.cancel(lease)
+        if not lease.backend.expires:
+            timer.soon(partial(self._at_its_end, lease))
+
+    def lose(self, lease: Lease, reason: str, *, at_release: bool = False) -> None:
+        """End `lease` as lost, once, and report that."""
+        callbacks = lease.lose(reason, at_release=at_release)
+        if callbacks is None:
+            return
+        if not lease.backend.expires:
+            self._give_back(lease.backend, lease.grant)
+        report_lost(lease, reason, callbacks)
+
+    def ended(self, lease: Lease, was_ours: bool) -> None:
+        """Report the outcome of a release that no caller waits for."""
+        if was_ours and lease.lost_because is None:
+            report_released(lease)
+        else:
+            self.lose(lease, "it was gone before the transaction had ended", at_release=True)
+
+    def drain(self, lease: Lease | None = None) -> None:
+        """Wait for the releases under way, or one; but not for a backend that does not answer."""
+        end = monotonic() + EXIT_PATIENCE
+        while (lease.release_pending if lease else self._under_way) and monotonic() < end:
+            sleep(0.001)
+
+    def _give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
+        release = Release(backend, grant, monotonic() + grant.claim.ttl)
+        self._under_way.add(release)
+        self._put(release)
+
+    def _end(self, release: Release, lease: Lease) -> None:
+        if lease.end_if_unused():
+            timer.cancel(lease)
+            release.until = lease.trusted_until
+            self._put(release)
+        else:
+            self._under_way.discard(release)
+            lease.release_pending = False
+
+    def _at_its_end(self, lease: Lease) -> None:
+        end = lease.trusted_until
+        timer.at(end, Release(lease.backend, lease.grant, end + lease.ttl), self._put)
+
+    def _put(self, release: Release) -> None:
+        backend = release.backend
+        with timer.lock:
+            if (worker := self._workers.get(backend)) is None:
+                name = f"distlock-release-{backend.alias}"
+                worker = self._workers[backend] = Worker(name, self._work, threads=THREADS)
+        worker.put(release)
+
+    def _work(self, releases: list[Release]) -> None:
+        for release in releases:
+            self._try(release)
+
+    def _try(self, release: Release) -> None:
+        backend, now = release.backend, monotonic()
+        if now < (quiet_until := self._quiet.get(backend, 0.0)):
+            timer.at(quiet_until, release, self._put)
+            return
+        late = now >= release.until
+        try:
+            if late and backend.expires:
+                raise BackendError("its time is over")
+            was_ours = backend.release(release.grant)
+        except BaseException as error:
+            # A claim without an end stays, and the backend says when its session is over.
+            if release.grant.claim.stable or (late and backend.expires):
+                self._done(release)
+                logger.warning(
+                    "gave up releasing a lock (alias %r): %s",
+                    *(backend.alias, error),
+                    extra=fields("not_released", backend.alias, release.grant, error=str(error)),
+                )
+                return
+            again = self._quiet[backend] = monotonic() + (RETRY_LATE if late else RETRY)
+            timer.at(again, release, self._put)
+        else:
+            self._done(release)
+            if release.lease is not None:
+                self.ended(release.lease, was_ours)
+
+    def _done(self, release: Release) -> None:
+        self._under_way.discard(release)
+        if release.lease is not None:
+            release.lease.release_pending = False
+            release.lease.leave_runner()
+
+
+def release_at_end(lease: Lease, block: int) -> None:
+    """Release `lease` after the last commit, unless it was taken again meanwhile."""
+    lease.open_transactions.discard(block)
+    if not lease.end_if_unused():
+        return
+    lease.leave_runner()
+    timer.cancel(lease)
+    in_time = not lease.lost
+    try:
+        was_ours = lease.backend.release(lease.grant)
+    except BaseException as error:
+        releaser.give_back(lease.backend, lease.grant)
+        if not isinstance(error, BackendError):
+            raise
+    else:
+        releaser.ended(lease, was_ours and in_time)
+
+
+def drop_at_end(lease: Lease, block: int) -> None:
+    """Have `lease` released after the last rollback; runs in a finalizer."""
+    lease.open_transactions.discard(block)
+    if not lease.open_transactions:
+        releaser.release_later(lease)
+
+
+releaser = Releaser()
+os.register_at_fork(after_in_child=releaser.__init__)  # type: ignore[misc]
+atexit.register(releaser.drain)

@@ -1,0 +1,80 @@
+"""Reports how leases end, by signals, log records and callbacks, on threads of their own."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from django.db import connections
+
+from ..primitives.logs import fields, logger
+from ..primitives.threads import Worker, started
+from ..primitives.timing import monotonic
+from ..signals import lock_lost, lock_released, send
+from .lease import Callback, Lease
+
+
+def report_released(lease: Lease) -> None:
+    """Send the signal of a release that nobody waited for."""
+    if lock_released.receivers:
+        _notifier.put(partial(send, lock_released, lease_facts(lease)))
+
+
+def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> None:
+    """Log the loss, send its signal, and run each callback on a thread of its own: it may block."""
+    for callback in callbacks:
+        work = partial(_call_back, *callback)
+        if not started(work, "distlock-lost"):
+            _notifier.put(work)
+    facts = lease_facts(lease)
+    about = fields("lost", lease.alias, lease.grant, held=facts["held"], reason=reason)
+    _notifier.put(partial(_notify_lost, facts, reason, about))
+
+
+def lease_facts(lease: Lease) -> dict[str, Any]:
+    """Return what the signals of its end say of `lease`."""
+    return {
+        "sender": type(lease.backend),
+        "alias": lease.alias,
+        "name": lease.grant.claim.name,
+        "held": monotonic() - lease.since,
+        "fence": lease.grant.fence,
+    }
+
+
+def _call_all(jobs: list[Callable[[], None]]) -> None:
+    for job in jobs:
+        try:
+            job()
+        except BaseException:
+            logger.exception(
+                "reporting the end of a lock failed", extra=fields("worker_failed", "")
+            )
+
+
+def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], None]) -> None:
+    hold = hold_ref()
+    if hold is None:  # dropped meanwhile
+        return
+    try:
+        callback(hold)
+    except BaseException:  # also SystemExit, which ends no process from here
+        logger.exception("a callback of on_lost failed", extra=hold.log_fields("callback_failed"))
+    finally:
+        connections.close_all()  # those of this thread
+
+
+def _notify_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> None:
+    logger.warning(
+        "lost the lock %r (alias %r) after %.3f s: %s",
+        *(about["lock_name"], facts["alias"], facts["held"], reason),
+        extra=about,
+    )
+    send(lock_lost, {**facts, "reason": reason})
+
+
+_notifier = Worker("distlock-notifier", _call_all)
+os.register_at_fork(after_in_child=_notifier.forget)

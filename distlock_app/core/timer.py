@@ -1,0 +1,133 @@
+"""One daemon thread for what is due at a time: renewals, ends of leases, releases to try again."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import sleep
+from typing import Any, Protocol
+
+from ..primitives.logs import fields, logger
+from ..primitives.threads import started
+from ..primitives.timing import monotonic
+
+# Seconds after which the thread goes on after an error of its own.
+RECOVERY = 0.02
+# It sleeps in slices, as some platforms limit a timed wait.
+LONGEST_SLEEP = 3600.0
+
+
+class Timed(Protocol):
+    """What can be due, at one time: the timer notes it on the thing itself."""
+
+    due: float | None
+
+
+class Timer:
+    """Calls functions when something is due, on one thread: they must not wait for a backend."""
+
+    def __init__(self) -> None:
+        # Reentrant: a signal handler may release in the middle of any of the methods below.
+        self.lock = threading.RLock()
+        # Most leases are released before they are due the first time, and never come onto the heap:
+        # what is to be called for them when the thread next wakes. Add, then look at `wakes_at`.
+        self.young: dict[Timed, Callable[[Any], None]] = {}
+        self.wakes_at = float("inf")
+        self._heap: list[tuple[float, int, Timed, Callable[[Any], None]]] = []
+        self._stale = 0  # entries of what was cancelled or moved
+        self._numbers = itertools.count()
+        # SimpleQueue.put may be called from a finalizer, in whatever the thread was doing.
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running = False
+
+    def at(self, due: float, what: Timed, call: Callable[[Any], None]) -> None:
+        """Call `call(what)` at `due`, by `monotonic()`, and no more when it was due before."""
+        with self.lock:
+            self.cancel(what)
+            what.due = due
+            heapq.heappush(self._heap, (due, next(self._numbers), what, call))
+            self.wake_at(due)
+
+    def wake_at(self, due: float) -> None:
+        """Have the thread wake at `due`, or sooner."""
+        with self.lock:
+            if due >= self.wakes_at:
+                return
+            if self._running:
+                self.wakes_at = due
+                self._inbox.put(None)
+            elif started(self._run, "distlock-timer"):
+                self._running, self.wakes_at = True, due
+
+    def cancel(self, what: Timed) -> None:
+        """Do not call for `what`; its entry goes now and then, or when it would have been due."""
+        self.young.pop(what, None)
+        if what.due is None:
+            return
+        with self.lock:
+            what.due = None
+            self._stale += 1
+            if self._stale > 1000 and self._stale * 2 > len(self._heap):
+                self._heap = [entry for entry in self._heap if entry[2].due == entry[0]]
+                heapq.heapify(self._heap)
+                self._stale = 0
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call `call()` now. Safe in a finalizer, which may run in the middle of anything."""
+        self._inbox.put(call)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._turn()
+            except BaseException:
+                logger.exception("the lock timer failed and goes on", extra=_FAILED)
+                sleep(RECOVERY)
+
+    def _turn(self) -> None:
+        pause = self._call_due()  # no lease is to live on in this frame
+        try:
+            late = self._inbox.get(timeout=pause)
+        except queue.Empty:
+            return
+        if late is not None:
+            late()
+
+    def _call_due(self) -> float:
+        calls = self._due()
+        for call in calls:
+            try:
+                call()
+            except Exception:  # the others must not be lost for it
+                logger.exception("what the lock timer called failed", extra=_FAILED)
+        return 0.0 if calls else min(self.wakes_at - monotonic(), LONGEST_SLEEP)
+
+    def _due(self) -> list[Callable[[], None]]:
+        now = monotonic()
+        calls: list[Callable[[], None]] = []
+        with self.lock:
+            if now >= self.wakes_at:
+                self.wakes_at = float("inf")  # first: what comes from now on wakes it again
+                for what, call in self.young.copy().items():
+                    self.young.pop(what, None)
+                    calls.append(partial(call, what))
+            while self._heap and self._heap[0][0] <= now:
+                due, _, what, call = heapq.heappop(self._heap)
+                if what.due != due:
+                    self._stale = max(0, self._stale - 1)
+                else:
+                    what.due = None
+                    calls.append(partial(call, what))
+            if self._heap:
+                self.wakes_at = min(self.wakes_at, self._heap[0][0])
+            return calls
+
+
+_FAILED = fields("worker_failed", "")
+timer = Timer()
+os.register_at_fork(after_in_child=timer.__init__)  # type: ignore[misc]
