@@ -22,6 +22,8 @@ from distlock_app.backends.database import DatabaseBackend, sql
 from distlock_app.claims import Busy, Grant
 from distlock_app.core import waiting
 from distlock_app.core.registry import registry
+from distlock_app.core.releasing import releaser
+from distlock_app.models import DistLock
 from tests.database_workers import claim, grab
 from tests.engines import running
 from tests.proxy import proxy_to
@@ -646,6 +648,43 @@ def test_a_server_that_is_frozen_is_an_error_in_time(backend, monkeypatch):
 
         with pytest.raises(BackendError, match="did not answer"):
             backend.acquire(claim("a"), 0)
+
+
+@pytest.fixture
+def slow_inserts():
+    """Let the server take its time to write a new row, as a busy disk does."""
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION nap() RETURNS trigger LANGUAGE plpgsql"
+            " AS 'BEGIN PERFORM pg_sleep(0.4); RETURN NEW; END'"
+        )
+        cursor.execute(
+            "CREATE TRIGGER nap BEFORE INSERT ON distlock_app_distlock"
+            " FOR EACH ROW EXECUTE FUNCTION nap()"
+        )
+        yield
+        cursor.execute("DROP FUNCTION nap() CASCADE")
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="signals wait for other drivers")
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError])
+def test_a_release_does_not_overtake_a_request_that_a_signal_ended(backend, slow_inserts, raised):
+    def interrupt(*_):
+        raise raised
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(raised):
+            Lock("a", using="locks").acquire()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    rows = DistLock.objects.using("locks")
+    eventually(lambda: rows.filter(name="a").exists())
+    releaser.drain()
+    assert not list(registry["locks"].backend.holders())
 
 
 def test_an_owner_that_asks_again_closes_no_connection(backend):

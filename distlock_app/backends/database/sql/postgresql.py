@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import select
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -339,10 +340,27 @@ def _code(error: Exception) -> str | None:
 
 
 def _wait(connection: Any, steps: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do as psycopg's Connection.wait(), but not for ever: a server that is frozen says nothing.
+    """Do as psycopg's Connection.wait(), but not for ever: a server that is frozen says nothing."""
+    try:
+        return _answer(connection, steps)
+    except BackendError:
+        raise
+    except BaseException:  # of a signal handler
+        _outlast(connection.pgconn)
+        raise
 
-    `steps` yields what to wait for on the socket, 1 to read and 2 to write, and is told the same.
-    """
+
+def _outlast(pgconn: Any) -> None:
+    """Wait for the end of the statement under way: no release may overtake it."""
+    end, poll = monotonic() + 2 * ROW_WAIT, select.poll()
+    with suppress(Exception):  # the connection is closed next
+        poll.register(pgconn.socket, select.POLLIN)
+        while pgconn.is_busy() and poll.poll(max(0.0, end - monotonic()) * 1000):
+            pgconn.consume_input()
+
+
+def _answer(connection: Any, steps: Any) -> Any:
+    """Run `steps`, which yields what to wait for on the socket: 1 to read, 2 to write, or both."""
     end = monotonic() + ANSWER_WAIT
     poll = select.poll()
     try:
