@@ -22,7 +22,8 @@ from django.test import override_settings
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.scripts import pack
 from distlock_app.claims import Claim, Grant
-from distlock_app.core.waiting import AsyncWaker, Waker, acquiring, arun, run
+from distlock_app.core.waiting import acquiring, arun, run
+from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from tests.engines import closing_loop

@@ -15,7 +15,8 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
-from distlock_app.core.waiting import AsyncWaker, Waker, acquired, acquiring, arun, run
+from distlock_app.core.waiting import acquired, acquiring, arun, run
+from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from tests import engines

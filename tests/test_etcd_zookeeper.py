@@ -28,7 +28,8 @@ from distlock_app.backends.zookeeper.backend import ClaimNode, DeletionWatch
 from distlock_app.backends.zookeeper.session import TRUSTED, Session
 from distlock_app.claims import Grant
 from distlock_app.core.registry import registry
-from distlock_app.core.waiting import Waker, acquired
+from distlock_app.core.waiting import acquired
+from distlock_app.core.wakers import Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.testing.sharing import a_claim
 from tests.engines import DEADLINE, closing_loop, until

@@ -12,7 +12,8 @@ from distlock_app.backends.redis import backend as redis_backend
 from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
-from distlock_app.core.waiting import Waker, acquiring, run
+from distlock_app.core.waiting import acquiring, run
+from distlock_app.core.wakers import Waker
 from distlock_app.errors import LockTimeout
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic

@@ -16,7 +16,7 @@ from .registry import checked_wait, registry
 from .releasing import releaser
 from .renewal import renewer
 from .timer import timer
-from .waiting import AsyncWaker, Waker
+from .wakers import AsyncWaker, Waker
 
 
 class _Unset:

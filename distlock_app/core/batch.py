@@ -13,7 +13,7 @@ from .acquiring import Attempt
 from .hold import Hold
 from .registry import registry
 from .releasing import releaser
-from .waiting import Waker
+from .wakers import Waker
 
 
 class Together:

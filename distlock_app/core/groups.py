@@ -15,8 +15,8 @@ from .batch import Together
 from .entered import Entered, WithBlock
 from .hold import Hold
 from .lock import Lock
+from .offloading import in_thread
 from .registry import checked_wait, registry
-from .waiting import in_thread
 
 
 class Holds(tuple[Hold, ...], Entered):

@@ -22,12 +22,12 @@ from ..signals import asend, lock_released, send
 from .entered import Entered
 from .handover import packed
 from .lease import GONE, LATE, Lease
+from .offloading import in_thread
 from .registry import MIN_TTL, checked_ttl
 from .releasing import drop_at_end, release_at_end, releaser
 from .renewal import renewer
 from .reporting import lease_facts
 from .timer import timer
-from .waiting import in_thread
 
 
 class Hold(Entered):

@@ -33,7 +33,8 @@ from .acquiring import UNSET, Attempt
 from .lock import Lock
 from .registry import registry
 from .releasing import releaser
-from .waiting import Waker, acquired, busy_error
+from .waiting import acquired, busy_error
+from .wakers import Waker
 
 # Seconds of the lease by which it waits for a `Lock`; what a crash just then would leave behind.
 LEASE = 1.0

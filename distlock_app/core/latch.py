@@ -12,9 +12,11 @@ from ..claims import Claim, Grant
 from ..errors import LockBusy
 from ..primitives import identity, names
 from .acquiring import UNSET, stable_token
+from .offloading import in_thread
 from .registry import checked_ttl, checked_wait, registry
 from .releasing import releaser
-from .waiting import AsyncWaker, Waker, acquired, acquiring, arun, in_thread
+from .waiting import acquired, acquiring, arun
+from .wakers import AsyncWaker, Waker
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,12 @@ from .entered import WithBlock
 from .handover import unpacked
 from .hold import Hold
 from .lease import Lease
+from .offloading import in_thread
 from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
 from .releasing import releaser
 from .timer import timer
-from .waiting import AsyncWaker, Waker, acquired, acquiring, arun, in_thread
+from .waiting import acquired, acquiring, arun
+from .wakers import AsyncWaker, Waker
 
 
 @dataclass(frozen=True, slots=True)

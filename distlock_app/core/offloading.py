@@ -1,0 +1,118 @@
+"""Calls of backends for event loops: in a few threads of each backend, or in one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ..backends.base import BaseLockBackend
+from ..claims import Claim
+
+THREADS = 8  # of each backend: one that hangs holds up no other
+
+# Of a backend, a function and its arguments.
+Begin = Callable[..., Future[Any]]
+
+
+async def in_thread(
+    backend: BaseLockBackend,
+    function: Callable[..., Any],
+    *args: Any,
+    cancelled: Callable[[], None] | None = None,
+) -> Any:
+    """Call `function` in the threads of `backend`.
+
+    A cancellation does not wait for the call; `cancelled` is called when it has ended.
+    """
+    return await ended(begin(backend, function, *args), cancelled)
+
+
+async def ended(
+    request: Future[Any], cancelled: Callable[[], None] | None, *, at_once: bool = False
+) -> Any:
+    """Wait for the end of a call. `cancelled`: see `in_thread`; `at_once`: it ends the call."""
+    if cancelled is not None:
+        loop = asyncio.get_running_loop()
+        # The answer is dropped without a word if the loop was closed.
+        request.add_done_callback(lambda _: cancelled() if loop.is_closed() else None)
+    try:
+        return await asyncio.wrap_future(request)
+    except BaseException as error:
+        # Cancelled, or dropped (GeneratorExit); not what the call raised.
+        if cancelled is not None and not isinstance(error, Exception):
+            if at_once:
+                cancelled()
+            request.add_done_callback(lambda _: cancelled())
+        raise
+    finally:
+        del request  # it refers to the error, and that to this frame
+
+
+_pools: weakref.WeakKeyDictionary[BaseLockBackend, ThreadPoolExecutor]
+_pools = weakref.WeakKeyDictionary()
+_first_tries: weakref.WeakKeyDictionary[BaseLockBackend, threading.Semaphore]
+_first_tries = weakref.WeakKeyDictionary()
+
+
+def begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Have one of the threads of `backend` make the call."""
+    pool = _pools.get(backend)
+    if pool is None:
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="distlock-io")
+        pool = _pools.setdefault(backend, pool)
+    try:
+        return pool.submit(function, *args)
+    except RuntimeError:  # the main thread has ended, and another still runs its event loop
+        return begin_alone(backend, function, *args)
+
+
+class Seen(NamedTuple):
+    """What a look said instead of a first try."""
+
+    busy: Any
+
+
+def begin_first(backend: BaseLockBackend, *call: Any) -> Future[Any]:
+    """Do as `begin` with the first try of a task: a try of a locked row may take a second.
+
+    Half of the threads are there for tries of other locks; beyond them a look answers, `Seen`.
+    """
+    return begin(backend, _try_first, backend, *call)
+
+
+def _try_first(
+    backend: BaseLockBackend, acquire: Callable[..., Any], claim: Claim, wait: float | None
+) -> Any:
+    room = _first_tries.setdefault(backend, threading.Semaphore(THREADS // 2))
+    with_room = room.acquire(blocking=False)
+    try:
+        if not with_room and (answer := backend.look(claim)) is not None:
+            return Seen(answer)
+        return acquire(claim, wait)
+    finally:
+        if with_room:
+            room.release()
+
+
+def begin_alone(_: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call it in a daemon thread: in the pool, waiters would keep the holder from releasing."""
+    request: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            request.set_result(function(*args))
+        except BaseException as error:
+            request.set_exception(error)
+
+    request.set_running_or_notify_cancel()
+    threading.Thread(target=work, name="distlock-wait", daemon=True).start()
+    return request
+
+
+os.register_at_fork(after_in_child=_pools.clear)
+os.register_at_fork(after_in_child=_first_tries.clear)

@@ -1,0 +1,90 @@
+"""Wakers end the pause of a waiter: a thread's, or a task's."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..claims import Grant
+
+
+class Waker:
+    """Ends the pause of a waiting thread."""
+
+    # Defaults of the class: most locks are free, and nobody sleeps.
+    _grant: Grant | None = None
+    _woken = False  # before the first sleep
+    _gate: threading.Lock | None = None  # open to let the sleeper go on
+
+    def wake(self, grant: Grant | None) -> None:
+        """Wake the waiter; may be called from any thread, any number of times."""
+        if grant is not None:
+            self._grant = grant
+        self._woken = True  # first: `wait` looks the other way round
+        if self._gate is not None:
+            with suppress(RuntimeError):  # open already
+                self._gate.release()
+
+    def wait(self, seconds: float, wake_fd: int | None = None) -> Grant | None:
+        """Sleep until woken or until `wake_fd` is readable, at most `seconds`."""
+        if wake_fd is None:
+            if self._gate is None:
+                gate = threading.Lock()
+                gate.acquire()
+                self._gate = gate
+                if self._woken:
+                    seconds = 0.0
+            self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+        else:  # an engine that has one calls no wake()
+            with selectors.DefaultSelector() as selector:
+                selector.register(wake_fd, selectors.EVENT_READ)
+                selector.select(seconds)
+        grant, self._grant = self._grant, None
+        return grant
+
+
+class AsyncWaker:
+    """Ends the pause of a waiting asyncio task."""
+
+    __slots__ = ("_grant", "_loop", "_woken", "on_loop_closed")
+
+    def __init__(self) -> None:
+        self.on_loop_closed: Callable[[], None] | None = None
+        self._grant: Grant | None = None
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
+
+    def wake(self, grant: Grant | None) -> None:
+        """Wake the waiter; may be called from any thread, any number of times.
+
+        Raise RuntimeError if its loop is closed: there is no waiter any more to take a grant.
+        """
+        if grant is not None:
+            self._grant = grant
+        try:
+            self._loop.call_soon_threadsafe(self._woken.set)
+        except RuntimeError:
+            if self.on_loop_closed is not None:
+                self.on_loop_closed()
+            raise
+
+    async def wait(self, seconds: float, wake_fd: int | None = None) -> Grant | None:
+        """Sleep until woken or until `wake_fd` is readable, at most `seconds`."""
+        # Not wait_for(): before Python 3.12 it swallows a cancellation as it is woken.
+        timer = self._loop.call_later(seconds, self._woken.set)
+        if wake_fd is not None:
+            with suppress(NotImplementedError):  # the default loop of Windows: it looks later
+                self._loop.add_reader(wake_fd, self._woken.set)
+        try:
+            await self._woken.wait()
+        finally:
+            timer.cancel()
+            if wake_fd is not None:
+                with suppress(NotImplementedError):
+                    self._loop.remove_reader(wake_fd)
+        self._woken.clear()
+        grant, self._grant = self._grant, None
+        return grant
