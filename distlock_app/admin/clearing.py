@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from ..backends.database.backend import DatabaseBackend
+from ..backends.base import Purgeable
 from ..claims import Holding
 from ..core import lock as core_lock
 from ..core.registry import MAX_TTL, registry
@@ -153,7 +153,7 @@ def tables() -> list[str]:
     found = []
     for alias in registry:
         with suppress(ImproperlyConfigured):  # said by the system checks
-            if isinstance(registry[alias].backend, DatabaseBackend):
+            if isinstance(registry[alias].backend, Purgeable):
                 found.append(alias)
     return found
 

@@ -178,6 +178,69 @@ class BaseLockBackend:
         """Forget, in the child, every connection without closing it: the parent uses them."""
 
 
+# What few backends do: they derive from these as well, and the core asks isinstance(). Not from
+# protocols, of which that question takes as long as a lock.
+
+
+class InTransaction:
+    """Its claims are rows of the database `using`: `Hold.pin()` and `lock_in_transaction()`.
+
+    These verbs are on the caller's connection, in its open transaction. They raise Django's errors.
+    """
+
+    using: str
+
+    def pin(self, grant: Grant, ttl: float) -> bool:
+        """Extend the claim, and lock its row until the caller ends the transaction."""
+        raise NotImplementedError
+
+    def release_at_commit(self, grant: Grant) -> bool:
+        """Release in the transaction, which keeps the row locked until it ends."""
+        raise NotImplementedError
+
+    def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
+        """Lock the row, and move its fence on: return the fence.
+
+        Busy: other transactions had it for `wait` seconds. None: `acquire` can tell more.
+        """
+        raise NotImplementedError
+
+
+class GuardedWrites:
+    """Its store keeps other data as well: `Hold.guarded_set()`."""
+
+    def guarded_set(
+        self,
+        grant: Grant,
+        key: str,
+        value: str | bytes | int | float,
+        *,
+        release: bool = False,
+        ttl: float | None = None,
+    ) -> bool:
+        """Write `value` under `key` for `ttl` seconds, only if the claim is still ours.
+
+        Return whether it was. With `release` the same request gives the claim up.
+        """
+        raise NotImplementedError
+
+
+class Purgeable:
+    """It keeps something of each lock that is free: `distlock purge`, "Clear up" in the admin."""
+
+    def left_over(self, older_than: float) -> tuple[int, int]:
+        """Count what `clear_expired()` and `purge()` would find."""
+        raise NotImplementedError
+
+    def clear_expired(self) -> int:
+        """Free what its holder did not renew, and may yet try to; return how many that were."""
+        raise NotImplementedError
+
+    def purge(self, older_than: float) -> int:
+        """Delete what was free for `older_than` seconds; return how many that were."""
+        raise NotImplementedError
+
+
 def no_answer(alias: str, error: Exception, id: str) -> Error:
     """Return what a check reports if the server does not answer."""
     return Error(f"DISTLOCK[{alias!r}]: {error}", id=id)

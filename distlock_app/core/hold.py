@@ -12,6 +12,7 @@ from typing import Any
 
 from django.db import connections
 
+from ..backends.base import GuardedWrites, InTransaction
 from ..claims import Grant
 from ..errors import BackendError, LockError, LockLost, NotHeld
 from ..primitives import transactions
@@ -197,8 +198,8 @@ class Hold(Entered):
         """
         self.check()
         lease = self._lease
-        backend: Any = lease.backend
-        if not hasattr(backend, "pin"):
+        backend = lease.backend
+        if not isinstance(backend, InTransaction):
             raise LockError(
                 f"only a lock table in the database of the data can be pinned, not the engine of"
                 f" alias {lease.alias!r}: write with a fence instead"
@@ -241,12 +242,12 @@ class Hold(Entered):
         With `release=True` the same request gives the lock up. Raise LockLost if it is gone.
         """
         self.check()
-        write = getattr(self._lease.backend, "guarded_set", None)
-        if write is None:
+        backend = self._lease.backend
+        if not isinstance(backend, GuardedWrites):
             raise LockError(f"the engine of alias {self._lease.alias!r} has no guarded_set()")
         if release and self._lease.holds > 1:
             raise LockError("guarded_set(release=True) inside another hold of the same lock")
-        if not write(self._lease.grant, key, value, ttl=ttl, release=release):
+        if not backend.guarded_set(self._lease.grant, key, value, ttl=ttl, release=release):
             releaser.lose(self._lease, "the engine refused the guarded write")
             raise self._lost_error()
         if release:

@@ -21,7 +21,7 @@ from typing import Any
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.db.transaction import TransactionManagementError
 
-from ..backends.database import DatabaseBackend
+from ..backends.base import InTransaction
 from ..backends.dummy import DummyBackend
 from ..backends.locmem import LocMemBackend
 from ..claims import Busy, Grant
@@ -40,7 +40,7 @@ from .wakers import Waker
 LEASE = 1.0
 
 # Those in memory are for tests.
-IN_DATABASE_OR_MEMORY = (DatabaseBackend, LocMemBackend, DummyBackend)
+IN_DATABASE_OR_MEMORY = (InTransaction, LocMemBackend, DummyBackend)
 
 
 def lock_in_transaction(name: str, *, wait: float | None = UNSET, using: str = "default") -> int:
@@ -86,7 +86,7 @@ def begun_under_lock(
     held = transactions.held_in(connection)
     lease_key = (using, attempt.key)
     backend = attempt.backend
-    if not isinstance(backend, DatabaseBackend) or not transactions.is_open(connection):
+    if not isinstance(backend, InTransaction) or not transactions.is_open(connection):
         # For tests: a lock in memory, or a TestCase, which would keep the row until its end.
         hold = Lock(name, wait=attempt.wait, using=using).acquire()
         hold.release()  # at the end of the transaction, but not in a TestCase
@@ -104,7 +104,7 @@ def begun_under_lock(
     return fence
 
 
-def _lock(attempt: Attempt, backend: DatabaseBackend, connection: Any) -> int:
+def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
     """Lock the row, in one request if nobody has the name as a `Lock`."""
     deadline = Deadline(attempt.wait)
     # Not on a snapshot: InnoDB keeps a row locked then that turns out to be leased, and PostgreSQL
@@ -122,7 +122,7 @@ def _lock(attempt: Attempt, backend: DatabaseBackend, connection: Any) -> int:
 
     def release(grant: Grant) -> bool:
         """Release it with the commit: until then the UPDATE keeps the row locked."""
-        dropped = partial(releaser.give_back, backend, grant)
+        dropped = partial(releaser.give_back, attempt.backend, grant)
         transactions.call_at_end(
             connection, committed=lambda: None, dropped=dropped, savepoints=True
         )
@@ -179,4 +179,4 @@ def database_of(using: str) -> str:
         raise LockError(
             f"only a lock table can lock in a transaction, not the backend of alias {using!r}"
         )
-    return backend.using if isinstance(backend, DatabaseBackend) else DEFAULT_DB_ALIAS
+    return backend.using if isinstance(backend, InTransaction) else DEFAULT_DB_ALIAS

@@ -22,7 +22,7 @@ from ...errors import BackendError
 from ...primitives.names import checked_key, shown
 from ...primitives.timing import Deadline, full_jitter, monotonic
 from ...primitives.transactions import fence_of
-from ..base import BaseLockBackend
+from ..base import BaseLockBackend, InTransaction, Purgeable
 from ..sessions.pool import ConnectionLost, database_of
 from ..sessions.queues import Waiter
 from .checks import check_sharing, check_table
@@ -51,7 +51,7 @@ class Contended(BackendError):
     """Others were changing the same rows for too long; trying again may help."""
 
 
-class DatabaseBackend(BaseLockBackend):
+class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
     """LOCATION is an alias of DATABASES; every question travels on a connection of our own.
 
     Never on the caller's, so the caller's transaction neither hides a lock from others nor
@@ -159,23 +159,14 @@ class DatabaseBackend(BaseLockBackend):
                 self._sessions.queues.drop_dead()
 
     def pin(self, grant: Grant, ttl: float) -> bool:
-        """Lock the row in the caller's own transaction, where it is the caller's to end.
-
-        This verb and the next two are on the caller's connection. They raise Django's errors.
-        """
         return self._in_transaction(lambda d, cursor: d.extend(cursor, grant.claim, ttl))
 
     def release_at_commit(self, grant: Grant) -> bool:
-        """Release in the caller's own transaction, which keeps the row locked until it ends."""
         released = self._in_transaction(lambda d, cursor: d.release(cursor, grant.claim))
         self._free_queue(_claim_key(grant.claim))  # the next one waits for the row
         return released
 
     def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
-        """Lock the row in the caller's own transaction, and move its fence on.
-
-        Busy: other transactions had it for `wait` seconds. None: `acquire` can tell more.
-        """
         checked_key(key)  # PostgreSQL takes no values beside several statements
         deadline, attempt = Deadline(wait), 0
         connection = connections[self.using]
@@ -251,7 +242,6 @@ class DatabaseBackend(BaseLockBackend):
         return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
 
     def left_over(self, older_than: float) -> tuple[int, int]:
-        """Count what `clear_expired()` and `purge()` would find."""
         return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
 
     def clear_expired(self) -> int:

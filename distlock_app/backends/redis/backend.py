@@ -18,7 +18,7 @@ from ...claims import Busy, Claim, Grant, Holding
 from ...errors import BackendError
 from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
-from ..base import BaseLockBackend
+from ..base import BaseLockBackend, GuardedWrites
 from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
@@ -51,7 +51,7 @@ MOST_QUEUED = 50
 SUBSCRIBE_SECONDS = 1.0
 
 
-class RedisBackend(BaseLockBackend):
+class RedisBackend(BaseLockBackend, GuardedWrites):
     """Leases in Redis. LOCATION is an alias of CACHES; only its server and options are used."""
 
     fences = True

@@ -20,6 +20,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from distlock_app.backends.base import Purgeable
 from distlock_app.claims import Holding
 from distlock_app.core.lock import Lock, clear
 from distlock_app.core.registry import registry
@@ -162,8 +163,8 @@ class Command(BaseCommand):
     def _purge(self, *, using: str, older_than: float, as_json: bool, **options: Any) -> None:
         if not 0 <= older_than <= OLDEST:
             raise CommandError(f"--older-than must be 0 to {OLDEST:.0f} seconds")
-        purge = getattr(registry[using].backend, "purge", None)
-        purged = 0 if purge is None else purge(older_than)
+        backend = registry[using].backend
+        purged = backend.purge(older_than) if isinstance(backend, Purgeable) else 0
         self.stdout.write(_json({"purged": purged}) if as_json else f"{purged} deleted")
 
     def _run(
