@@ -144,7 +144,7 @@ class TestZooKeeper(LockBackendContract):
 def forget_keys(client):
     """Delete what this run has on a server that others use, too."""
     with client:
-        for key in client.scan_iter(f"distlock{settings.SUFFIX}*", count=1000):
+        for key in client.scan_iter(f"distlock{settings.SUFFIX}:*", count=1000):
             client.delete(key)
 
 
