@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import takewhile
@@ -25,7 +25,8 @@ from django.dispatch import Signal
 from django.test.utils import isolate_apps
 
 import distlock_app
-from distlock_app import signals
+from distlock_app import claims, signals
+from distlock_app.backends import base
 from distlock_app.testing import LOCMEM, override_locks
 from tests.app.models import Account, Job
 
@@ -298,6 +299,37 @@ def test_the_reference_has_every_signal():
 
     assert found
     assert [name for name in found if f"`{name}`" not in of("errors-and-signals.md")] == []
+
+
+def rows(text):
+    """Return name and default of each row of the tables that have a default."""
+    found = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", text, re.M)
+    return [(name, default or None) for name, default in found]
+
+
+@pytest.mark.parametrize("kind", [claims.Claim, claims.Grant, claims.Busy, claims.Holding])
+def test_the_reference_has_every_field_of_what_backends_get_and_give(kind):
+    section = of("backend-contract.md").partition(f"### {kind.__name__}\n")[2].partition("\n#")[0]
+
+    assert rows(section) == [(field.name, default_of(field)) for field in fields(kind)]
+
+
+def default_of(field):
+    if field.default_factory is not MISSING:
+        return repr(field.default_factory())
+    return None if field.default is MISSING else repr(field.default)
+
+
+def test_the_reference_has_every_flag_and_every_verb_of_a_backend():
+    text = of("backend-contract.md")
+    public = {n: v for n, v in vars(base.BaseLockBackend).items() if n[0] != "_"}
+    flags = {name: repr(value) for name, value in public.items() if not callable(value)}
+    few = (base.InTransaction, base.GuardedWrites, base.Purgeable)
+    verbs = [n for kind in (base.BaseLockBackend, *few) for n in vars(kind) if n[0] != "_"]
+
+    assert dict(rows(text.partition("## What goes in")[0])) == flags
+    assert [n for n in verbs if n not in flags and f"`{n}(" not in text] == []
+    assert [kind.__name__ for kind in few if f"`{kind.__name__}`" not in text] == []
 
 
 def test_the_readme_names_every_option_of_the_two_scripts():

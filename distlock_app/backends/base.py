@@ -1,4 +1,4 @@
-"""The contract of a backend (`BaseLockBackend`): acquire, extend, release, and what is optional."""
+"""The contract of a backend: what it must do, what it may do (`BaseLockBackend`), what few do."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ class BaseLockBackend:
         self.alias = alias
         self.location = location
 
+    # What a backend must do.
+
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
         """Try to take `claim`; return a grant, or Busy / None if another owner has it.
 
@@ -67,6 +69,24 @@ class BaseLockBackend:
         again is granted again, so that a lost answer does no harm.
         """
         raise NotImplementedError
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        """Let the claim end no earlier than `ttl` seconds from now: it is never shortened.
+
+        False: it is certainly not ours any more.
+        """
+        raise NotImplementedError
+
+    def release(self, grant: Grant) -> bool:
+        """Give up the claim, or leave the queue; return whether it was still ours.
+
+        Safe to repeat, and for a claim that may never have been granted: the core calls it
+        after every failure, with a grant that it made up from the claim. A backend that
+        `blocks` also ends a wait for the claim that is under way in another thread.
+        """
+        raise NotImplementedError
+
+    # What it may do better than this.
 
     def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
         """Take these claims, of different keys, in one step if every one is free at once.
@@ -79,20 +99,6 @@ class BaseLockBackend:
     def look(self, claim: Claim) -> Busy | None:
         """Say cheaply whether another try is worth it (None) or not; asked between tries."""
         return None
-
-    def extend(self, grant: Grant, ttl: float) -> bool:
-        """Let the claim end no earlier than `ttl` seconds from now: it is never shortened.
-
-        False: it is certainly not ours any more.
-        """
-        raise NotImplementedError
-
-    def end_in(self, grant: Grant, ttl: float) -> bool:
-        """Let the claim end `ttl` seconds from now, also sooner than it would; else as extend().
-
-        A backend that leaves this out keeps it for longer.
-        """
-        return self.extend(grant, ttl)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
         """Extend several claims, in one request where the backend can; the core's renewer asks.
@@ -107,37 +113,23 @@ class BaseLockBackend:
                 results.append(error)
         return results
 
-    def release(self, grant: Grant) -> bool:
-        """Give up the claim, or leave the queue; return whether it was still ours.
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        """Let the claim end `ttl` seconds from now, also sooner than it would; else as extend().
 
-        Safe to repeat, and for a claim that may never have been granted: the core calls it
-        after every failure, with a grant that it made up from the claim. A backend that
-        `blocks` also ends a wait for the claim that is under way in another thread.
+        A backend that leaves this out keeps it for longer.
         """
-        raise NotImplementedError
-
-    def count_down(self, claim: Claim) -> int:
-        """Count `claim.owner` for the latch `claim.key`, once; return how many are counted.
-
-        With the last of `claim.limit` all waiters there are granted. What was counted
-        is forgotten `claim.ttl` seconds after the last one.
-        """
-        raise NotImplementedError
-
-    def counted(self, key: str) -> int:
-        """Return how many were counted for the latch `key`."""
-        raise NotImplementedError
+        return self.extend(grant, ttl)
 
     def holders(self, key: str | None = None) -> Iterable[Holding]:
         """Yield what is held now, of one key or of all."""
         raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot list its locks")
 
-    def queue(self, key: str) -> list[Mapping[str, Any]] | None:
-        """Return the waiters for `key`, as `Holding.holder` shows them, in order of arrival.
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        """Take away the claims on `key`; return how many. Their fences stay behind the next.
 
-        None: the backend does not know. Of a long queue only its beginning.
+        With `if_version` (of a Holding) only that claim: 0 if the lock changed hands meanwhile.
         """
-        return None
+        raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot clear a lock")
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int | None]:
         """Return what is held of `count` locks from index `start`, and how many locks are.
@@ -148,16 +140,12 @@ class BaseLockBackend:
         more = len(held) > start + count
         return held[start : start + count], None if more else len(held)
 
-    def clear(self, key: str, if_version: str | None = None) -> int:
-        """Take away the claims on `key`; return how many. Their fences stay behind the next.
+    def queue(self, key: str) -> list[Mapping[str, Any]] | None:
+        """Return the waiters for `key`, as `Holding.holder` shows them, in order of arrival.
 
-        With `if_version` (of a Holding) only that claim: 0 if the lock changed hands meanwhile.
+        None: the backend does not know. Of a long queue only its beginning.
         """
-        raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot clear a lock")
-
-    def prolong(self, key: str, version: str, ttl: float) -> bool:
-        """Do as extend() with the claim of this `version` (see Holding), of any owner."""
-        raise NotImplementedError
+        return None
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         """Return system check messages; `ask` allows questions to the server."""
@@ -176,6 +164,24 @@ class BaseLockBackend:
 
     def after_fork(self) -> None:
         """Forget, in the child, every connection without closing it: the parent uses them."""
+
+    # What its flags say that it does.
+
+    def count_down(self, claim: Claim) -> int:
+        """Count `claim.owner` for the latch `claim.key`, once; return how many are counted.
+
+        With the last of `claim.limit` all waiters there are granted. What was counted
+        is forgotten `claim.ttl` seconds after the last one.
+        """
+        raise NotImplementedError
+
+    def counted(self, key: str) -> int:
+        """Return how many were counted for the latch `key`."""
+        raise NotImplementedError
+
+    def prolong(self, key: str, version: str, ttl: float) -> bool:
+        """Do as extend() with the claim of this `version` (see Holding), of any owner."""
+        raise NotImplementedError
 
 
 # What few backends do: they derive from these as well, and the core asks isinstance(). Not from
