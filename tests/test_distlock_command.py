@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ from django.core.checks import Warning
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from distlock_app import Lock, LockError
+from distlock_app import BackendError, Lock, LockError, LockLost
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
 from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
-from distlock_app.operations import tethered
+from distlock_app.operations import run, tethered
 from distlock_app.primitives import identity
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
@@ -489,6 +490,91 @@ def test_run_says_that_a_program_whose_lock_is_lost_has_ended_by_itself(started,
 
     assert process.returncode == 76
     assert "the program ended with 0" in err
+
+
+# Writes who leads, and whether another leads at the same time; then it leads for ever.
+LEADS = """
+import fcntl, sys, time
+path, who = sys.argv[1:]
+log = open(path, "a", buffering=1)
+try:
+    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    print(who, file=log)
+except OSError:
+    print("two lead", file=log)
+time.sleep(3600)
+"""
+KILLS = 6
+
+
+def lead(started, path, who):
+    return started("lead", "a", "--ttl", "1", "--", sys.executable, "-c", LEADS, str(path), who)
+
+
+def leaders(path):
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_a_killed_leader_is_followed_by_the_other_candidate(started, tmp_path):
+    path = tmp_path / "leaders"
+    candidates = {who: lead(started, path, who) for who in ("0", "1")}
+
+    for kill in range(KILLS):
+        until(lambda kill=kill: len(leaders(path)) > kill)
+        who = leaders(path)[-1]
+        candidates[who].kill()
+        candidates[who].wait()
+        until(lambda kill=kill: len(leaders(path)) > kill + 1)
+        candidates[who] = lead(started, path, who)
+
+    assert "two lead" not in leaders(path)
+    assert all(one != next_one for one, next_one in pairwise(leaders(path)))
+
+
+def test_a_leader_that_lost_its_lock_leads_again_in_its_turn(started, tmp_path):
+    path = tmp_path / "leaders"
+    process = lead(started, path, "0")
+    until(lambda: leaders(path) == ["0"])
+
+    registry["default"].backend.clear(key_of("a"))
+
+    until(lambda: leaders(path) == ["0", "0"])
+    process.terminate()
+    assert process.wait(30) == 143
+    assert "waiting for the next turn" in process.stderr.read()
+    assert not is_held("a")
+
+
+def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
+    process = started("lead", "a", *shell("exit 3"))
+
+    assert process.wait(60) == 3
+    assert not is_held("a")
+
+
+def test_a_candidate_asks_a_backend_until_it_answers_again(memory, monkeypatch):
+    outcomes, said = [LockLost("gone"), BackendError("down"), BackendError("down"), 0], []
+
+    def ends(lock, program, signals):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(run, "_run", ends)
+
+    assert run.lead(Lock("a"), ["true"], said.append) == 0
+    assert [str(error) for error in said] == ["gone", "down", "down"]
+
+
+def test_a_candidate_ends_if_its_backend_never_answered(memory, monkeypatch):
+    def is_down(*args):
+        raise BackendError("down")
+
+    monkeypatch.setattr(run, "_run", is_down)
+
+    assert ends_with("lead", "a", "--", "true").returncode == 69
 
 
 def test_a_program_dies_with_the_process_that_runs_it(started):

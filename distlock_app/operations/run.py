@@ -1,4 +1,4 @@
-"""`distlock run`: run a program under a lock; signals and exit codes pass through."""
+"""`distlock run` and `lead`: a program under a lock; signals and exit codes pass through."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import sleep
 from types import FrameType
 from typing import Any
 
 from ..core.acquiring import lease_of_runner
 from ..core.hold import Hold
 from ..core.lock import Lock, release_half_taken
-from ..errors import LockBusy, LockLost
+from ..errors import BackendError, LockBusy, LockLost
+from ..primitives.timing import full_jitter
 from . import tethered
 
 # It stands in sysexits.h beside 75 (busy), and no shell uses it.
@@ -31,9 +33,14 @@ PASSED_ON = (
 )
 # A terminal sends them to the whole group: the program has them already.
 OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
+# What a program ends for, unless it says otherwise.
+ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 # A program that was asked to stop, because its lock is lost, is killed after so many seconds.
 GRACE = 10.0
+
+# Seconds until a candidate asks a backend again that does not answer: the first, and the longest.
+RETRY_MIN, RETRY_MAX = 0.1, 5.0
 
 
 def run(lock: Lock, program: Sequence[str]) -> int:
@@ -44,19 +51,47 @@ def run(lock: Lock, program: Sequence[str]) -> int:
     it had not ended by itself.
     """
     with _Signals() as signals:
-        hold = _acquire(lock, signals)
-        if signals.came is not None:
-            hold.leave(None)
-            return 128 + signals.came
-        with _started(program) as process:
-            signals.pass_on_to(process)
-            hold.on_lost(lambda _: _stop(process))
-            code = process.wait()
-        code = code if code >= 0 else 128 - code
-        try:
-            hold.leave(None)
-        except LockLost as error:
-            raise LockLost(f"{error}; the program ended with {code}") from error
+        return _run(lock, program, signals)
+
+
+def lead(lock: Lock, program: Sequence[str], report: Callable[[Exception], None]) -> int:
+    """Do as `run`, and again after each loss, until the program ends by itself or by a signal.
+
+    `report` gets the LockLost, or the BackendError of a backend that answered before: then it is
+    asked until it answers. Raise BackendError if it does not answer the first time.
+    """
+    failures = 0
+    with _Signals() as signals:
+        while True:
+            try:
+                return _run(lock, program, signals)
+            except (LockLost, BackendError) as error:
+                if signals.came in ENDS:
+                    return 128 + signals.came
+                if isinstance(error, LockLost):
+                    failures = 1
+                elif failures == 0:
+                    raise
+                report(error)
+            signals.begin()
+            sleep(full_jitter(failures, base=RETRY_MIN, cap=RETRY_MAX))
+            failures += 1
+
+
+def _run(lock: Lock, program: Sequence[str], signals: _Signals) -> int:
+    hold = _acquire(lock, signals)
+    if signals.came is not None:
+        hold.leave(None)
+        return 128 + signals.came
+    with _started(program) as process:
+        signals.pass_on_to(process)
+        hold.on_lost(lambda _: _stop(process))
+        code = process.wait()
+    code = code if code >= 0 else 128 - code
+    try:
+        hold.leave(None)
+    except LockLost as error:
+        raise LockLost(f"{error}; the program ended with {code}") from error
     return code
 
 
@@ -101,10 +136,14 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self.ends_us = True  # still waiting for the lock
+        self._before: dict[signal.Signals, Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for the lock: what comes now ends this process."""
         self.came: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self.ends_us = True
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():

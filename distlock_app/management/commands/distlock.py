@@ -11,9 +11,10 @@ from __future__ import annotations
 import getpass
 import json
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from time import sleep
 from typing import Any
 
@@ -36,7 +37,7 @@ from distlock_app.operations.reading import (
     read_all,
     state_of,
 )
-from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, run
+from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, lead, run
 from distlock_app.primitives import identity, names
 
 # A fence goes on from the server's clock, which is never set back by so much.
@@ -64,7 +65,8 @@ class Command(BaseCommand):
         doctor = action("doctor", "Try each backend, and say what is wrong with it.")
         purging = action("purge", "Delete rows of locks that have long been free.", "default")
         running = action("run", "Run a program under a lock; exit 75 if it is busy.", "default")
-        for added in (showing, clearing, running):
+        leading = action("lead", "Run a program in one process at a time, and go on.", "default")
+        for added in (showing, clearing, running, leading):
             added.add_argument("name", metavar="NAME")
         for added in (listing, showing, watching, doctor, clearing, purging):
             added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
@@ -75,8 +77,9 @@ class Command(BaseCommand):
         watching.add_argument("--times", type=int, metavar="N", help="end after so many lists")
         purging.add_argument("--older-than", type=float, default=PURGED_AFTER, metavar="SECONDS")
         running.add_argument("--wait", type=float, metavar="SECONDS", help="0 is one try")
-        running.add_argument("--ttl", type=float, metavar="SECONDS")
-        running.add_argument("program", nargs="+", metavar="-- CMD")
+        for added in (running, leading):
+            added.add_argument("--ttl", type=float, metavar="SECONDS")
+            added.add_argument("program", nargs="+", metavar="-- CMD")
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         try:
@@ -167,8 +170,19 @@ class Command(BaseCommand):
         purged = backend.purge(older_than) if isinstance(backend, Purgeable) else 0
         self.stdout.write(_json({"purged": purged}) if as_json else f"{purged} deleted")
 
-    def _run(
+    def _run(self, *, using: str, wait: float | None, **options: Any) -> int:
+        wait = registry[using].wait if wait is None else wait
+        return self._under_lock(run, using=using, wait=wait, **options)
+
+    def _lead(self, **options: Any) -> int:
+        def report(error: Exception) -> None:
+            self.stderr.write(f"{error}; waiting for the next turn")
+
+        return self._under_lock(partial(lead, report=report), wait=None, **options)
+
+    def _under_lock(
         self,
+        run: Callable[[Lock, list[str]], int],
         *,
         name: str,
         using: str,
@@ -185,7 +199,7 @@ class Command(BaseCommand):
             lock = Lock(
                 name,
                 using=using,
-                wait=entry.wait if wait is None else wait,
+                wait=wait,
                 ttl=entry.ttl if ttl is None else ttl,
             )
         except ValueError as error:
