@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .core.acquiring import current_hold
     from .core.groups import all_of
     from .core.hold import Hold
     from .core.in_transaction import lock_in_transaction
@@ -61,6 +62,7 @@ _HOMES = {
     "all_of": "core.groups",
     "assert_locked": "decorators.functions",
     "bucket": "primitives.names",
+    "current_hold": "core.acquiring",
     "for_update": "pessimistic",
     "lock_in_transaction": "core.in_transaction",
     "locked": "decorators.functions",
@@ -93,6 +95,7 @@ __all__ = [
     "all_of",
     "assert_locked",
     "bucket",
+    "current_hold",
     "for_update",
     "lock_in_transaction",
     "locked",

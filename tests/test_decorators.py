@@ -15,7 +15,7 @@ import pytest
 from django.db import connection, transaction
 from django.utils.functional import SimpleLazyObject
 
-from distlock_app import Lock, LockBusy, LockLost, NotHeld, assert_locked, locked
+from distlock_app import Lock, LockBusy, LockLost, NotHeld, assert_locked, current_hold, locked
 from distlock_app.core.registry import registry
 from distlock_app.decorators.naming import NameTemplate
 from distlock_app.testing import held_elsewhere
@@ -520,6 +520,68 @@ def test_what_it_decorates_keeps_its_name_and_attributes():
         """Work."""
 
     assert (work.__name__, work.__doc__) == ("work", "Work.")
+
+
+# current_hold
+
+
+def test_decorated_code_finds_its_hold():
+    @on_locmem("invoice:{number}")
+    def send(number):
+        hold = current_hold()
+        assert hold is current_hold(f"invoice:{number}", using="locmem")
+        hold.check()
+        with Lock("stock", using="locmem") as inner:
+            assert current_hold() is inner
+            assert current_hold(f"invoice:{number}", using="locmem") is hold
+        assert current_hold() is hold
+        return hold
+
+    hold = send(7)
+
+    assert hold.released
+    for wanted in [(), ("invoice:7",)]:
+        with pytest.raises(NotHeld):
+            current_hold(*wanted, using="locmem")
+
+
+def test_code_that_takes_its_lock_again_still_has_a_hold():
+    lock = Lock("a", using="locmem")
+
+    with lock as outer:
+        with lock:
+            assert current_hold().fence == outer.fence
+        assert current_hold() is outer
+
+
+def test_a_bare_acquire_and_another_thread_have_no_current_hold():
+    found = []
+
+    def look():
+        with contextlib.suppress(NotHeld):
+            found.append(current_hold())
+
+    hold = Lock("a", using="locmem").acquire()
+    look()
+    with hold:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert current_hold() is hold
+
+    assert found == []
+
+
+def test_each_task_finds_its_own_hold():
+    @on_locmem("c{number}")
+    async def hold_it(number):
+        await asyncio.sleep(0.01)
+        return current_hold().name
+
+    async def main():
+        return await asyncio.gather(*(hold_it(number) for number in range(5)))
+
+    assert asyncio.run(main()) == [f"c{number}" for number in range(5)]
 
 
 # assert_locked

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
+from weakref import ref
 
 from ..claims import Claim, Grant
-from ..errors import LockBusy, LockLost
+from ..errors import LockBusy, LockLost, NotHeld
 from ..primitives import identity, names, transactions
 from ..primitives.logs import SLOW_WAIT, fields, logger
 from ..primitives.timing import monotonic
@@ -111,7 +112,7 @@ class Attempt:
         )
         hold = Hold(lease, release_now=lock.release == "now")
         if entered:
-            hold.entered, lease.entered = True, 1
+            hold.entered, lease.entered, lease.hold = True, 1, ref(hold)
         try:
             runner.held[self.lease_key] = lease
             if runner.in_call:
@@ -166,6 +167,20 @@ class Attempt:
             "name": self.lock.name,
             "waited": monotonic() - self.started,
         }
+
+
+def current_hold(name: str | None = None, *, using: str = "default") -> Hold:
+    """Return the hold in whose `with`, or decorated function, the caller runs; asks no backend.
+
+    With `name` that of this lock, else of the lock that was taken last. Raise NotHeld outside of
+    any. A bare `acquire()` is no `with`, and `lock_in_transaction()` has no hold.
+    """
+    wanted = None if name is None else (registry[using].backend, names.key_of(name))
+    for lease_key, lease in reversed(identity.current_runner().held.items()):
+        if wanted in (None, lease_key[:2]) and (hold := lease.hold()) is not None:
+            if hold.entered and not hold.released:
+                return hold  # type: ignore[no-any-return]
+    raise NotHeld("no lock is held here" if name is None else f"{names.shown(name)!r} is not held")
 
 
 def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:

@@ -57,6 +57,8 @@ class Lease:
     due: float | None = None  # see Timed: when the renewer looks at it next
     holds = 1  # holds that need it
     entered = 0  # those of them that are in a `with`: only there it may be taken again
+    # One of those in a `with`, for the code inside: weakly, as a dropped one ends the lease.
+    hold: Callable[[], Any] = staticmethod(lambda: None)
     pins = 0  # transactions that keep all others from the claim
     # Whose end the release waits for: id(connection).
     open_transactions: set[int] = cast("set[int]", frozenset())
@@ -200,6 +202,8 @@ class Lease:
                 return
             hold.entered = inside
             self.entered += 1 if inside else -1
+            if inside and ((other := self.hold()) is None or other.released):
+                self.hold = weakref.ref(hold)
         runner = identity.current_runner()
         if self.runner is not runner:
             self.leave_runner()
