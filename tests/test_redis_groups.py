@@ -12,7 +12,7 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.backends.redis import RedisBackend
-from distlock_app.backends.redis.backend import _part
+from distlock_app.backends.redis.people import part_of
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_acquired
@@ -155,7 +155,7 @@ def test_what_a_stable_owner_has_already_ends_no_earlier_for_a_group(backend, se
         pair = [claim("a", owner="f" * 32, ttl=ttl), claim("b", owner="f" * 32, ttl=ttl)]
         assert backend.acquire_all(pair)
         assert next(iter(backend.holders(held.key))).expires_in > least
-        listed_until = server.zscore(backend._index(_part(held.key)), held.key) / 1000
+        listed_until = server.zscore(backend._index(part_of(held.key)), held.key) / 1000
         assert listed_until - time.time() > least
 
 

@@ -5,24 +5,24 @@ On one server, on the master that a Sentinel names, or on the masters of a Clust
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 
-from ...claims import Busy, Claim, Grant, Holding
+from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
-from ..base import BaseLockBackend, GuardedWrites
+from ..base import GuardedWrites
 from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
 from .listening import Listener
+from .people import BATCH, ForPeople, milliseconds, part_of
 from .pool import ConnectionLost, Pool, Servers
 from .scripts import (
     ACQUIRE,
@@ -39,19 +39,11 @@ from .scripts import (
     pack,
 )
 
-# Requests in one round trip: their answers fit any socket buffer, and others get a turn.
-BATCH = 500
-# Parts of the index: Redis keeps a ZSET of up to 128 members without pointers, which takes 60
-# bytes for a held lock instead of 170, up to about 100,000 of them. In a Cluster each part has a
-# hash slot of its own, with the locks in it; a single server has them all in one.
-PARTS = 1024
-# So many waiters are listed.
-MOST_QUEUED = 50
 # How long the first waiter of a process waits for its subscription to be confirmed.
 SUBSCRIBE_SECONDS = 1.0
 
 
-class RedisBackend(BaseLockBackend, GuardedWrites):
+class RedisBackend(ForPeople, GuardedWrites):
     """Leases in Redis. LOCATION is an alias of CACHES; only its server and options are used."""
 
     fences = True
@@ -135,7 +127,7 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
     def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
         mutexes = not any(claim.shared or claim.limit > 1 for claim in claims)
         # In a Cluster a script sees the keys of one hash slot only.
-        if not mutexes or len({self._base(_part(claim.key)) for claim in claims}) > 1:
+        if not mutexes or len({self._base(part_of(claim.key)) for claim in claims}) > 1:
             return None
         asked = monotonic()
         script = acquire_all(len(claims))
@@ -143,7 +135,7 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
         words: list[bytes] = []
         for claim in claims:
             words += [claim.key.encode(), claim.owner.encode()]
-            words += [_milliseconds(claim.ttl), _about(claim)]
+            words += [milliseconds(claim.ttl), _about(claim)]
         granted, *fences = self._pool.run(script, fill(script.template(*keys), *words))
         if not granted:
             return None
@@ -160,7 +152,7 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
             fill(
                 self._template(script, claim.key),
                 claim.owner.encode(),
-                _milliseconds(claim.ttl),
+                milliseconds(claim.ttl),
                 _about(claim),
                 channel.encode(),
                 b"%d" % arrived,
@@ -176,7 +168,7 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         claim, template = grant.claim, self._template(END_IN, grant.claim.key)
-        request = fill(template, claim.owner.encode(), _milliseconds(ttl), b"exactly")
+        request = fill(template, claim.owner.encode(), milliseconds(ttl), b"exactly")
         return bool(self._pool.run(END_IN, request))
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
@@ -206,7 +198,7 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
         request = fill(
             self._template(COUNT_DOWN, claim.key),
             claim.owner.encode(),
-            _milliseconds(claim.ttl),
+            milliseconds(claim.ttl),
             b"%d" % claim.limit,
         )
         return int(self._pool.run(COUNT_DOWN, request))
@@ -233,81 +225,23 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
         if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):
             raise ValueError(
                 "In a Redis Cluster the key must be in the hash slot of its lock: with "
-                f"'{{{_part(claim.key)}}}' in it, without other braces before."
+                f"'{{{part_of(claim.key)}}}' in it, without other braces before."
             )
         data = value if isinstance(value, bytes) else str(value).encode()
         request = fill(
             GUARDED_SET.template(*self._keys(claim.key), key.encode(), claim.key.encode()),
             claim.owner.encode(),
             data,
-            b"0" if ttl is None else _milliseconds(ttl),
+            b"0" if ttl is None else milliseconds(ttl),
             b"1" if release else b"0",
         )
         if release:
             return self._run_once(GUARDED_SET, request)
         return bool(self._pool.run(GUARDED_SET, request))
 
-    def holders(self, key: str | None = None) -> Iterator[Holding]:
-        if key is not None:
-            yield from self._holdings([key])
-            return
-        # The index, never a scan over the keys of the server.
-        for start in range(0, PARTS, BATCH):
-            parts = range(start, min(start + BATCH, PARTS))
-            pages = self._pool.ask(
-                *[pack(b"ZRANGE", self._index(part), b"0", b"-1") for part in parts]
-            )
-            keys = [member.decode() for page in pages for member in page]
-            for at in range(0, len(keys), BATCH):
-                yield from self._holdings(keys[at : at + BATCH])
-
-    def queue(self, key: str) -> list[Mapping[str, Any]]:
-        _, queue, claims, *_ = self._keys(key)
-        owners = self._pool.ask(pack(b"ZRANGE", queue, b"0", b"%d" % (MOST_QUEUED - 1)))[0]
-        if not owners:
-            return []
-        entries = self._pool.ask(pack(b"HMGET", claims, *owners))[0]
-        # "heard ttl channel limit holder name", or of a new member "fence limit holder name".
-        words = [entry.decode().split(" ", 4) for entry in entries if entry]
-        return [_about_of(w[4])[0] for w in words if len(w) == 5 and not w[2].startswith("{")]
-
-    def page(self, start: int, count: int) -> tuple[list[Holding], int]:
-        seconds, micros = self._pool.ask(pack(b"TIME"))[0]
-        now_ms = b"%d" % ((int(seconds) * 1_000_000 + int(micros)) // 1000)
-        live = (now_ms, b"+inf")
-        counts = self._ask([pack(b"ZCOUNT", self._index(part), *live) for part in range(PARTS)])
-        ranges, skipped = [], 0
-        for part, size in enumerate(counts):
-            first = max(start - skipped, 0)
-            last = min(start + count - skipped, size)
-            if first < last:
-                window = (b"LIMIT", b"%d" % first, b"%d" % (last - first))
-                ranges.append(pack(b"ZRANGEBYSCORE", self._index(part), *live, *window))
-            skipped += size
-        keys = [member.decode() for page in self._ask(ranges) for member in page]
-        batches = (keys[at : at + BATCH] for at in range(0, len(keys), BATCH))
-        return [h for batch in batches for h in self._holdings(batch)], sum(counts)
-
     def clear(self, key: str, if_version: str | None = None) -> int:
         request = fill(self._template(CLEAR, key), (if_version or "").encode())
         return int(self._pool.run(CLEAR, request))
-
-    def prolong(self, key: str, version: str, ttl: float) -> bool:
-        lock = self._lock(key)
-        requests = pack(b"GET", lock), pack(b"ZRANGE", lock + b":m", b"0", b"-1")
-        held, owners = self._pool.ask(*requests)
-        if held is not None:
-            owner, fence, _ = held.split(b" ", 2)
-            fences = {fence: owner}
-        elif owners:
-            entries = self._pool.ask(pack(b"HMGET", lock + b":w", *owners))[0]
-            fences = {e.split(b" ", 1)[0]: o for e, o in zip(entries, owners, strict=True) if e}
-        else:
-            fences = {}
-        if (owner := fences.get(version.encode())) is None:
-            return False
-        request = fill(self._template(EXTEND, key), owner, _milliseconds(ttl))
-        return bool(self._pool.run(EXTEND, request))
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         messages = check_sharing(self.alias, self.location)
@@ -356,38 +290,15 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
             listener = self._listeners.setdefault(node, made)
         return listener
 
-    def _ask(self, requests: Sequence[bytes]) -> list[Any]:
-        """Do as the pool's `ask`, in round trips of a fair size."""
-        batches = (requests[at : at + BATCH] for at in range(0, len(requests), BATCH))
-        return [answer for batch in batches for answer in self._pool.ask(*batch)]
-
     def _forget(self, claim: Claim) -> None:
         # Of all: keys may have moved to another server while their claim waited.
         for listener in list(self._listeners.values()):
             listener.forget(claim)
 
-    def _base(self, part: int) -> str:
-        """Return how the keys of this part begin: with their hash tag."""
-        return f"{self._prefix}:{{{part if self._nodes else 0}}}:"
-
-    def _lock(self, key: str) -> bytes:
-        return f"{self._base(_part(key))}{key}".encode()
-
-    def _index(self, part: int) -> bytes:
-        return f"{self._base(part)}held:{part}".encode()
-
-    def _keys(self, key: str) -> list[bytes]:
-        lock, part = self._lock(key), _part(key)
-        counter = f"{self._base(part)}fence".encode()
-        return [lock, lock + b":q", lock + b":w", self._index(part), counter, lock + b":m"]
-
-    def _make_template(self, script: Script, key: str) -> bytes:
-        return script.template(*self._keys(key), key.encode())
-
     def _extend(self, grant: Grant, ttl: float) -> bytes:
         claim = grant.claim
         template = self._template(EXTEND, claim.key)
-        return fill(template, claim.owner.encode(), _milliseconds(ttl))
+        return fill(template, claim.owner.encode(), milliseconds(ttl))
 
     def _run_once(self, script: Script, request: bytes) -> bool:
         """Run a script whose repetition finds its own work done, and so cannot say True."""
@@ -401,51 +312,6 @@ class RedisBackend(BaseLockBackend, GuardedWrites):
                 "whether it was until then is not known."
             ) from error
 
-    def _holdings(self, keys: Iterable[str]) -> Iterator[Holding]:
-        locks = {key: self._lock(key) for key in keys}
-        requests = []
-        for lock in locks.values():
-            requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
-            requests.append(pack(b"ZRANGE", lock + b":m", b"0", b"-1", b"WITHSCORES"))
-        if not requests:
-            return
-        seconds, micros = (answers := self._pool.ask(pack(b"TIME"), *requests))[0]
-        now = int(seconds) + int(micros) / 1e6
-        for at, (key, lock) in enumerate(locks.items()):
-            held, left, waiters, members = answers[1 + 4 * at : 5 + 4 * at]
-            if held is not None and left > 0:
-                _, fence, about = held.decode().split(" ", 2)
-                yield self._holding(key, "1", fence, about, left / 1000, waiters, now)
-            elif members:
-                tokens, ends = members[::2], members[1::2]
-                entries = self._pool.ask(pack(b"HMGET", lock + b":w", *tokens))[0]
-                for entry, end in zip(entries, ends, strict=True):
-                    if entry is not None and (ends_in := int(end) / 1000 - now) > 0:
-                        fence, limit, about = entry.decode().split(" ", 2)
-                        yield self._holding(key, limit, fence, about, ends_in, waiters, now)
-
-    def _holding(
-        self, key: str, limit: str, fence: str, about: str, left: float, waiters: int, now: float
-    ) -> Holding:
-        holder, name = _about_of(about)
-        return Holding(
-            name=name,
-            key=key,
-            alias=self.alias,
-            version=fence,
-            kind={"0": "shared", "1": "exclusive"}.get(limit, "permit"),
-            fence=int(fence),
-            expires_in=left,
-            # A fence is the server's time unless its clock was set back.
-            held_for=max(0.0, now - int(fence) / 1e6),
-            waiters=waiters,
-            holder=holder,
-        )
-
-
-def _part(key: str) -> int:
-    return int(key[:4], 16) % PARTS
-
 
 def _about(claim: Claim) -> bytes:
     """Return what is shown of the claim: its holder and name."""
@@ -453,16 +319,3 @@ def _about(claim: Claim) -> bytes:
     if len(name) > SHOWN_LENGTH or not name.isprintable():
         name = shown(name)
     return f"{claim.holder} {name}".encode()
-
-
-def _about_of(text: str) -> tuple[Mapping[str, Any], str]:
-    """Return holder and name of what `_about` wrote."""
-    try:
-        holder, end = json.JSONDecoder().raw_decode(text)
-    except ValueError:
-        holder, end = {}, text.find(" ")
-    return holder, text[end + 1 :]
-
-
-def _milliseconds(seconds: float) -> bytes:
-    return b"%d" % max(1, int(seconds * 1000))
