@@ -24,7 +24,7 @@ from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.backends.etcd.gateway import QUIET_SECONDS, encoded
-from distlock_app.backends.zookeeper.backend import ClaimNode, DeletionWatch
+from distlock_app.backends.zookeeper.nodes import ClaimNode, DeletionWatch
 from distlock_app.backends.zookeeper.session import TRUSTED, Session
 from distlock_app.claims import Grant
 from distlock_app.core.registry import registry

@@ -14,7 +14,9 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ..claims import Claim
 from ..primitives.names import KEY, is_key
-from .sessions.backend import LockSession, SessionLocksBackend, note
+from .sessions.backend import SessionLocksBackend
+from .sessions.lock_session import LockSession
+from .sessions.notes import note
 from .sessions.pool import ANSWER_WAIT, GRACE, LONG_WAITS, Rows, ServerError, Values
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.

@@ -10,7 +10,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from ..claims import Claim
-from .sessions.backend import NOTE, LockSession, SessionLocksBackend, note
+from .sessions.backend import SessionLocksBackend
+from .sessions.lock_session import LockSession
+from .sessions.notes import NOTE, note
 from .sessions.pool import ANSWER_WAIT, GRACE, Rows, ServerError, Value, Values
 
 # Lock timeout; deadlock; then nothing was locked.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
-from urllib.parse import urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -21,6 +19,7 @@ from ...primitives.identity import holder_fields
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend
+from .entries import Entry, View, Waiter, created, endpoints, entry_of, put, range_of, wake
 from .gateway import NOT_FOUND, ConnectionLost, Gateway, Refused, Watch, decoded, encoded
 from .leases import Lease, Leases
 
@@ -28,41 +27,6 @@ PAGE = 1000  # keys in one answer of a listing
 # A waiter looks at the queue after so many seconds even if the watch says nothing: a connection
 # may die without a sign.
 LOOK_AGAIN = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One key of a queue: the first one holds the lock, the others wait."""
-
-    key: str
-    created: int  # the revision that made it: the order of the queue
-    lease: int
-    value: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The queue of one lock as it was at one revision."""
-
-    asked_at: float
-    revision: int
-    queue: list[Entry]
-    epoch: int
-
-    def position_of(self, key: str) -> int | None:
-        """Return how many keys are before `key`; None: it is not in the queue."""
-        return next((at for at, entry in enumerate(self.queue) if entry.key == key), None)
-
-
-class Waiter:
-    """A claim that waits: its lease, and the key whose end wakes it, or what that begins with."""
-
-    __slots__ = ("awaits", "lease", "wake")
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.awaits = ""
-        self.wake: Callable[[Grant | None], None] | None = None
 
 
 class EtcdBackend(BaseLockBackend):
@@ -97,7 +61,7 @@ class EtcdBackend(BaseLockBackend):
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text.")
         self._prefix = prefix
         self._epoch_key = f"{prefix}.epoch"
-        self._endpoints = _endpoints(alias, location)
+        self._endpoints = endpoints(alias, location)
         self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}
         self._files = (ca, cert, key)
         self._start()
@@ -153,15 +117,15 @@ class EtcdBackend(BaseLockBackend):
             return False
         if lease.seconds >= ttl:
             return True
-        put = _put(entry.key, decoded(entry.value), self._leases.new(ttl))
-        return bool(self._txn([_created(entry)], [put], []).get("succeeded"))
+        write = put(entry.key, decoded(entry.value), self._leases.new(ttl))
+        return bool(self._txn([created(entry)], [write], []).get("succeeded"))
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         entry = self._entry(self._key(grant.claim))
         if entry is None:
             return False
-        put = _put(entry.key, decoded(entry.value), self._leases.new(ttl))
-        if not self._txn([_created(entry)], [put], []).get("succeeded"):
+        write = put(entry.key, decoded(entry.value), self._leases.new(ttl))
+        if not self._txn([created(entry)], [write], []).get("succeeded"):
             return False
         self._leases.give_back(entry.lease)
         return True
@@ -201,7 +165,7 @@ class EtcdBackend(BaseLockBackend):
             return 0
         first = view.queue[0]
         delete = {"request_delete_range": {"key": encoded(first.key)}}
-        return int(bool(self._txn([_created(first)], [delete], []).get("succeeded")))
+        return int(bool(self._txn([created(first)], [delete], []).get("succeeded")))
 
     def ping(self) -> None:
         self._epoch()
@@ -229,8 +193,8 @@ class EtcdBackend(BaseLockBackend):
         self._waiters: dict[tuple[str, str], Waiter] = {}
         self._watch = Watch(
             self._gateway,
-            _range(f"{self._prefix}/"),
-            partial(_wake, self._waiters),
+            range_of(f"{self._prefix}/"),
+            partial(wake, self._waiters),
             f"distlock-watch-{self.alias}",
         )
 
@@ -240,18 +204,18 @@ class EtcdBackend(BaseLockBackend):
         Both may be repeated: a key that is there keeps its position and its lease.
         """
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
-        put = _put(self._key(claim), about, lease)
+        write = put(self._key(claim), about, lease)
         read = [self._read_queue(claim.key), self._read_epoch()]
         # etcd compares with each key of the range: there must be none.
-        keys = {"key": encoded(self._key(claim))} if stay else _range(self._queue_of(claim.key))
+        keys = {"key": encoded(self._key(claim))} if stay else range_of(self._queue_of(claim.key))
         none_exists = {**keys, "target": "CREATE", "create_revision": 0}
-        return self._view([none_exists], [put, *read], read)
+        return self._view([none_exists], [write, *read], read)
 
     def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
         while at := view.position_of(self._key(claim)):
             delete = {"request_delete_range": {"key": encoded(self._key(claim))}}
-            if self._txn([_created(view.queue[0])], [delete], []).get("succeeded"):
+            if self._txn([created(view.queue[0])], [delete], []).get("succeeded"):
                 break
             view = self._look(claim.key)
         if at == 0:
@@ -301,7 +265,7 @@ class EtcdBackend(BaseLockBackend):
 
     def _read_queue(self, key: str) -> dict[str, Any]:
         order = {"sort_order": "ASCEND", "sort_target": "CREATE", "keys_only": True}
-        return {"request_range": {**_range(self._queue_of(key)), **order}}
+        return {"request_range": {**range_of(self._queue_of(key)), **order}}
 
     def _read_epoch(self) -> dict[str, Any]:
         return {"request_range": {"key": encoded(self._epoch_key)}}
@@ -319,7 +283,7 @@ class EtcdBackend(BaseLockBackend):
         return View(
             asked_at,
             int(answer["header"]["revision"]),
-            [_entry(kv) for kv in queue],
+            [entry_of(kv) for kv in queue],
             int(decoded(epoch[0]["value"])) if epoch else self._new_epoch(),
         )
 
@@ -347,73 +311,15 @@ class EtcdBackend(BaseLockBackend):
 
     def _entry(self, key: str) -> Entry | None:
         found = self._gateway.ask("/v3/kv/range", {"key": encoded(key)})
-        return _entry(found["kvs"][0]) if "kvs" in found else None
+        return entry_of(found["kvs"][0]) if "kvs" in found else None
 
     def _pages(self, start: str) -> Iterator[Entry]:
         """Yield the keys that begin with `start`, in their own order."""
-        request = {**_range(start), "limit": PAGE}
+        request = {**range_of(start), "limit": PAGE}
         while True:
             page = self._gateway.ask("/v3/kv/range", request)
-            entries = [_entry(kv) for kv in page.get("kvs", [])]
+            entries = [entry_of(kv) for kv in page.get("kvs", [])]
             yield from entries
             if not page.get("more"):
                 return
             request["key"] = encoded(entries[-1].key + "\0")
-
-
-def _wake(waiters: dict[tuple[str, str], Waiter], gone: str | None) -> bool:
-    """Wake the waiters for the end of the key `gone`, None: all; return whether any is left."""
-    now = monotonic()
-    for claim, waiter in list(waiters.items()):
-        if waiter.wake is not None and (gone is None or gone.startswith(waiter.awaits)):
-            if gone is not None:
-                waiter.awaits = ""  # no need to look
-            with suppress(RuntimeError):  # its event loop was closed: that has it given back
-                waiter.wake(None)
-        elif waiter.lease.seconds and not waiter.lease.covers(0, now):
-            waiters.pop(claim, None)  # not renewed: a stable owner that went
-    return bool(waiters)
-
-
-def _endpoints(alias: str, location: Any) -> list[str]:
-    urls = location.split(",") if isinstance(location, str) else list(location or ())
-    urls = [str(url).strip().rstrip("/") for url in urls]
-    if not urls or not all(_is_url(url) for url in urls):
-        raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: LOCATION must be a URL such as http://etcd.example:2379, "
-            "or several."
-        )
-    if any("@" in url for url in urls):
-        raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: USER and PASSWORD belong in OPTIONS.")
-    return urls
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # whose message quotes what may be a password
-        return False
-
-
-def _range(prefix: str) -> dict[str, Any]:
-    """Return the keys that begin with `prefix`, which ends with "/"."""
-    return {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + "0")}
-
-
-def _put(key: str, value: str, lease: Lease) -> dict[str, Any]:
-    put = {"key": encoded(key), "value": encoded(value), "lease": lease.id}
-    return {"request_put": put}
-
-
-def _created(entry: Entry) -> dict[str, Any]:
-    return {"key": encoded(entry.key), "target": "CREATE", "create_revision": entry.created}
-
-
-def _entry(kv: dict[str, Any]) -> Entry:
-    return Entry(
-        decoded(kv["key"]),
-        int(kv["create_revision"]),
-        int(kv.get("lease", 0)),
-        kv.get("value", ""),
-    )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import select
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
@@ -23,10 +19,10 @@ from django.db import connections
 
 from ...claims import Claim, Grant, Holding
 from ...errors import BackendError
-from ...primitives.identity import holder_fields
-from ...primitives.names import KEY, shown
 from ...primitives.timing import Deadline, full_jitter, monotonic
 from ..base import BaseLockBackend, no_answer
+from .lock_session import LockSession
+from .notes import from_note, note, same
 from .pool import (
     ANSWER_WAIT,
     ConnectionLost,
@@ -34,13 +30,12 @@ from .pool import (
     ServerError,
     ServerSession,
     ServerSessions,
-    Values,
     database_of,
 )
 from .queues import ASKING, FairSemaphore, Waiter, WaiterQueues
 
 T = TypeVar("T")
-S = TypeVar("S", bound="LockSession")
+S = TypeVar("S", bound=LockSession)
 
 # The longest wait on the server in one statement, in seconds: a longer wait starts again behind
 # others. A statement that never ends keeps PostgreSQL from cleaning up behind it.
@@ -58,54 +53,6 @@ ASK_EVERY = 5.0
 
 # Seconds that one heartbeat waits for the answers; late ones are picked up by the next.
 BEAT_WAIT = 0.5
-
-# The comment of statements, for administrators that look at the sessions on the server.
-# A server may keep only its beginning.
-NOTE = re.compile(
-    rf"/\* distlock ([0-9a-f]{{8}}) ({KEY}) ([0-9]{{1,19}})"
-    r"(?: (\"(?:[^\"\\]|\\.)*\") (\{.*?\}) \*/)?",
-    re.DOTALL,
-)
-
-
-class LockSession(ServerSession):
-    """A session that holds one lock, or waits for it."""
-
-    @abstractmethod
-    def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
-        """Lock; return the fence and a time before the lock was ours, or None: it is busy."""
-
-    @abstractmethod
-    def question(self, claim: Claim) -> tuple[str, Values]:
-        """Return what asks whether the lock is still this session's: a statement, its values."""
-
-    @abstractmethod
-    def unlock(self, claim: Claim) -> bool:
-        """Unlock; return whether it was locked."""
-
-    def note(self) -> str:
-        """Return the note of the claim for its statements, which says whose session it is."""
-        return note(self.claim, self.fence) if self.claim else ""
-
-    @abstractmethod
-    def keep(self, ttl: float) -> None:
-        """Let the server keep this session for `ttl` seconds without a question."""
-
-    @abstractmethod
-    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yield what the server shows of locks: fields of a Holding, and
-
-        `number` (of the session), `now_us` (its clock), `since_us`, `note` (what the session said
-        last), `named` (what a waiter said). `ours`: keys to ask for, if it shows no others.
-        """
-
-    @abstractmethod
-    def stop(self, number: int) -> None:
-        """End a session that waits: the server notices late that its client is gone, or never."""
-
-    @abstractmethod
-    def kill(self, key: str, number: int) -> bool:
-        """End the session if it holds the lock, and wait until the lock is free."""
 
 
 class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
@@ -291,15 +238,15 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             lock, said = fields["key"], fields.pop("note", None)
             if session and claim and claim.key == lock:
                 said = note(claim, session.fence)
-            fields |= _from_note(said, lock)
-            fields.setdefault("name", _from_note(named, lock).get("name", f"({lock})"))
+            fields |= from_note(said, lock)
+            fields.setdefault("name", from_note(named, lock).get("name", f"({lock})"))
             if (began_us := fields.get("fence") or since_us) is not None:
                 fields["held_for"] = max(0.0, (now_us - began_us) / 1e6)
             yield Holding(alias=self.alias, version=f"{number}-{fields.pop('tag', '')}", **fields)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         held = [holding.version for holding in self.holders(key)]
-        found = [one for one in held if if_version is None or _same(one, if_version)]
+        found = [one for one in held if if_version is None or same(one, if_version)]
         numbers = [int(one.partition("-")[0]) for one in found]
         return self._question(lambda session: sum(session.kill(key, number) for number in numbers))
 
@@ -502,38 +449,3 @@ class _exclusive:
 
     def __exit__(self, *exc_info: object) -> None:
         self._session.mutex.release()
-
-
-def tag_of(claim: Claim) -> str:
-    """Return what distinguishes one acquisition from the next, without its token."""
-    return hashlib.sha256(claim.owner.encode()).hexdigest()[:8]
-
-
-def note(claim: Claim, fence: int | None = None) -> str:
-    """Return a comment for the statements of `claim`: people see it beside the session."""
-    name = _quoted(claim.name)
-    # ASCII JSON without an asterisk cannot end the comment; mysqlclient puts values for "%".
-    text = f"{name} {claim.holder}".replace("*", "\\u002a").replace("%", "\\u0025")
-    return f"/* distlock {tag_of(claim)} {claim.key} {fence or 0} {text} */"
-
-
-@lru_cache(maxsize=1024)
-def _quoted(name: str) -> str:
-    return json.dumps(shown(name))
-
-
-def _from_note(statement: str | None, key: str) -> dict[str, Any]:
-    """Return the fields of a Holding of `key` that are in a note."""
-    found = NOTE.search(statement or "")
-    if found is None or found[2] != key:
-        return {}
-    fields: dict[str, Any] = {"tag": found[1], "fence": int(found[3]) or None}
-    with suppress(ValueError):  # cut off, or made up
-        fields |= {"name": shown(json.loads(found[4] or "")), "holder": holder_fields(found[5])}
-    return fields
-
-
-def _same(one: str, other: str) -> bool:
-    """Compare session and tag; a server that does not show the tag leaves it empty."""
-    (number, _, tag), (number2, _, tag2) = one.partition("-"), other.partition("-")
-    return number == number2 and (not tag or not tag2 or tag == tag2)

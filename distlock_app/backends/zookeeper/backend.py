@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -18,6 +17,7 @@ from ...primitives.identity import holder_fields
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend
+from .nodes import ClaimNode, DeletionWatch, Node, holding_of, in_line
 from .session import Gone, Session
 
 # Directories of nodes. One for each lock would be left behind by every name ever used: only
@@ -29,57 +29,6 @@ LOOK_AGAIN = 10.0
 # A waiter that looks at the queue proves that its session lives, unless that was proved so little
 # of the ttl before.
 PROVED_BEFORE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A node's name has everything: `key-session-kind owner-number`."""
-
-    name: str
-    key: str
-    kind: str  # "w" alone, "r" shared
-    owner: str
-    number: int  # given by the server, in order of arrival
-
-    @classmethod
-    def of(cls, name: str) -> Node:
-        """Read a name."""
-        return cls(name, name[:40], name[58], name[59:91], int(name[92:]))
-
-
-class ClaimNode:
-    """The node of one claim that waits or holds."""
-
-    __slots__ = ("awaits", "czxid", "look_again_at", "path", "session")
-
-    def __init__(self, path: str, czxid: int, session: int) -> None:
-        self.path = path
-        self.czxid = czxid
-        self.session = session
-        self.look_again_at = 0.0  # a monotonic time: by then it looks at the queue again
-        self.awaits: DeletionWatch | None = None
-
-
-class DeletionWatch:
-    """Wakes the waiters for the end of a node: one watch for all, kept by kazoo until then."""
-
-    __slots__ = ("_forget", "wakes")
-
-    def __init__(self, forget: Callable[[], object]) -> None:
-        self._forget = forget
-        self.wakes: dict[ClaimNode, Callable[[Grant | None], None] | None] = {}
-
-    def __call__(self, event: Any) -> None:
-        self._forget()
-        while self.wakes:
-            try:
-                own, wake = self.wakes.popitem()
-            except KeyError:  # the last one has just left
-                return
-            own.look_again_at = 0.0
-            if wake is not None:
-                with suppress(RuntimeError):  # its event loop was closed: that has it given back
-                    wake(None)
 
 
 class ZooKeeperBackend(BaseLockBackend):
@@ -208,12 +157,12 @@ class ZooKeeperBackend(BaseLockBackend):
             nodes = sorted(map(Node.of, names or ()), key=lambda node: node.key)
             for found, queue in groupby(nodes, lambda node: node.key):
                 if key in (None, found):
-                    yield from self._holdings(_in_line(list(queue)), epoch)
+                    yield from self._holdings(in_line(list(queue)), epoch)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         shard = self._shard(key)
         nodes = [node for node in map(Node.of, self._list(shard)) if node.key == key]
-        paths = [f"{shard}/{node.name}" for node in _holding(_in_line(nodes))]
+        paths = [f"{shard}/{node.name}" for node in holding_of(in_line(nodes))]
         stats = self._ask_all("exists", paths)
         return sum(
             self._delete(path)
@@ -273,7 +222,7 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def _ahead(self, claim: Claim, own: ClaimNode, names: list[str]) -> list[Node] | None:
         """Return the nodes in the way, in order; None: our node is not there."""
-        queue = _in_line([Node.of(name) for name in names if name.startswith(claim.key)])
+        queue = in_line([Node.of(name) for name in names if name.startswith(claim.key)])
         ours = own.path.rpartition("/")[2]
         at = next((at for at, node in enumerate(queue) if node.name == ours), None)
         if at is None:
@@ -362,7 +311,7 @@ class ZooKeeperBackend(BaseLockBackend):
                     yield None
 
     def _holdings(self, queue: list[Node], epoch: int) -> Iterator[Holding]:
-        holding = _holding(queue)
+        holding = holding_of(queue)
         paths = [f"{self._shard(node.key)}/{node.name}" for node in holding]
         for node, found in zip(holding, self._ask_all("get", paths), strict=True):
             if found is None:
@@ -378,17 +327,3 @@ class ZooKeeperBackend(BaseLockBackend):
                 waiters=len(queue) - len(holding),
                 holder=holder_fields(about["holder"]),
             )
-
-
-def _in_line(queue: list[Node]) -> list[Node]:
-    """Sort by arrival. The numbers have 32 bits: after 2147483647 comes -2147483648."""
-    if not queue:
-        return queue
-    first = queue[0].number
-    return sorted(queue, key=lambda node: (node.number - first + 2**31) % 2**32)
-
-
-def _holding(queue: list[Node]) -> list[Node]:
-    """Return the nodes that have the lock: one, or the readers before a writer."""
-    readers = next((at for at, node in enumerate(queue) if node.kind == "w"), len(queue))
-    return queue[: max(1, readers)]

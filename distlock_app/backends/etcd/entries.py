@@ -1,0 +1,113 @@
+"""Entries of the queues in etcd, the requests about them, and the waiters that they wake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.exceptions import ImproperlyConfigured
+
+from ...claims import Grant
+from ...primitives.timing import monotonic
+from .gateway import decoded, encoded
+from .leases import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a queue: the first one holds the lock, the others wait."""
+
+    key: str
+    created: int  # the revision that made it: the order of the queue
+    lease: int
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The queue of one lock as it was at one revision."""
+
+    asked_at: float
+    revision: int
+    queue: list[Entry]
+    epoch: int
+
+    def position_of(self, key: str) -> int | None:
+        """Return how many keys are before `key`; None: it is not in the queue."""
+        return next((at for at, entry in enumerate(self.queue) if entry.key == key), None)
+
+
+class Waiter:
+    """A claim that waits: its lease, and the key whose end wakes it, or what that begins with."""
+
+    __slots__ = ("awaits", "lease", "wake")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.awaits = ""
+        self.wake: Callable[[Grant | None], None] | None = None
+
+
+def wake(waiters: dict[tuple[str, str], Waiter], gone: str | None) -> bool:
+    """Wake the waiters for the end of the key `gone`, None: all; return whether any is left."""
+    now = monotonic()
+    for claim, waiter in list(waiters.items()):
+        if waiter.wake is not None and (gone is None or gone.startswith(waiter.awaits)):
+            if gone is not None:
+                waiter.awaits = ""  # no need to look
+            with suppress(RuntimeError):  # its event loop was closed: that has it given back
+                waiter.wake(None)
+        elif waiter.lease.seconds and not waiter.lease.covers(0, now):
+            waiters.pop(claim, None)  # not renewed: a stable owner that went
+    return bool(waiters)
+
+
+def endpoints(alias: str, location: Any) -> list[str]:
+    """Return the URLs of LOCATION; raise ImproperlyConfigured."""
+    urls = location.split(",") if isinstance(location, str) else list(location or ())
+    urls = [str(url).strip().rstrip("/") for url in urls]
+    if not urls or not all(_is_url(url) for url in urls):
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: LOCATION must be a URL such as http://etcd.example:2379, "
+            "or several."
+        )
+    if any("@" in url for url in urls):
+        raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: USER and PASSWORD belong in OPTIONS.")
+    return urls
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # whose message quotes what may be a password
+        return False
+
+
+def range_of(prefix: str) -> dict[str, Any]:
+    """Return the keys that begin with `prefix`, which ends with "/"."""
+    return {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + "0")}
+
+
+def put(key: str, value: str, lease: Lease) -> dict[str, Any]:
+    """Return the request that writes a key with a lease."""
+    put = {"key": encoded(key), "value": encoded(value), "lease": lease.id}
+    return {"request_put": put}
+
+
+def created(entry: Entry) -> dict[str, Any]:
+    """Return the condition that an entry is still there."""
+    return {"key": encoded(entry.key), "target": "CREATE", "create_revision": entry.created}
+
+
+def entry_of(kv: dict[str, Any]) -> Entry:
+    """Read an entry of an answer."""
+    return Entry(
+        decoded(kv["key"]),
+        int(kv["create_revision"]),
+        int(kv.get("lease", 0)),
+        kv.get("value", ""),
+    )

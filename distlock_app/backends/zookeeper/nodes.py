@@ -1,0 +1,75 @@
+"""Nodes of the queues in ZooKeeper: their names, their order, and the watches for their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ...claims import Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node's name has everything: `key-session-kind owner-number`."""
+
+    name: str
+    key: str
+    kind: str  # "w" alone, "r" shared
+    owner: str
+    number: int  # given by the server, in order of arrival
+
+    @classmethod
+    def of(cls, name: str) -> Node:
+        """Read a name."""
+        return cls(name, name[:40], name[58], name[59:91], int(name[92:]))
+
+
+class ClaimNode:
+    """The node of one claim that waits or holds."""
+
+    __slots__ = ("awaits", "czxid", "look_again_at", "path", "session")
+
+    def __init__(self, path: str, czxid: int, session: int) -> None:
+        self.path = path
+        self.czxid = czxid
+        self.session = session
+        self.look_again_at = 0.0  # a monotonic time: by then it looks at the queue again
+        self.awaits: DeletionWatch | None = None
+
+
+class DeletionWatch:
+    """Wakes the waiters for the end of a node: one watch for all, kept by kazoo until then."""
+
+    __slots__ = ("_forget", "wakes")
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self._forget = forget
+        self.wakes: dict[ClaimNode, Callable[[Grant | None], None] | None] = {}
+
+    def __call__(self, event: Any) -> None:
+        self._forget()
+        while self.wakes:
+            try:
+                own, wake = self.wakes.popitem()
+            except KeyError:  # the last one has just left
+                return
+            own.look_again_at = 0.0
+            if wake is not None:
+                with suppress(RuntimeError):  # its event loop was closed: that has it given back
+                    wake(None)
+
+
+def in_line(queue: list[Node]) -> list[Node]:
+    """Sort by arrival. The numbers have 32 bits: after 2147483647 comes -2147483648."""
+    if not queue:
+        return queue
+    first = queue[0].number
+    return sorted(queue, key=lambda node: (node.number - first + 2**31) % 2**32)
+
+
+def holding_of(queue: list[Node]) -> list[Node]:
+    """Return the nodes that have the lock: one, or the readers before a writer."""
+    readers = next((at for at, node in enumerate(queue) if node.kind == "w"), len(queue))
+    return queue[: max(1, readers)]
