@@ -10,12 +10,14 @@ import threading
 import time
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.claims import Grant
 from distlock_app.core import releasing
+from distlock_app.core import timer as core_timer
 from distlock_app.core.lease import GONE, Lease
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
@@ -396,7 +398,7 @@ def test_what_is_released_while_its_renewal_waits_for_others_is_not_asked_for(en
 
 def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, monkeypatch):
     mine = Timer()
-    for module in "acquiring", "hold", "renewal", "releasing":
+    for module in "acquiring", "ending", "hold", "renewal", "releasing":
         monkeypatch.setattr(f"distlock_app.core.{module}.timer", mine)
     real = threading.Thread.start
 
@@ -659,6 +661,16 @@ def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeyp
     for hold in holds:
         hold.check()
         hold.release()
+
+
+def test_what_is_due_while_the_timer_looks_does_not_stop_it(monkeypatch):
+    now = iter([0.0, 2.0])  # it looks, and then decides for how long it may sleep
+    mine, what = Timer(), SimpleNamespace(due=None)
+    monkeypatch.setattr(mine, "wake_at", lambda due: None)
+    monkeypatch.setattr(core_timer, "monotonic", lambda: next(now))
+    mine.at(1.0, what, lambda what: None)
+
+    assert mine._call_due() == 0.0
 
 
 def _renewers():

@@ -105,7 +105,7 @@ class Timer:
                 call()
             except Exception:  # the others must not be lost for it
                 logger.exception("what the lock timer called failed", extra=_FAILED)
-        return 0.0 if calls else min(self.wakes_at - monotonic(), LONGEST_SLEEP)
+        return 0.0 if calls else max(0.0, min(self.wakes_at - monotonic(), LONGEST_SLEEP))
 
     def _due(self) -> list[Callable[[], None]]:
         now = monotonic()
