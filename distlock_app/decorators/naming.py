@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
+import hashlib
 import inspect
 import re
 import string
@@ -234,3 +235,15 @@ def _has_own_text(value: Any) -> bool:
 
 def _percent(character: str) -> str:
     return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def visitor(request: Any) -> str:
+    """Return the sender of a request, as text for a lock name: user, else session or address."""
+    user = getattr(request, "user", None)
+    if user is not None and user.is_authenticated:
+        return f"user={text_of(user)}"
+    session = getattr(getattr(request, "session", None), "session_key", None)
+    if session:
+        # Names are shown to people, and this key would let them in.
+        return f"session={hashlib.sha256(session.encode()).hexdigest()[:32]}"
+    return f"address={request.META.get('REMOTE_ADDR', '')}"

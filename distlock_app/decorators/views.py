@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,15 @@ from ..primitives import identity
 from .atomic_requests import in_transactions, mark, refuse_open
 from .drf import as_the_view_sees_it
 from .functions import path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
-from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of
+from .naming import (
+    NameTemplate,
+    arguments,
+    parameters_of,
+    quoted,
+    signature_of,
+    text_of,
+    visitor,
+)
 
 # "The request was refused because the resource is locked": RFC 4918, 11.3.
 LOCKED = 423
@@ -224,18 +231,6 @@ def _roll_back_failed(response: Any, call: _Call) -> None:
     if getattr(response, "exception", False):  # REST framework answered an error
         for alias in call.aliases:
             transaction.set_rollback(True, using=alias)
-
-
-def visitor(request: Any) -> str:
-    """Return the sender of a request, as text for a lock name: user, else session or address."""
-    user = getattr(request, "user", None)
-    if user is not None and user.is_authenticated:
-        return f"user={text_of(user)}"
-    session = getattr(getattr(request, "session", None), "session_key", None)
-    if session:
-        # Names are shown to people, and this key would let them in.
-        return f"session={hashlib.sha256(session.encode()).hexdigest()[:32]}"
-    return f"address={request.META.get('REMOTE_ADDR', '')}"
 
 
 def _default_name(call: _Call, request: Any) -> str:

@@ -28,16 +28,9 @@ from distlock_app.core.registry import registry
 from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by
 from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.operations import doctor
-from distlock_app.operations.reading import (
-    Health,
-    activity_of,
-    clock,
-    origin_of,
-    read,
-    read_all,
-    state_of,
-)
+from distlock_app.operations.reading import Health, read, read_all
 from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, lead, run
+from distlock_app.operations.tables import table
 from distlock_app.primitives import identity, names
 
 # A fence goes on from the server's clock, which is never set back by so much.
@@ -263,7 +256,7 @@ class Command(BaseCommand):
         none: str = "",
     ) -> None:
         if not as_json:
-            for line in _table(held):
+            for line in table(held):
                 self.stdout.write(line)
             if none and not held:
                 self.stdout.write(none)
@@ -275,29 +268,6 @@ class Command(BaseCommand):
                 for e in backends
             ]
         self.stdout.write(_json(answer))
-
-
-def _table(held: Sequence[Holding]) -> Iterable[str]:
-    """Yield the lines of a table; nothing for no locks."""
-    rows = [("NAME", "ALIAS", "STATE", "KIND", "LEFT", "HELD FOR", "WAITERS", "FENCE", "HOLDER")]
-    for h in sorted(held, key=lambda h: (h.alias, h.name, h.fence or 0)):
-        holder = [origin_of(h.holder), activity_of(h.holder)]
-        rows.append(
-            (
-                names.shown(h.name),
-                h.alias,
-                state_of(h),
-                h.kind,
-                "session" if h.expires_in is None else clock(h.expires_in),
-                "-" if h.held_for is None else clock(h.held_for),
-                "-" if h.waiters is None else str(h.waiters),
-                "-" if h.fence is None else str(h.fence),
-                " ".join(filter(None, holder)) or "-",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if held else ():
-        yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
 def _verdict(backend: doctor.Finding) -> str:
