@@ -89,10 +89,12 @@ def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
 def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
     monkeypatch.setattr(backend.session_type, "_locking", lambda *args: ("SELECT NULL, 1", ()))
 
-    with pytest.raises(Exception, match="NULL"):
-        backend.acquire(a_claim("a"), 0)
+    wanted = a_claim("a")
 
-    assert backend._taken == {}
+    with pytest.raises(Exception, match="NULL"):
+        backend.acquire(wanted, 0)
+
+    assert (wanted.owner, wanted.key) not in backend._taken
 
 
 def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, short_statements):
