@@ -37,6 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def backend():
+    registry.reset()  # with what other tests left in its sessions
     return registry[ALIAS].backend
 
 
