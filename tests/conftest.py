@@ -160,6 +160,18 @@ def short_statements(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(options, "init_command", f"SET SESSION wait_timeout = 600 {limit}")
 
 
+@pytest.fixture
+def generic_dialect(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the database of this run stand in for one whose SQL the lock table does not know."""
+    from distlock_app.backends.database import sql
+    from distlock_app.core.registry import registry
+
+    monkeypatch.setattr(sql, "DIALECTS", {})
+    registry.reset()
+    yield
+    registry.reset()
+
+
 @pytest.fixture(scope="session")
 def redis_url() -> str:
     """Where the suite's Redis is; a test that kills one starts its own."""

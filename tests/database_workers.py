@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distlock_app import Lock
-from distlock_app.backends.database import DatabaseBackend
+from distlock_app.backends.database import DatabaseBackend, sql
 from distlock_app.claims import Claim, Grant
 from distlock_app.primitives.names import key_of
 
@@ -51,8 +51,10 @@ def take_each(*, prefix: str, names: int) -> list[int]:
     return fences
 
 
-def count(*, path: str, times: int) -> list[int]:
+def count(*, path: str, times: int, generic: bool = False) -> list[int]:
     """Raise the number in a file under the lock, `times` times; return the fences."""
+    if generic:
+        sql.DIALECTS.clear()
     backend = DatabaseBackend(alias="default", location="locks")
     fences = []
     for _ in range(times):

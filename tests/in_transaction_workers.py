@@ -9,13 +9,16 @@ from typing import Any
 from django.db import OperationalError, connection, connections, transaction
 
 from distlock_app import Lock, LockBusy, lock_in_transaction
+from distlock_app.backends.database import sql
 from tests.app.models import Counter
 from tests.processes import hear, say
 
 
-def count(name: str, times: int, threads: int) -> list[str]:
+def count(name: str, times: int, threads: int, generic: bool = False) -> list[str]:
     """Add to an unprotected counter, each second time under a `Lock`; return the errors."""
     errors: list[str] = []
+    if generic:
+        sql.DIALECTS.clear()
 
     def add_one() -> None:
         counter = Counter.objects.get(name=name)

@@ -68,6 +68,12 @@ class TestAnotherDatabase(LockTable, LockBackendContract):
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("generic_dialect")
+class TestGenericSQL(LockTable, LockBackendContract):
+    alias = "default"
+
+
+@pytest.mark.django_db(transaction=True)
 @pytest.mark.skipif(settings.ENGINE != "mysql", reason="the run on MySQL has it")
 class TestNamedLocks(OnDatabase, LockBackendContract):
     alias = "named"

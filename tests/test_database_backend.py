@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.core.management import call_command
@@ -13,7 +14,6 @@ from django.utils import timezone
 
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database import backend as table_backend
-from distlock_app.backends.database.sql.base import PAGE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -25,9 +25,11 @@ NASTY = ["job", "JOB", "job ", " job", "jöb", "jo\u0308b", "job\x00", "job\x00x
          "'; --", "\u202ejob", "\ud800", "日本", "🔒", "a" * 10_000, "a" * 9_999]  # fmt: skip
 
 
-@pytest.fixture
-def backend():
-    """The lock table in the second database, as one process has it."""
+@pytest.fixture(params=["tuned", "generic"])
+def backend(request):
+    """The lock table in the second database, as one process has it, by each kind of SQL."""
+    if request.param == "generic":
+        request.getfixturevalue("generic_dialect")
     backend = DatabaseBackend(alias="default", location="locks")
     yield backend
     backend.close()
@@ -130,6 +132,7 @@ def test_fences_grow_on_after_a_purge(backend):
 
 
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="a server locks rows, not everything")
+@pytest.mark.parametrize("backend", ["tuned"], indirect=True)
 def test_a_purge_deletes_few_rows_by_one_statement(backend, monkeypatch):
     monkeypatch.setattr(table_backend, "PARTS", [""])
     DistLock.objects.using("locks").bulk_create(
@@ -225,7 +228,7 @@ def test_holders_of_one_key_are_only_its_own(backend):
 def test_holders_are_read_page_by_page(backend, monkeypatch):
     keys = {grab(backend, f"n{number}").claim.key for number in range(5)}
     dialect = backend._sessions.dialect
-    monkeypatch.setattr(dialect, "HOLDERS", dialect.HOLDERS.replace(f"LIMIT {PAGE}", "LIMIT 2"))
+    monkeypatch.setattr(dialect, "holders", partial(dialect.holders, count=2))
     monkeypatch.setattr("distlock_app.backends.database.backend.PAGE", 2)
 
     assert sorted(shown.key for shown in backend.holders()) == sorted(keys)

@@ -82,8 +82,8 @@ class DistLockAdmin(_TableAdmin):
         """Read the table where the locks are, which need not be the default database."""
         database = _database(request)
         now = timezone.now()
-        if database and not settings.USE_TZ and connections[database].vendor != "postgresql":
-            now = datetime.now(zones.utc).replace(tzinfo=None)  # as the rows are written
+        if database and not settings.USE_TZ and connections[database].vendor in ("mysql", "sqlite"):
+            now = datetime.now(zones.utc).replace(tzinfo=None)  # as their rows are written
         taken = ~Q(owner="") & Q(expiry__gt=now)
         rows = super().get_queryset(request).using(database).defer("owner")
         return rows.annotate(is_held=ExpressionWrapper(taken, output_field=BooleanField()))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error as DjangoDatabaseError
-from django.db import connections
+from django.db import InterfaceError, connections
 from django.db.transaction import mark_for_rollback_on_error
 
 from ...claims import Busy, Claim, Grant, Holding
@@ -190,7 +190,7 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
         with (
             mark_for_rollback_on_error(self.using),
             connection.wrap_database_errors,
-            closing(connection.connection.cursor()) as cursor,
+            closing(dialect.cursor(connection)) as cursor,
         ):
             return work(dialect, cursor)
 
@@ -274,7 +274,7 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
             sleep(monotonic() - began)  # on SQLite there is one writer at a time
 
     def ping(self) -> None:
-        self._ask(lambda s: s.cursor.execute("SELECT 1") and s.cursor.fetchall())
+        self._ask(lambda s: s.dialect.ping(s.cursor))
 
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         asked = check_table(self.alias, self._sessions) if ask else []
@@ -479,12 +479,14 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
         except BaseException as error:
             # Whatever it is: after a KeyboardInterrupt, too, its transaction may hold the row.
             session.close()
-            if not isinstance(error, database.Error):
+            if not isinstance(error, (database.Error, DjangoDatabaseError)):
                 raise
             kind: type[BackendError] = BackendError
             if session.dialect.contended(error):
                 kind = Contended
-            elif isinstance(error, (database.OperationalError, database.InterfaceError)):
+            elif isinstance(
+                error, (database.OperationalError, database.InterfaceError, InterfaceError)
+            ):
                 kind = ConnectionLost
             raise kind(self._says(error)) from error
         if not session.parked:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from django.core.checks import CheckMessage, Error, Warning
+from datetime import datetime, timedelta, timezone
+
+from django.core.checks import CheckMessage, Error, Info, Warning
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
 
 from ...errors import BackendError
-from .connections import Sessions
+from .connections import Session, Sessions
+from .sql import Generic
+from .sql.rows import Rows
+
+# Time zones differ by quarters of an hour, clocks hardly by so much.
+ZONE = timedelta(minutes=10)
 
 
 def check_sharing(alias: str, using: str) -> list[CheckMessage]:
@@ -33,12 +40,13 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
         session = sessions.lend()
         with session.wrapper.wrap_database_errors:
             tables = session.wrapper.introspection.table_names()
+            found = check_generic(alias, session)
     except (BackendError, DjangoDatabaseError) as error:
         text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {error}"
         return [Error(text, id="distlock_app.E011")]
     sessions.give_back(session)
     if session.dialect.table_name in tables:
-        return []
+        return found
     return [
         Error(
             f"DISTLOCK[{alias!r}]: the database {sessions.using!r} has no lock table.",
@@ -46,3 +54,28 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
             id="distlock_app.E012",
         )
     ]
+
+
+def check_generic(alias: str, session: Session) -> list[CheckMessage]:
+    """Say what is missing, and what may go wrong, where Django writes the SQL."""
+    if not isinstance(session.dialect, Generic):
+        return []
+    server = session.wrapper.display_name
+    found: list[CheckMessage] = [
+        Info(
+            f"DISTLOCK[{alias!r}]: there is no SQL for {server} in this app, Django writes it."
+            " Waiters poll, in no order of arrival.",
+            hint="It was tested with PostgreSQL, MariaDB and SQLite in place of such a database.",
+            id="distlock_app.I011",
+        )
+    ]
+    now = Rows(session.wrapper).now()
+    now = now if now.tzinfo else now.replace(tzinfo=timezone.utc)
+    ahead = now - datetime.now(timezone.utc)
+    if abs(ahead) > ZONE:
+        text = f"DISTLOCK[{alias!r}]: the clock of {server} is {ahead / timedelta(minutes=1):+.0f}"
+        hint = (
+            "Let the server, or its sessions, use UTC: summer time would end every lease at once."
+        )
+        found.append(Warning(f"{text} minutes from UTC.", hint=hint, id="distlock_app.W012"))
+    return found

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from django.apps import apps
-from django.core.exceptions import ImproperlyConfigured
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .base import Dialect
+from .generic import Generic
 from .mysql import MySQL
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
-__all__ = ["DIALECTS", "Dialect", "dialect_for"]
+__all__ = ["DIALECTS", "Dialect", "Generic", "dialect_for"]
 
 DIALECTS: dict[str, type[Dialect]] = {"mysql": MySQL, "postgresql": PostgreSQL, "sqlite": SQLite}
 
 
 def dialect_for(connection: BaseDatabaseWrapper) -> Dialect:
     """Return the statements for one connection's database, filled in once."""
-    try:
-        dialect = DIALECTS[connection.vendor]
-    except KeyError:
-        raise ImproperlyConfigured(
-            f"The lock table is for {', '.join(DIALECTS)}:"
-            f" the database {connection.alias!r} is {connection.vendor}."
-        ) from None
+    dialect = DIALECTS.get(connection.vendor, Generic)
     table = apps.get_model("distlock_app", "DistLock")._meta.db_table
     database = str(connection.settings_dict["NAME"])
     return dialect(table, connection.ops.quote_name(table), database)

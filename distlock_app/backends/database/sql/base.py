@@ -61,6 +61,8 @@ class Cursor(Protocol):
 
     def nextset(self) -> Any: ...
 
+    def close(self) -> Any: ...
+
 
 class Dialect:
     """The statements of one database, and the steps around them that all share."""
@@ -98,6 +100,16 @@ class Dialect:
     def begin(self, wrapper: Any) -> Cursor:
         """Prepare a new session of Django's; return the driver's cursor to use on it."""
         raise NotImplementedError
+
+    def cursor(self, wrapper: Any) -> Cursor:
+        """Return a cursor on the caller's own connection."""
+        cursor: Cursor = wrapper.connection.cursor()
+        return cursor
+
+    def ping(self, cursor: Cursor) -> None:
+        """Ask for a sign of life."""
+        cursor.execute("SELECT 1")
+        cursor.fetchall()
 
     def contended(self, error: Exception) -> bool:
         """Return whether others were at the same rows, so that another try may succeed."""

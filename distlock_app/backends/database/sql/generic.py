@@ -1,0 +1,179 @@
+"""The lock table on every other database that Django knows: the protocol in textbook form.
+
+BEGIN; SELECT ... FOR UPDATE; decide; UPDATE; COMMIT. This is what the other dialects put into one
+statement each. Django writes the SQL, so there is no vendor's here.
+
+1. The row is locked before anything is decided. Every time is the server's, as it answered when
+   it locked the row. It may be early (the statement began before it had to wait for the row): that
+   calls an expiring lease busy, and ends a lease too early, never too late.
+2. An UPDATE asks in its WHERE for what was read. Where there is no FOR UPDATE (Spanner, SQLite),
+   this tells of a change in between.
+3. A missing row is made, free, by a transaction of its own, and then taken as any other: FOR UPDATE
+   on a missing row and INSERT in one transaction deadlock on InnoDB.
+4. A transaction that others were in the way of is run again, on any isolation level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from django.db import IntegrityError
+from django.db.models.functions import Now
+
+from ....claims import Busy, Claim, Grant
+from .base import PAGE, Cursor, Dialect, Named, Pair, Step
+from .rows import Row, RowConflict, Rows, in_transaction, microseconds, reading
+
+# Rows that have an owner. Not exclude(owner=""): what that means on Oracle, where '' is NULL,
+# Django asks the default database, which may be another one.
+OWNED: dict[str, Any] = {"owner__gt": " "}
+LIVE = OWNED | {"expiry__gt": Now()}
+EXPIRED = OWNED | {"expiry__lte": Now()}
+
+
+class Generic(Dialect):
+    """No queue: waiters poll, and none is first because it came first."""
+
+    def adapt(self, settings: dict[str, Any]) -> None:
+        settings["OPTIONS"].pop("pool", None)  # our connections are pooled already
+
+    def begin(self, wrapper: Any) -> Cursor:
+        return self.cursor(wrapper)
+
+    def cursor(self, wrapper: Any) -> Cursor:
+        cursor: Cursor = wrapper.cursor()  # Django's, which knows its connection
+        return cursor
+
+    def contended(self, error: Exception) -> bool:
+        return isinstance(error, RowConflict)
+
+    @reading
+    def ping(self, rows: Rows) -> None:
+        rows.now()
+
+    def acquire(self, cursor: Cursor, claim: Claim, step: Step = "try") -> Grant | Busy:
+        # Who is refused locks nothing: many who ask would keep the owner from its row.
+        refusal = self.look(cursor, claim)
+        return super().acquire(cursor, claim, step) if refusal is None else refusal
+
+    @in_transaction
+    def take(self, rows: Rows, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
+        for row in rows.lock(key=claim.key):
+            if (busy := _in_the_way(row, claim)) is not None:
+                return busy
+            ours = row.owner == claim.owner
+            end = row.now + timedelta(seconds=claim.ttl)
+            fence = row.fence if ours else row.next_fence
+            rows.change(
+                row,
+                owner=claim.owner,
+                name=asked["name"],
+                holder=asked["holder"],
+                fence=fence,
+                acquired_at=row.acquired_at if ours else row.now,
+                expiry=max(row.expiry, end) if ours else end,
+            )
+            return Grant(claim, fence=fence)
+        return None
+
+    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> None:
+        """Make a free row, unless there is one meanwhile; the next round takes it."""
+        with suppress(IntegrityError):
+            self._add(cursor, key=claim.key, name=asked["name"])
+
+    @in_transaction
+    def _add(self, rows: Rows, **values: str) -> None:
+        rows.add(**values)
+
+    @reading
+    def look(self, rows: Rows, claim: Claim) -> Busy | None:
+        return next((_in_the_way(row, claim) for row in rows.read(key=claim.key)), None)
+
+    @in_transaction
+    def extend(self, rows: Rows, claim: Claim, ttl: float, *, exactly: bool = False) -> bool:
+        return bool(_extend(rows, [(claim.key, claim.owner)], ttl, exactly=exactly))
+
+    @in_transaction
+    def extend_pairs(self, rows: Rows, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
+        return _extend(rows, pairs, ttl)
+
+    @in_transaction
+    def release(self, rows: Rows, claim: Claim) -> bool:
+        for row in rows.lock(key=claim.key):
+            if row.owner == claim.owner:
+                rows.change(row, owner="", expiry=row.now)
+                return True
+        return False
+
+    @reading
+    def released(self, rows: Rows, grant: Grant) -> bool:
+        return any(not row.owner for row in rows.read(key=grant.claim.key, fence=grant.fence))
+
+    @reading
+    def holders(
+        self, rows: Rows, first: str, last: str, *, start: int = 0, count: int = PAGE
+    ) -> Any:
+        return [
+            (
+                *(row.key, row.name, row.fence, row.holder, microseconds(row.left)),
+                row.acquired_at and microseconds(row.now - row.acquired_at),
+            )
+            for row in rows.read(start=start, count=count, key__gte=first, key__lte=last, **LIVE)
+        ]
+
+    @reading
+    def count(self, rows: Rows) -> int:
+        return rows.count(**LIVE)
+
+    @reading
+    def owner_of(self, rows: Rows, key: str, fence: int) -> str | None:
+        return next((row.owner for row in rows.read(key=key, fence=fence, **LIVE)), None)
+
+    @in_transaction
+    def clear(self, rows: Rows, key: str, fences: tuple[int, int]) -> int:
+        first, last = fences
+        seen = [row for row in rows.lock(key=key) if row.owner and first <= row.fence <= last]
+        return _free(rows, seen)
+
+    @in_transaction
+    def clear_expired(self, rows: Rows, part: str) -> int:
+        return _free(rows, rows.lock(key__gte=part, key__lte=f"{part}g", **EXPIRED))
+
+    @reading
+    def left_over(self, rows: Rows, age: float) -> tuple[int, int]:
+        before = rows.now() - timedelta(seconds=age)
+        return rows.count(**EXPIRED), rows.count(expiry__lt=before)
+
+    @in_transaction
+    def purge(self, rows: Rows, age: float, part: str) -> int:
+        before = rows.now() - timedelta(seconds=age)
+        old = {"key__gte": part, "key__lte": f"{part}g", "expiry__lt": before}
+        rows.lock(**old)  # DELETE would wait for a row that is locked, with the others locked
+        return rows.delete(**old)
+
+
+def _in_the_way(row: Row, claim: Claim) -> Busy | None:
+    if row.owner in ("", claim.owner) or row.left <= timedelta(0):
+        return None
+    return Busy(free_in=row.left.total_seconds())
+
+
+def _extend(rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False) -> set[Pair]:
+    """Move the expiry of the rows that are still ours; an extension never shortens."""
+    wanted = set(pairs)
+    locked = rows.lock(key__in=[key for key, _ in pairs])
+    ours = [row for row in locked if (row.key, row.owner) in wanted]
+    for row in ours:
+        end = row.now + timedelta(seconds=ttl)
+        rows.change(row, expiry=end if exactly else max(row.expiry, end))
+    return {(row.key, row.owner) for row in ours}
+
+
+def _free(rows: Rows, taken: Sequence[Row]) -> int:
+    """Take rows from their owners: whatever these write with their fences is too old."""
+    for row in taken:
+        rows.change(row, owner="", expiry=row.now, fence=row.next_fence)
+    return len(taken)
