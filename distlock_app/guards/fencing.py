@@ -10,17 +10,8 @@ from django.db import NotSupportedError, connections, models, router, transactio
 
 from ..errors import LockError, StaleFenceError
 from .optimistic.fields import LAST
-from .optimistic.models import VersionedModel, VersionedQuerySet
-
-__all__ = [
-    "FencedManager",
-    "FencedModel",
-    "FencedQuerySet",
-    "FencedVersionedManager",
-    "FencedVersionedModel",
-    "FencedVersionedQuerySet",
-    "StaleFenceError",
-]
+from .optimistic.models import VersionedModel
+from .optimistic.querysets import VersionedQuerySet
 
 
 def fence_of(hold: Any) -> int:

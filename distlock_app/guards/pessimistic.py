@@ -24,14 +24,6 @@ from .retrying import (
     was_sacrificed,
 )
 
-__all__ = [
-    "LockingManager",
-    "LockingQuerySet",
-    "for_update",
-    "next_unlocked",
-    "retry_on_deadlock",
-]
-
 M = TypeVar("M", bound=models.Model)
 
 WAIT = 3.0

@@ -13,22 +13,11 @@ from django.db.models.signals import class_prepared
 from django.db.models.sql.where import AND
 from django.dispatch import receiver
 
-from ...errors import RetriesExhausted, StaleObjectError
+from ...errors import StaleObjectError
 from ...signals import version_conflict
-from ..retrying import Retrying, retry_on_conflict
-from .fields import AnyVersionField, TimestampVersionField, VersionField
+from ..retrying import Retrying
+from .fields import AnyVersionField, VersionField
 from .querysets import Undo, VersionedManager, VersionedQuerySet, watch, watch_read, with_versions
-
-__all__ = [
-    "RetriesExhausted",
-    "StaleObjectError",
-    "TimestampVersionField",
-    "VersionField",
-    "VersionedManager",
-    "VersionedModel",
-    "VersionedQuerySet",
-    "retry_on_conflict",
-]
 
 
 class VersionedModel(models.Model):
