@@ -12,8 +12,7 @@ from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.utils import timezone
 
-from distlock_app.backends.database import DatabaseBackend
-from distlock_app.backends.database import backend as table_backend
+from distlock_app.backends.database import DatabaseBackend, people
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -134,7 +133,7 @@ def test_fences_grow_on_after_a_purge(backend):
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="a server locks rows, not everything")
 @pytest.mark.parametrize("backend", ["tuned"], indirect=True)
 def test_a_purge_deletes_few_rows_by_one_statement(backend, monkeypatch):
-    monkeypatch.setattr(table_backend, "PARTS", [""])
+    monkeypatch.setattr(people, "PARTS", [""])
     DistLock.objects.using("locks").bulk_create(
         DistLock(key=f"{number:040x}", name="old", expiry=timezone.now() - timedelta(days=1))
         for number in range(1201)
@@ -229,7 +228,7 @@ def test_holders_are_read_page_by_page(backend, monkeypatch):
     keys = {grab(backend, f"n{number}").claim.key for number in range(5)}
     dialect = backend._sessions.dialect
     monkeypatch.setattr(dialect, "holders", partial(dialect.holders, count=2))
-    monkeypatch.setattr("distlock_app.backends.database.backend.PAGE", 2)
+    monkeypatch.setattr(people, "PAGE", 2)
 
     assert sorted(shown.key for shown in backend.holders()) == sorted(keys)
 

@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import partial
-from time import sleep
 from typing import Any, TypeVar
 
-from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error as DjangoDatabaseError
-from django.db import InterfaceError, connections
-from django.db.transaction import mark_for_rollback_on_error
 
-from ...claims import Busy, Claim, Grant, Holding
+from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
-from ...primitives.names import checked_key, shown
-from ...primitives.timing import Deadline, full_jitter, monotonic
-from ...primitives.transactions import fence_of
-from ..base import BaseLockBackend, InTransaction, Purgeable
+from ...primitives.timing import monotonic
 from ..sessions.pool import ConnectionLost, database_of
 from ..sessions.queues import Waiter
-from .checks import check_sharing, check_table
 from .connections import QueuedConnection, Session, Sessions
-from .sql import Dialect, dialect_for
-from .sql.base import ANSWER_WAIT, MAX_FENCE, PAGE, PURGED, ROW_WAIT, Pair, Step
+from .in_transaction import InCallersTransaction
+from .people import ForPeople
+from .requests import Contended, claim_key_of
+from .sql.base import ROW_WAIT, Pair, Step
 
 T = TypeVar("T")
 
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
 BATCH = 400
 
-# Keys are lower-case hex digits, which "g" follows.
-ALL_KEYS = ("", "g")
-# They are hashes, so these parts are alike: short statements that read each row once.
-PARTS = [f"{part:02x}" for part in range(256)]
 
-# SQLite, MySQL and MariaDB, PostgreSQL.
-NO_TABLE = re.compile("no such table|Table .* doesn't exist|relation .* does not exist")
-
-# Seconds without a queue after the server refused a connection.
-POLLS_FOR = 60.0
-
-
-class Contended(BackendError):
-    """Others were changing the same rows for too long; trying again may help."""
-
-
-class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
+class DatabaseBackend(InCallersTransaction, ForPeople):
     """LOCATION is an alias of DATABASES; every question travels on a connection of our own.
 
     Never on the caller's, so the caller's transaction neither hides a lock from others nor
@@ -78,11 +53,11 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         queues = self._sessions.queues
-        waiter = queues.waiter_of(_claim_key(claim))
-        self._free_queue(_claim_key(claim))  # if it was granted before, and asks again
+        waiter = queues.waiter_of(claim_key_of(claim))
+        self._free_queue(claim_key_of(claim))  # if it was granted before, and asks again
         if wait != 0:
             if waiter is None and queues.has_waiters(claim.key):
-                waiter = queues.enqueue(_claim_key(claim), claim.wake)
+                waiter = queues.enqueue(claim_key_of(claim), claim.wake)
             if waiter is not None and not queues.leads(waiter):
                 return Busy(ticket=waiter, will_wake=True)
         try:
@@ -96,7 +71,7 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
 
     def look(self, claim: Claim) -> Busy | None:
         queues = self._sessions.queues
-        waiter = queues.waiter_of(_claim_key(claim))
+        waiter = queues.waiter_of(claim_key_of(claim))
         if waiter is not None and waiter.queue is not None:
             if waiter.connection is not None:
                 return None  # another one leads, or did: it is not to wait for that one
@@ -141,10 +116,10 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
         return results
 
     def release(self, grant: Grant) -> bool:
-        waiter = self._sessions.queues.waiter_of(_claim_key(grant.claim))
+        waiter = self._sessions.queues.waiter_of(claim_key_of(grant.claim))
         if waiter is not None:
             self._sessions.queues.leave(waiter)
-        queued = self._sessions.unpark(_claim_key(grant.claim))
+        queued = self._sessions.unpark(claim_key_of(grant.claim))
         again = partial(self._release_again, grant)
         if queued is not None and queued.fresh:
             release = partial(self._release_to_next, queued, grant.claim)
@@ -157,134 +132,6 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
         finally:
             if grant.fence is None:  # given up: the process may end after this
                 self._sessions.queues.drop_dead()
-
-    def pin(self, grant: Grant, ttl: float) -> bool:
-        return self._in_transaction(lambda d, cursor: d.extend(cursor, grant.claim, ttl))
-
-    def release_at_commit(self, grant: Grant) -> bool:
-        released = self._in_transaction(lambda d, cursor: d.release(cursor, grant.claim))
-        self._free_queue(_claim_key(grant.claim))  # the next one waits for the row
-        return released
-
-    def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
-        checked_key(key)  # PostgreSQL takes no values beside several statements
-        deadline, attempt = Deadline(wait), 0
-        connection = connections[self.using]
-        if connection.vendor == "sqlite":
-            # Not with the file locked: then nobody could release.
-            while any(self.holders(key)):
-                if deadline.remaining() == 0:
-                    return Busy()
-                sleep(deadline.cap(full_jitter(attempt, base=self.poll_min, cap=self.poll_max)))
-                attempt += 1
-        elif getattr(connection, "mysql_is_mariadb", False):
-            # Its SKIP LOCKED may be granted a row that is just being leased, and keep it locked.
-            return None
-        left = deadline.remaining()
-        return self._in_transaction(lambda d, cursor: d.lock_row(cursor, key, left))
-
-    def _in_transaction(self, work: Callable[[Dialect, Any], T]) -> T:
-        connection: Any = connections[self.using]
-        connection.validate_no_broken_transaction()
-        dialect = self._sessions.dialect or dialect_for(connection)
-        with (
-            mark_for_rollback_on_error(self.using),
-            connection.wrap_database_errors,
-            closing(dialect.cursor(connection)) as cursor,
-        ):
-            return work(dialect, cursor)
-
-    def holders(self, key: str | None = None) -> Iterator[Holding]:
-        yield from map(self._holding, self._rows(key))
-
-    def page(self, start: int, count: int) -> tuple[list[Holding], int]:
-        def read(session: Session) -> tuple[Any, int]:
-            dialect, cursor = session.dialect, session.cursor
-            rows = dialect.holders(cursor, *ALL_KEYS, start=start, count=count)
-            return rows, dialect.count(cursor)
-
-        rows, total = self._ask(read)
-        return list(map(self._holding, rows)), total
-
-    def _holding(self, row: Any) -> Holding:
-        key, name, fence, holder, left_us, held_us = row
-        return Holding(
-            name=name,
-            key=key,
-            alias=self.alias,
-            version=str(fence),
-            fence=fence,
-            expires_in=left_us / 1e6,
-            held_for=None if held_us is None else held_us / 1e6,
-            holder=_as_mapping(holder),
-        )
-
-    def _rows(self, key: str | None) -> Iterator[Any]:
-        first, last = (key, key) if key else ALL_KEYS
-        while True:
-            read = partial(_read_holders, first, last)
-            yield from (rows := self._ask(read))
-            if key is not None or len(rows) < PAGE:
-                return
-            first = rows[-1][0] + "0"  # what follows that key
-
-    def clear(self, key: str, if_version: str | None = None) -> int:
-        fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
-        cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
-        for claim_key in self._sessions.holding(key) if cleared else ():
-            self._free_queue(claim_key)
-        return cleared
-
-    def prolong(self, key: str, version: str, ttl: float) -> bool:
-        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, _fence_of(version)))
-        if owner is None:
-            return False
-        return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
-
-    def left_over(self, older_than: float) -> tuple[int, int]:
-        return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
-
-    def clear_expired(self) -> int:
-        """Free the rows of holders that did not renew them, which may yet try; return how many.
-
-        Other owners may take such a lock anyway. From now on its holder may not, and is behind
-        the next fence.
-        """
-        clear = [partial(_clear_part, part) for part in PARTS]
-        return sum(self._unless_contended(part) for part in clear)
-
-    def purge(self, older_than: float) -> int:
-        """Delete the rows of names that were free for `older_than` seconds; return how many.
-
-        Their fences go on from the server's clock, so let it be longer than that clock may
-        ever be set back.
-        """
-        return sum(self._purge_part(part, older_than) for part in PARTS)
-
-    def _purge_part(self, part: str, older_than: float) -> int:
-        total = 0
-        while True:
-            began = monotonic()
-            deleted = self._unless_contended(partial(_purge_part, part, older_than))
-            total += deleted
-            if deleted < PURGED or self._sessions.dialect is None:
-                return total
-            if self._sessions.dialect.locks_rows:
-                return total
-            sleep(monotonic() - began)  # on SQLite there is one writer at a time
-
-    def ping(self) -> None:
-        self._ask(lambda s: s.dialect.ping(s.cursor))
-
-    def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
-        asked = check_table(self.alias, self._sessions) if ask else []
-        return [*check_sharing(self.alias, self.using), *asked]
-
-    def close(self) -> None:
-        self._sessions.close()
-
-    def after_fork(self) -> None:
-        self._sessions.forget()
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for a line of this process, or at the deadline for one claim_key stands in it."""
@@ -344,7 +191,7 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
     ) -> Busy:
         """Enter the queue of this process; its first enters the server's queue, too."""
         queues = self._sessions.queues
-        waiter = waiter or queues.enqueue(_claim_key(claim), claim.wake)
+        waiter = waiter or queues.enqueue(claim_key_of(claim), claim.wake)
         if not queues.leads(waiter):
             return Busy(ticket=waiter, will_wake=True)
         waiter.asked = True
@@ -389,22 +236,13 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
 
     def _granted(self, queued: QueuedConnection, answer: Grant) -> Grant:
         """Let the connection, which has the queue lock, stay until the release."""
-        self._sessions.park(_claim_key(answer.claim), queued)
+        self._sessions.park(claim_key_of(answer.claim), queued)
         return Grant(answer.claim, fence=answer.fence, session=queued)
 
     def _leave(self, claim: Claim) -> None:
-        queued = self._sessions.unpark(_claim_key(claim))
+        queued = self._sessions.unpark(claim_key_of(claim))
         if queued is not None:
             queued.give_up()
-
-    def _free_queue(self, claim_key: tuple[str, str]) -> None:
-        """Let the next one in the queue come, whatever became of the row.
-
-        By a statement: the server frees nothing of a connection before it has noticed its end.
-        """
-        queued = self._sessions.unpark(claim_key)
-        if queued is not None:
-            self._ask(partial(self._unlock, queued), on=queued.session)
 
     def _give_up(self, queued: QueuedConnection) -> None:
         """Leave the server's queue."""
@@ -429,88 +267,6 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
         queued.give_up()
         return False
 
-    def _unlock(self, queued: QueuedConnection, session: Session) -> None:
-        if session is queued.session:  # else it had died, and the queue lock with it
-            session.dialect.unlock(session.cursor)
-            queued.detach()
-
-    def _ask(
-        self,
-        work: Callable[[Session], T],
-        *,
-        again: Callable[[Session], T] | None = None,
-        on: Session | None = None,
-        within: float | None = None,
-        urgent: bool = False,
-    ) -> T:
-        """Do `work` on a connection of our own, and once more if an idle one had died.
-
-        The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
-        first attempt, it is harmless: every verb is checked by owner. Wait for a connection
-        `within` so many seconds: `urgent` requests before the others.
-        """
-        if on is not None:
-            try:
-                return self._attempt(on, work)
-            except (Contended, ConnectionLost) as error:
-                if isinstance(error, Contended):
-                    raise
-            self._sessions.close_idle()
-            work = again or work
-        seconds = min(within or ANSWER_WAIT, ANSWER_WAIT)
-        if not self._sessions.semaphore.acquire(seconds, urgent=urgent):
-            raise Contended(self._says("all connections of this process are busy"))
-        try:
-            session = self._lend()
-            try:
-                return self._attempt(session, work)
-            except (Contended, ConnectionLost) as error:
-                if isinstance(error, Contended) or not session.kept:
-                    raise
-            self._sessions.close_idle()
-            return self._attempt(self._lend(), again or work)
-        finally:
-            self._sessions.semaphore.release()
-
-    def _attempt(self, session: Session, work: Callable[[Session], T]) -> T:
-        database = session.wrapper.Database
-        try:
-            answer = work(session)
-        except BaseException as error:
-            # Whatever it is: after a KeyboardInterrupt, too, its transaction may hold the row.
-            session.close()
-            if not isinstance(error, (database.Error, DjangoDatabaseError)):
-                raise
-            kind: type[BackendError] = BackendError
-            if session.dialect.contended(error):
-                kind = Contended
-            elif isinstance(
-                error, (database.OperationalError, database.InterfaceError, InterfaceError)
-            ):
-                kind = ConnectionLost
-            raise kind(self._says(error)) from error
-        if not session.parked:
-            self._sessions.give_back(session)
-        return answer
-
-    def _lend(self) -> Session:
-        try:
-            return self._sessions.lend()
-        except DjangoDatabaseError as error:
-            if not self._sessions.any_stay():
-                raise BackendError(self._says(error)) from error
-        # The server may have no more connections to give: renewals come before the queue.
-        self._polls_until = monotonic() + POLLS_FOR
-        self._sessions.close()
-        try:
-            return self._sessions.lend()
-        except DjangoDatabaseError as error:
-            raise BackendError(self._says(error)) from error
-
-    def _says(self, error: BaseException | str) -> str:
-        hint = f" (run: manage.py migrate distlock_app --database={self.using})"
-        return f"lock table on {self.using!r}: {error}" + hint * bool(NO_TABLE.search(str(error)))
-
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""
         if session.dialect.release(session.cursor, grant.claim):
@@ -518,12 +274,6 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
         if grant.fence is None or session.dialect.released(session.cursor, grant):
             return grant.fence is not None
         raise BackendError(f"lock table on {self.using!r}: the answer to a release was lost")
-
-    def _unless_contended(self, work: Callable[[Session], int]) -> int:
-        try:
-            return self._ask(work)
-        except Contended:
-            return 0
 
     def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
@@ -537,23 +287,6 @@ class DatabaseBackend(BaseLockBackend, InTransaction, Purgeable):
                 return super().extend_many(work)
             return [error] * len(work)
         return [pair in ours for pair in pairs]
-
-    def _refuse_to_wait_for_itself(self, claim: Claim, error: Contended) -> None:
-        """Raise if the transaction of the thread that asks for the lock keeps it from it."""
-        ours: Any = connections[self.using]
-        if fence_of(ours, self.alias, claim.key) is not None:
-            raise BackendError(
-                f"This thread's own transaction holds {shown(claim.name)!r}, by"
-                " lock_in_transaction(), and would wait for itself."
-            ) from error
-        for other in connections.all(initialized_only=True):
-            same_file = other.settings_dict["NAME"] == ours.settings_dict["NAME"]
-            if ours.vendor == "sqlite" and same_file and other.in_atomic_block:
-                raise BackendError(
-                    f"This thread's own transaction has locked the SQLite file of {self.using!r},"
-                    " and would wait for itself. Take the lock before atomic(), or give the"
-                    " locks a database file of their own (LOCATION)."
-                ) from error
 
 
 def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
@@ -570,33 +303,3 @@ def _release(claim: Claim, session: Session) -> bool:
 
 def _extend_pairs(pairs: Sequence[Pair], ttl: float, session: Session) -> set[Pair]:
     return session.dialect.extend_pairs(session.cursor, pairs, ttl)
-
-
-def _read_holders(first: str, last: str, session: Session) -> Any:
-    return session.dialect.holders(session.cursor, first, last)
-
-
-def _clear_part(part: str, session: Session) -> int:
-    return session.dialect.clear_expired(session.cursor, part)
-
-
-def _purge_part(part: str, older_than: float, session: Session) -> int:
-    return session.dialect.purge(session.cursor, older_than, part)
-
-
-def _fence_of(version: str) -> int:
-    """Return the fence of a version; one that no holder has if it is none."""
-    is_number = version.isascii() and version.isdecimal() and len(version) <= len(str(MAX_FENCE))
-    return min(int(version), MAX_FENCE) if is_number else -1
-
-
-def _claim_key(claim: Claim) -> tuple[str, str]:
-    return claim.key, claim.owner  # a stable owner may have several locks
-
-
-def _as_mapping(holder: str) -> dict[str, Any]:
-    try:
-        value = json.loads(holder)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -1,0 +1,79 @@
+"""The row of a lock in the transaction of the caller: pinned, released or locked there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from time import sleep
+from typing import Any, TypeVar
+
+from django.db import connections
+from django.db.transaction import mark_for_rollback_on_error
+
+from ...claims import Busy, Claim, Grant
+from ...errors import BackendError
+from ...primitives.names import checked_key, shown
+from ...primitives.timing import Deadline, full_jitter
+from ...primitives.transactions import fence_of
+from ..base import InTransaction
+from .requests import Contended, Requests, claim_key_of
+from .sql import Dialect, dialect_for
+
+T = TypeVar("T")
+
+
+class InCallersTransaction(Requests, InTransaction):
+    """On the connection of the caller, whose transaction it is; raises Django's errors."""
+
+    def pin(self, grant: Grant, ttl: float) -> bool:
+        return self._in_transaction(lambda d, cursor: d.extend(cursor, grant.claim, ttl))
+
+    def release_at_commit(self, grant: Grant) -> bool:
+        released = self._in_transaction(lambda d, cursor: d.release(cursor, grant.claim))
+        self._free_queue(claim_key_of(grant.claim))  # the next one waits for the row
+        return released
+
+    def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
+        checked_key(key)  # PostgreSQL takes no values beside several statements
+        deadline, attempt = Deadline(wait), 0
+        connection = connections[self.using]
+        if connection.vendor == "sqlite":
+            # Not with the file locked: then nobody could release.
+            while any(self.holders(key)):
+                if deadline.remaining() == 0:
+                    return Busy()
+                sleep(deadline.cap(full_jitter(attempt, base=self.poll_min, cap=self.poll_max)))
+                attempt += 1
+        elif getattr(connection, "mysql_is_mariadb", False):
+            # Its SKIP LOCKED may be granted a row that is just being leased, and keep it locked.
+            return None
+        left = deadline.remaining()
+        return self._in_transaction(lambda d, cursor: d.lock_row(cursor, key, left))
+
+    def _in_transaction(self, work: Callable[[Dialect, Any], T]) -> T:
+        connection: Any = connections[self.using]
+        connection.validate_no_broken_transaction()
+        dialect = self._sessions.dialect or dialect_for(connection)
+        with (
+            mark_for_rollback_on_error(self.using),
+            connection.wrap_database_errors,
+            closing(dialect.cursor(connection)) as cursor,
+        ):
+            return work(dialect, cursor)
+
+    def _refuse_to_wait_for_itself(self, claim: Claim, error: Contended) -> None:
+        """Raise if the transaction of the thread that asks for the lock keeps it from it."""
+        ours: Any = connections[self.using]
+        if fence_of(ours, self.alias, claim.key) is not None:
+            raise BackendError(
+                f"This thread's own transaction holds {shown(claim.name)!r}, by"
+                " lock_in_transaction(), and would wait for itself."
+            ) from error
+        for other in connections.all(initialized_only=True):
+            same_file = other.settings_dict["NAME"] == ours.settings_dict["NAME"]
+            if ours.vendor == "sqlite" and same_file and other.in_atomic_block:
+                raise BackendError(
+                    f"This thread's own transaction has locked the SQLite file of {self.using!r},"
+                    " and would wait for itself. Take the lock before atomic(), or give the"
+                    " locks a database file of their own (LOCATION)."
+                ) from error

@@ -1,0 +1,139 @@
+"""What people and cron jobs do with the lock table: list, clear, prolong, purge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from time import sleep
+from typing import Any, TypeVar
+
+from django.core import checks
+
+from ...claims import Claim, Grant, Holding
+from ...primitives.timing import monotonic
+from ..base import Purgeable
+from .checks import check_sharing, check_table
+from .connections import Session
+from .requests import Requests
+from .sql.base import MAX_FENCE, PAGE, PURGED
+
+T = TypeVar("T")
+
+# Keys are lower-case hex digits, which "g" follows.
+ALL_KEYS = ("", "g")
+# They are hashes, so these parts are alike: short statements that read each row once.
+PARTS = [f"{part:02x}" for part in range(256)]
+
+
+class ForPeople(Requests, Purgeable):
+    """Reads and changes rows of any owner."""
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        yield from map(self._holding, self._rows(key))
+
+    def page(self, start: int, count: int) -> tuple[list[Holding], int]:
+        def read(session: Session) -> tuple[Any, int]:
+            dialect, cursor = session.dialect, session.cursor
+            rows = dialect.holders(cursor, *ALL_KEYS, start=start, count=count)
+            return rows, dialect.count(cursor)
+
+        rows, total = self._ask(read)
+        return list(map(self._holding, rows)), total
+
+    def _holding(self, row: Any) -> Holding:
+        key, name, fence, holder, left_us, held_us = row
+        return Holding(
+            name=name,
+            key=key,
+            alias=self.alias,
+            version=str(fence),
+            fence=fence,
+            expires_in=left_us / 1e6,
+            held_for=None if held_us is None else held_us / 1e6,
+            holder=_as_mapping(holder),
+        )
+
+    def _rows(self, key: str | None) -> Iterator[Any]:
+        first, last = (key, key) if key else ALL_KEYS
+        while True:
+            read = partial(_read_holders, first, last)
+            yield from (rows := self._ask(read))
+            if key is not None or len(rows) < PAGE:
+                return
+            first = rows[-1][0] + "0"  # what follows that key
+
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
+        cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
+        for claim_key in self._sessions.holding(key) if cleared else ():
+            self._free_queue(claim_key)
+        return cleared
+
+    def prolong(self, key: str, version: str, ttl: float) -> bool:
+        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, _fence_of(version)))
+        if owner is None:
+            return False
+        return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
+
+    def left_over(self, older_than: float) -> tuple[int, int]:
+        return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
+
+    def clear_expired(self) -> int:
+        """Free the rows of holders that did not renew them, which may yet try; return how many.
+
+        Other owners may take such a lock anyway. From now on its holder may not, and is behind
+        the next fence.
+        """
+        clear = [partial(_clear_part, part) for part in PARTS]
+        return sum(self._unless_contended(part) for part in clear)
+
+    def purge(self, older_than: float) -> int:
+        """Delete the rows of names that were free for `older_than` seconds; return how many.
+
+        Their fences go on from the server's clock, so let it be longer than that clock may
+        ever be set back.
+        """
+        return sum(self._purge_part(part, older_than) for part in PARTS)
+
+    def _purge_part(self, part: str, older_than: float) -> int:
+        total = 0
+        while True:
+            began = monotonic()
+            deleted = self._unless_contended(partial(_purge_part, part, older_than))
+            total += deleted
+            if deleted < PURGED or self._sessions.dialect is None:
+                return total
+            if self._sessions.dialect.locks_rows:
+                return total
+            sleep(monotonic() - began)  # on SQLite there is one writer at a time
+
+    def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
+        asked = check_table(self.alias, self._sessions) if ask else []
+        return [*check_sharing(self.alias, self.using), *asked]
+
+
+def _read_holders(first: str, last: str, session: Session) -> Any:
+    return session.dialect.holders(session.cursor, first, last)
+
+
+def _clear_part(part: str, session: Session) -> int:
+    return session.dialect.clear_expired(session.cursor, part)
+
+
+def _purge_part(part: str, older_than: float, session: Session) -> int:
+    return session.dialect.purge(session.cursor, older_than, part)
+
+
+def _fence_of(version: str) -> int:
+    """Return the fence of a version; one that no holder has if it is none."""
+    is_number = version.isascii() and version.isdecimal() and len(version) <= len(str(MAX_FENCE))
+    return min(int(version), MAX_FENCE) if is_number else -1
+
+
+def _as_mapping(holder: str) -> dict[str, Any]:
+    try:
+        value = json.loads(holder)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
