@@ -663,6 +663,22 @@ def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeyp
         hold.release()
 
 
+def test_a_pause_of_the_timer_that_is_over_at_once_ends(monkeypatch):
+    mine, done = Timer(), []
+    monkeypatch.setattr(mine, "_call_due", lambda: 1e-9)
+
+    def turn():
+        for _ in range(5000):
+            mine._turn()
+        done.append(True)
+
+    thread = threading.Thread(target=turn, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+
+    assert done
+
+
 def test_what_is_due_while_the_timer_looks_does_not_stop_it(monkeypatch):
     now = iter([0.0, 2.0])  # it looks, and then decides for how long it may sleep
     mine, what = Timer(), SimpleNamespace(due=None)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import sleep
 from typing import Any, Protocol
 
 from ..primitives.logs import fields, logger
-from ..primitives.threads import started
+from ..primitives.threads import Gate, started
 from ..primitives.timing import monotonic
 
 # Seconds after which the thread goes on after an error of its own.
@@ -41,8 +41,8 @@ class Timer:
         self._heap: list[tuple[float, int, Timed, Callable[[Any], None]]] = []
         self._stale = 0  # entries of what was cancelled or moved
         self._numbers = itertools.count()
-        # SimpleQueue.put may be called from a finalizer, in whatever the thread was doing.
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._gate = Gate()
         self._running = False
 
     def at(self, due: float, what: Timed, call: Callable[[Any], None]) -> None:
@@ -60,7 +60,7 @@ class Timer:
                 return
             if self._running:
                 self.wakes_at = due
-                self._inbox.put(None)
+                self._gate.open()
             elif started(self._run, "distlock-timer"):
                 self._running, self.wakes_at = True, due
 
@@ -79,7 +79,8 @@ class Timer:
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call `call()` now. Safe in a finalizer, which may run in the middle of anything."""
-        self._inbox.put(call)
+        self._inbox.append(call)
+        self._gate.open()
 
     def _run(self) -> None:
         while True:
@@ -90,13 +91,9 @@ class Timer:
                 sleep(RECOVERY)
 
     def _turn(self) -> None:
-        pause = self._call_due()  # no lease is to live on in this frame
-        try:
-            late = self._inbox.get(timeout=pause)
-        except queue.Empty:
-            return
-        if late is not None:
-            late()
+        self._gate.wait(self._call_due())  # no lease is to live on in this frame
+        while self._inbox:
+            self._inbox.popleft()()
 
     def _call_due(self) -> float:
         calls = self._due()

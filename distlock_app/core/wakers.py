@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 from ..claims import Grant
+from ..primitives.threads import Gate
 
 
 class Waker:
@@ -17,7 +17,7 @@ class Waker:
     # Defaults of the class: most locks are free, and nobody sleeps.
     _grant: Grant | None = None
     _woken = False  # before the first sleep
-    _gate: threading.Lock | None = None  # open to let the sleeper go on
+    _gate: Gate | None = None
 
     def wake(self, grant: Grant | None) -> None:
         """Wake the waiter; may be called from any thread, any number of times."""
@@ -25,19 +25,16 @@ class Waker:
             self._grant = grant
         self._woken = True  # first: `wait` looks the other way round
         if self._gate is not None:
-            with suppress(RuntimeError):  # open already
-                self._gate.release()
+            self._gate.open()
 
     def wait(self, seconds: float, wake_fd: int | None = None) -> Grant | None:
         """Sleep until woken or until `wake_fd` is readable, at most `seconds`."""
         if wake_fd is None:
             if self._gate is None:
-                gate = threading.Lock()
-                gate.acquire()
-                self._gate = gate
+                self._gate = Gate()
                 if self._woken:
                     seconds = 0.0
-            self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+            self._gate.wait(seconds)
         else:  # an engine that has one calls no wake()
             with selectors.DefaultSelector() as selector:
                 selector.register(wake_fd, selectors.EVENT_READ)

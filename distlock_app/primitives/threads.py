@@ -6,6 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,28 @@ def started(work: Callable[[], None], name: str) -> bool:
         logger.error("locks: %s", error, extra=fields("no_thread", "", error=str(error)))
         return False
     return True
+
+
+class Gate:
+    """Lets a waiting thread through; may be opened from anywhere, also in a finalizer.
+
+    Not a SimpleQueue: its get(timeout) waits for ever if a short timeout is over before it sleeps.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let one thread through, now or when it comes."""
+        with suppress(RuntimeError):  # open already
+            self._lock.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is open, at most `seconds`; it closes behind the thread."""
+        self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
 
 
 class Worker:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
-from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
 from django.core import checks
@@ -19,6 +18,7 @@ from django.db import connections
 
 from ...claims import Claim, Grant, Holding
 from ...errors import BackendError
+from ...primitives.threads import Gate
 from ...primitives.timing import Deadline, full_jitter, monotonic
 from ..base import BaseLockBackend, no_answer
 from .lock_session import LockSession
@@ -101,8 +101,8 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
             self._drop(session)
         if wait == 0:
             return self._try(claim)
-        deadline, attempt, woken = Deadline(wait), 0, SimpleQueue[Any]()
-        waiter = self._enqueue(claim, woken.put)
+        deadline, attempt, gate = Deadline(wait), 0, Gate()
+        waiter = self._enqueue(claim, lambda _: gate.open())
         try:
             while True:
                 pause = SLICE
@@ -112,8 +112,7 @@ class SessionLocksBackend(BaseLockBackend, ABC, Generic[S]):
                         return grant
                     pause = full_jitter(attempt, base=self.poll_min, cap=POLL)
                     attempt += not self._waiting
-                with suppress(Empty):
-                    woken.get(timeout=deadline.cap(pause))
+                gate.wait(deadline.cap(pause))
                 if waiter.queue is None:
                     raise BackendError(self._says("the wait was given up"))
                 if deadline.remaining() == 0:
