@@ -367,16 +367,6 @@ def test_a_wait_longer_than_a_statement_goes_on(backend, monkeypatch):
     assert time.monotonic() - began >= 0.5
 
 
-def test_pauses_that_are_over_at_once_end(backend, monkeypatch):
-    held = backend.acquire(a_claim("a"), 0)
-    monkeypatch.setattr(session_backend, "full_jitter", lambda *args, **kwargs: 1e-9)
-    monkeypatch.setattr(session_backend, "SLICE", 0.0001)
-
-    assert not backend.acquire(a_claim("a"), 1)
-
-    assert backend.release(held)
-
-
 # Sessions are few, and not Django's.
 
 

@@ -32,7 +32,8 @@ def started(work: Callable[[], None], name: str) -> bool:
 class Gate:
     """Lets a waiting thread through; may be opened from anywhere, also in a finalizer.
 
-    Not a SimpleQueue: its get(timeout) waits for ever if a short timeout is over before it sleeps.
+    Not a SimpleQueue: before Python 3.13 its get(timeout) waits for ever if a short timeout is over
+    before it sleeps.
     """
 
     __slots__ = ("_lock",)
