@@ -8,7 +8,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from time import sleep
 from typing import Any
 from unittest import SkipTest
@@ -34,18 +34,18 @@ class FaultContract(SharingContract):
         raise SkipTest("the test class has no lose_data()")
 
     def test_a_server_that_does_not_answer_is_an_error(self) -> None:
-        backend = self.broken()
         grant = Grant(a_claim(self.name()))
 
-        _raises(backend.ping)
-        _raises(backend.acquire, grant.claim, 0)
-        if self.backend.expires:  # else the claim has ended with its session, for certain
-            _raises(backend.extend, grant, 30)
-            _raises(backend.end_in, grant, 30)
-            _raises(backend.release, grant)
-        if self.backend.lists:
-            _raises(lambda: list(backend.holders(grant.claim.key)))
-            _raises(backend.clear, grant.claim.key)
+        with closing(self.broken()) as backend:  # its threads would go on trying to connect
+            _raises(backend.ping)
+            _raises(backend.acquire, grant.claim, 0)
+            if self.backend.expires:  # else the claim has ended with its session, for certain
+                _raises(backend.extend, grant, 30)
+                _raises(backend.end_in, grant, 30)
+                _raises(backend.release, grant)
+            if self.backend.lists:
+                _raises(lambda: list(backend.holders(grant.claim.key)))
+                _raises(backend.clear, grant.claim.key)
 
     def test_fences_grow_also_after_the_data_was_lost(self) -> None:
         name = self.name()
