@@ -116,10 +116,9 @@ class Releaser:
 
     def _put(self, release: Release) -> None:
         backend = release.backend
-        with timer.lock:
-            if (worker := self._workers.get(backend)) is None:
-                name = f"distlock-release-{backend.alias}"
-                worker = self._workers[backend] = Worker(name, self._work, threads=THREADS)
+        if (worker := self._workers.get(backend)) is None:
+            worker = Worker(f"distlock-release-{backend.alias}", self._work, threads=THREADS)
+            worker = self._workers.setdefault(backend, worker)
         worker.put(release)
 
     def _work(self, releases: list[Release]) -> None:

@@ -114,10 +114,9 @@ class Renewer:
             self._put_extend(lease)
 
     def _put_extend(self, lease: Lease) -> None:
-        with timer.lock:
-            if (worker := self._workers.get(lease.backend)) is None:
-                worker = Worker(f"distlock-worker-{lease.alias}", self._extend_all)
-                self._workers[lease.backend] = worker
+        if (worker := self._workers.get(lease.backend)) is None:
+            worker = Worker(f"distlock-worker-{lease.alias}", self._extend_all)
+            worker = self._workers.setdefault(lease.backend, worker)
         worker.put(lease)
 
     def _extend_all(self, jobs: list[Lease | threading.Event]) -> None:
