@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -19,8 +19,6 @@ from .in_transaction import InCallersTransaction
 from .people import ForPeople
 from .requests import Contended, claim_key_of
 from .sql.base import ROW_WAIT, Pair, Step
-
-T = TypeVar("T")
 
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
 BATCH = 400
@@ -80,9 +78,6 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
             queued = waiter.queue.connection
             if not waiter.asked or (queued is not None and queued.wake_fd and queued.called()):
                 return None
-        return self._look(claim)
-
-    def _look(self, claim: Claim) -> Busy | None:
         try:
             return self._ask(lambda s: s.dialect.look(s.cursor, claim))
         except Contended:
@@ -292,8 +287,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
 def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
     dialect, cursor = session.dialect, session.cursor
     # A row in somebody's transaction would keep a short wait for longer than that.
-    short = wait is not None and wait < ROW_WAIT
-    refusal = dialect.look(cursor, claim) if short else None
+    looks = dialect.looks_first or (wait is not None and wait < ROW_WAIT)
+    refusal = dialect.look(cursor, claim) if looks else None
     return dialect.acquire(cursor, claim, step) if refusal is None else refusal
 
 

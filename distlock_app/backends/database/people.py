@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from time import sleep
-from typing import Any, TypeVar
+from typing import Any
 
 from django.core import checks
 
@@ -17,8 +17,6 @@ from .checks import check_sharing, check_table
 from .connections import Session
 from .requests import Requests
 from .sql.base import MAX_FENCE, PAGE, PURGED
-
-T = TypeVar("T")
 
 # Keys are lower-case hex digits, which "g" follows.
 ALL_KEYS = ("", "g")

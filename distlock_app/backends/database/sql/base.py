@@ -68,6 +68,7 @@ class Dialect:
     """The statements of one database, and the steps around them that all share."""
 
     locks_rows = True  # not the whole database at once
+    looks_first = False  # at a row, however long a try for it may take
 
     INSERT: str  # a row that is ours from the start, unless there is a row
     LOOK: str  # microseconds left, if the row is in the way

@@ -37,6 +37,9 @@ EXPIRED = OWNED | {"expiry__lte": Now()}
 class Generic(Dialect):
     """No queue: waiters poll, and none is first because it came first."""
 
+    # A try that is refused is to lock nothing: many of them would keep the owner from its row.
+    looks_first = True
+
     def adapt(self, settings: dict[str, Any]) -> None:
         settings["OPTIONS"].pop("pool", None)  # our connections are pooled already
 
@@ -53,11 +56,6 @@ class Generic(Dialect):
     @reading
     def ping(self, rows: Rows) -> None:
         rows.now()
-
-    def acquire(self, cursor: Cursor, claim: Claim, step: Step = "try") -> Grant | Busy:
-        # Who is refused locks nothing: many who ask would keep the owner from its row.
-        refusal = self.look(cursor, claim)
-        return super().acquire(cursor, claim, step) if refusal is None else refusal
 
     @in_transaction
     def take(self, rows: Rows, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
