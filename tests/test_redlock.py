@@ -13,8 +13,8 @@ from distlock_app import Lock
 from distlock_app.backends.redlock import RedlockBackend
 from distlock_app.backends.redlock import backend as redlock
 from distlock_app.backends.redlock import listening as redlock_listener
-from distlock_app.backends.redlock import nodes as redlock_nodes
-from distlock_app.backends.redlock.backend import ServerClock
+from distlock_app.backends.redlock import quorum as redlock_quorum
+from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
@@ -404,7 +404,7 @@ def test_connections_of_a_burst_are_closed_with_a_later_request(backend, monkeyp
     quorum = backend._quorum
     for connections in [quorum._take() for _ in range(4)]:
         quorum._idle.append(connections)
-    monkeypatch.setattr(redlock_nodes, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(redlock_quorum, "IDLE_SECONDS", 0.0)
 
     backend.ping()
 

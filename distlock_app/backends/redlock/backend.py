@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 
-from ...claims import Busy, Claim, Grant, Holding
+from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
-from ...primitives.identity import holder_fields
 from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
-from ..base import BaseLockBackend
 from ..redis.alias import recipe, server_of
 from ..redis.scripts import Script, fill
 from .checks import check_nodes
+from .clock import ServerClock
 from .listening import Listener
-from .nodes import ANSWER_GRACE, Node, NodeConnections, Quorum, QuorumRequest
+from .nodes import Node, NodeConnections, QuorumRequest
+from .people import BATCH, PARTS, ForPeople
+from .quorum import ANSWER_GRACE, Quorum
 from .scripts import (
     ACQUIRE,
     ACQUIRE_OR_WAIT,
     CLEAR,
     END_IN,
     EXTEND,
-    LIST,
     RAISE,
     RELEASE,
     RELEASE_AND_WAIT,
 )
 
-# Parts of the index at each node, each with a counter of fences. Names that share one only make
-# each other's fences grow; taken at the same moment, they may cost one more request.
-PARTS = 256
-# Requests in one round trip: more might not fit the buffer of a socket.
-BATCH = 32
-# What the clocks of two hosts may differ in rate.
-RATE_DRIFT = 0.001
-# How often the nodes are asked for it.
-LEARN_SECONDS = 1.0
-# A clock that went back by so many microseconds was set: what was learned before says nothing.
-SET_BY = 50_000
 
-
-class RedlockBackend(BaseLockBackend):
+class RedlockBackend(ForPeople):
     """Leases on most of several servers. LOCATION is a list of aliases of CACHES, one each."""
 
     fences = True
@@ -225,13 +211,6 @@ class RedlockBackend(BaseLockBackend):
             return len(request.yes) >= request.majority
         return self._quorum.failure(request)
 
-    def holders(self, key: str | None = None) -> Iterator[Holding]:
-        if key is not None:
-            yield from self._held([0], key).values()
-            return
-        for start in range(0, PARTS, BATCH):
-            yield from self._held(range(start, start + BATCH)).values()
-
     def clear(self, key: str, if_version: str | None = None) -> int:
         held = self._held([0], key).items()
         owners = [owner for owner, h in held if if_version in (None, h.version)]
@@ -269,9 +248,6 @@ class RedlockBackend(BaseLockBackend):
         )
         self._clock = ServerClock()
 
-    def _part(self, number: int) -> bytes:
-        return f"{self._prefix}part:{number}".encode()
-
     def _make_template(self, script: Script, key: str) -> bytes:
         lock = f"{self._prefix}{key}".encode()
         return script.template(lock, self._part(int(key[:4], 16) % PARTS))
@@ -281,89 +257,6 @@ class RedlockBackend(BaseLockBackend):
     ) -> QuorumRequest:
         packed = fill(self._template(script, key), *words)
         return QuorumRequest(self._quorum.majority, script, packed, keep=keep, once=once)
-
-    def _held(self, parts: Iterable[int], key: str = "") -> dict[str, Holding]:
-        """Return by owner what most nodes hold, or may hold: some may be down."""
-        size = len(self._nodes)
-        words = self._prefix.encode(), key.encode()
-        requests = [
-            QuorumRequest(size, LIST, LIST.template(self._part(number), *words)) for number in parts
-        ]
-        self._quorum.ask(requests)
-        holdings = {}
-        for request in requests:
-            if len(request.yes) < self._quorum.majority:
-                raise self._quorum.failure(request)
-            found = defaultdict(list)
-            for line in request.yes.values():
-                _, now, listed = line.decode().split(" ", 2)
-                for key, held, left, waiters in json.loads(listed):
-                    if left > 0:
-                        owner, fence, _, about = held.split(" ", 3)
-                        found[key, owner].append((left, int(fence), waiters, about, int(now)))
-            for (key, owner), at in found.items():
-                if len(at) + size - len(request.yes) >= self._quorum.majority:
-                    holdings[owner] = self._holding(key, at)
-        return holdings
-
-    def _holding(self, key: str, at: list[tuple[int, int, int, str, int]]) -> Holding:
-        left, _, _, about, now = sorted(at)[-min(len(at), self._quorum.majority)]
-        fence, _ = Counter(node[1] for node in at).most_common(1)[0]
-        try:
-            _, end = json.JSONDecoder().raw_decode(about)
-        except ValueError:
-            end = about.find(" ")
-        return Holding(
-            name=about[end + 1 :],
-            key=key,
-            alias=self.alias,
-            version=str(fence),
-            fence=fence,
-            expires_in=left / 1000,
-            # A fence is the servers' time unless a clock was set back.
-            held_for=max(0.0, (now - fence) / 1e6),
-            waiters=max(node[2] for node in at),
-            holder=holder_fields(about[:end]),
-        )
-
-
-class ServerClock:
-    """A guess of the nodes' time that is never later than the slowest of them."""
-
-    def __init__(self) -> None:
-        self._ahead: float | None = None  # of our monotonic clock, in microseconds, at least
-        self._learned = 0.0
-        self._last = 0
-
-    def stamp(self, at: float | None = None) -> int:
-        """Return the nodes' time in microseconds (now, or at our monotonic time `at`).
-
-        Greater each time, and a small number as long as nothing is known.
-        """
-        if self._ahead is None:
-            guess = 0
-        else:
-            guess = int((monotonic() if at is None else at) * 1e6 + self._ahead)
-        self._last = max(guess, self._last + 1)
-        return self._last
-
-    def due(self, at: float) -> bool:
-        """Return whether the nodes should be asked for the time again."""
-        return self._ahead is None or at - self._learned > LEARN_SECONDS
-
-    def learn(self, heard: float, times: Sequence[int]) -> None:
-        """Take what nodes said in answers that had come at our time `heard`.
-
-        An answer that took long makes their clocks look slow, so that the greatest guess is next
-        to the truth; it is given up slowly, as clocks may run at rates that differ, and at once
-        when a clock was set back.
-        """
-        if not times:
-            return
-        ahead = min(times) - heard * 1e6
-        if self._ahead is not None and ahead > self._ahead - SET_BY:
-            ahead = max(ahead, self._ahead - (heard - self._learned) * 1e6 * RATE_DRIFT)
-        self._ahead, self._learned = ahead, heard
 
 
 def _checked(where: str, location: Any) -> list[tuple[str, Any]]:

@@ -10,7 +10,8 @@ from ...primitives.logs import fields, logger
 from ...primitives.timing import monotonic
 from ..redis.listening import Waiters
 from ..redis.scripts import pack
-from .nodes import Link, Quorum
+from .nodes import Link
+from .quorum import Quorum
 
 # Without waiters for so long, thread and connections go; the next waiter brings them back.
 IDLE_SECONDS = 60.0
