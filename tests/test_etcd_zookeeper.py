@@ -23,7 +23,8 @@ from django.test import override_settings
 from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
-from distlock_app.backends.etcd.gateway import QUIET_SECONDS, encoded
+from distlock_app.backends.etcd.gateway import encoded
+from distlock_app.backends.etcd.watch import QUIET_SECONDS
 from distlock_app.backends.zookeeper.nodes import ClaimNode, DeletionWatch
 from distlock_app.backends.zookeeper.session import TRUSTED, Session
 from distlock_app.claims import Grant
@@ -681,7 +682,7 @@ def test_a_watch_that_says_nothing_is_replaced_and_ends_with_its_waiters(engine)
     if engine.name == "zookeeper":
         return
     held = other().acquire(a_claim("a", ttl=60), 0)
-    with patch("distlock_app.backends.etcd.gateway.QUIET_SECONDS", 0.2):
+    with patch("distlock_app.backends.etcd.watch.QUIET_SECONDS", 0.2):
         with waiting("a", using="own"):
             until(lambda: own()._watch._link)
             first = own()._watch._link

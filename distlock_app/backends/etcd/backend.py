@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import json
 import ssl
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from ...claims import Busy, Claim, Grant, Holding
+from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
-from ...primitives.identity import holder_fields
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import BaseLockBackend
 from .entries import Entry, View, Waiter, created, endpoints, entry_of, put, range_of, wake
-from .gateway import NOT_FOUND, ConnectionLost, Gateway, Refused, Watch, decoded, encoded
+from .epoch import Epoch
+from .gateway import NOT_FOUND, ConnectionLost, Gateway, Refused, decoded, encoded
 from .leases import Lease, Leases
+from .people import ForPeople
+from .watch import Watch
 
-PAGE = 1000  # keys in one answer of a listing
 # A waiter looks at the queue after so many seconds even if the watch says nothing: a connection
 # may die without a sign.
 LOOK_AGAIN = 1.0
 
 
-class EtcdBackend(BaseLockBackend):
+class EtcdBackend(ForPeople):
     """Leases in etcd. LOCATION is a URL, several with commas between, or a list of them.
 
     A claim is a key with a lease. The oldest of a lock has it, and each of the others waits for
@@ -60,7 +57,6 @@ class EtcdBackend(BaseLockBackend):
         if not isinstance(prefix, str) or not prefix:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text.")
         self._prefix = prefix
-        self._epoch_key = f"{prefix}.epoch"
         self._endpoints = endpoints(alias, location)
         self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}
         self._files = (ca, cert, key)
@@ -118,14 +114,14 @@ class EtcdBackend(BaseLockBackend):
         if lease.seconds >= ttl:
             return True
         write = put(entry.key, decoded(entry.value), self._leases.new(ttl))
-        return bool(self._txn([created(entry)], [write], []).get("succeeded"))
+        return bool(self._gateway.txn([created(entry)], [write], []).get("succeeded"))
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         entry = self._entry(self._key(grant.claim))
         if entry is None:
             return False
         write = put(entry.key, decoded(entry.value), self._leases.new(ttl))
-        if not self._txn([created(entry)], [write], []).get("succeeded"):
+        if not self._gateway.txn([created(entry)], [write], []).get("succeeded"):
             return False
         self._leases.give_back(entry.lease)
         return True
@@ -138,37 +134,16 @@ class EtcdBackend(BaseLockBackend):
             self._leases.give_back(waiter.lease.id if waiter else grant.session)
         return deleted
 
-    def holders(self, key: str | None = None) -> Iterator[Holding]:
-        start = f"{self._prefix}/" if key is None else self._queue_of(key)
-        epoch = self._epoch()
-        for _, keys in groupby(self._pages(start), lambda entry: entry.key.rpartition("/")[0]):
-            queue = sorted(keys, key=lambda entry: entry.created)
-            first = queue[0]
-            left = self._leases.remaining(first.lease)
-            if left is None:
-                continue
-            about = json.loads(decoded(first.value))
-            yield Holding(
-                name=about["name"],
-                key=first.key.split("/")[-2],
-                alias=self.alias,
-                version=str(first.created),
-                fence=epoch + first.created,
-                expires_in=left,
-                waiters=len(queue) - 1,
-                holder=holder_fields(about["holder"]),
-            )
-
     def clear(self, key: str, if_version: str | None = None) -> int:
         view = self._look(key)
         if not view.queue or if_version not in (None, str(view.queue[0].created)):
             return 0
         first = view.queue[0]
         delete = {"request_delete_range": {"key": encoded(first.key)}}
-        return int(bool(self._txn([created(first)], [delete], []).get("succeeded")))
+        return int(bool(self._gateway.txn([created(first)], [delete], []).get("succeeded")))
 
     def ping(self) -> None:
-        self._epoch()
+        self._epoch.read()
 
     def close(self) -> None:
         self._watch.end()
@@ -188,6 +163,7 @@ class EtcdBackend(BaseLockBackend):
             if cert is not None:
                 tls.load_cert_chain(cert, key)
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
+        self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
         self._leases = Leases(self._gateway)
         # Of the claims that wait, by owner and key.
         self._waiters: dict[tuple[str, str], Waiter] = {}
@@ -205,7 +181,7 @@ class EtcdBackend(BaseLockBackend):
         """
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
         write = put(self._key(claim), about, lease)
-        read = [self._read_queue(claim.key), self._read_epoch()]
+        read = [self._read_queue(claim.key), self._epoch.request]
         # etcd compares with each key of the range: there must be none.
         keys = {"key": encoded(self._key(claim))} if stay else range_of(self._queue_of(claim.key))
         none_exists = {**keys, "target": "CREATE", "create_revision": 0}
@@ -215,7 +191,7 @@ class EtcdBackend(BaseLockBackend):
         """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
         while at := view.position_of(self._key(claim)):
             delete = {"request_delete_range": {"key": encoded(self._key(claim))}}
-            if self._txn([created(view.queue[0])], [delete], []).get("succeeded"):
+            if self._gateway.txn([created(view.queue[0])], [delete], []).get("succeeded"):
                 break
             view = self._look(claim.key)
         if at == 0:
@@ -260,23 +236,17 @@ class EtcdBackend(BaseLockBackend):
     def _key(self, claim: Claim) -> str:
         return self._queue_of(claim.key) + claim.owner
 
-    def _queue_of(self, key: str) -> str:
-        return f"{self._prefix}/{key}/"
-
     def _read_queue(self, key: str) -> dict[str, Any]:
         order = {"sort_order": "ASCEND", "sort_target": "CREATE", "keys_only": True}
         return {"request_range": {**range_of(self._queue_of(key)), **order}}
 
-    def _read_epoch(self) -> dict[str, Any]:
-        return {"request_range": {"key": encoded(self._epoch_key)}}
-
     def _look(self, key: str) -> View:
-        return self._view([], [self._read_queue(key), self._read_epoch()], [])
+        return self._view([], [self._read_queue(key), self._epoch.request], [])
 
     def _view(self, *txn: list[dict[str, Any]]) -> View:
         """Run a transaction that reads the queue and the epoch last."""
         asked_at = monotonic()
-        answer = self._txn(*txn)
+        answer = self._gateway.txn(*txn)
         queue, epoch = (
             response["response_range"].get("kvs", []) for response in answer["responses"][-2:]
         )
@@ -284,42 +254,9 @@ class EtcdBackend(BaseLockBackend):
             asked_at,
             int(answer["header"]["revision"]),
             [entry_of(kv) for kv in queue],
-            int(decoded(epoch[0]["value"])) if epoch else self._new_epoch(),
+            self._epoch.of(epoch),
         )
-
-    def _txn(self, *txn: list[dict[str, Any]]) -> dict[str, Any]:
-        body = dict(zip(("compare", "success", "failure"), txn, strict=True))
-        return self._gateway.ask("/v3/kv/txn", body)
-
-    def _epoch(self) -> int:
-        found = self._gateway.ask("/v3/kv/range", self._read_epoch()["request_range"])
-        return int(decoded(found["kvs"][0]["value"])) if "kvs" in found else self._new_epoch()
-
-    def _new_epoch(self) -> int:
-        """Note, once for each data directory, where its fences begin.
-
-        Revisions start at 1 when the data is lost. So fences are counted from the time, in
-        microseconds, at which the first lock was taken: etcd makes no million revisions a
-        second, and so later data has greater fences. Nothing else relies on that clock.
-        """
-        key = encoded(self._epoch_key)
-        put = {"request_put": {"key": key, "value": encoded(str(time.time_ns() // 1000))}}
-        missing = {"key": key, "target": "VERSION", "version": 0}
-        read = self._read_epoch()
-        answer = self._txn([missing], [put, read], [read])
-        return int(decoded(answer["responses"][-1]["response_range"]["kvs"][0]["value"]))
 
     def _entry(self, key: str) -> Entry | None:
         found = self._gateway.ask("/v3/kv/range", {"key": encoded(key)})
         return entry_of(found["kvs"][0]) if "kvs" in found else None
-
-    def _pages(self, start: str) -> Iterator[Entry]:
-        """Yield the keys that begin with `start`, in their own order."""
-        request = {**range_of(start), "limit": PAGE}
-        while True:
-            page = self._gateway.ask("/v3/kv/range", request)
-            entries = [entry_of(kv) for kv in page.get("kvs", [])]
-            yield from entries
-            if not page.get("more"):
-                return
-            request["key"] = encoded(entries[-1].key + "\0")

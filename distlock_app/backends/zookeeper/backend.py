@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from ...claims import Busy, Claim, Grant, Holding
+from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
-from ...primitives.identity import holder_fields
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import BaseLockBackend
-from .nodes import ClaimNode, DeletionWatch, Node, holding_of, in_line
+from .nodes import ClaimNode, DeletionWatch, Node, in_line
+from .people import BATCH, ForPeople
 from .session import Gone, Session
 
-# Directories of nodes. One for each lock would be left behind by every name ever used: only
-# servers that are configured for it remove empty directories by themselves.
-SHARDS = 1024
-BATCH = 500  # requests on their way at the same time
 # A waiter looks at the queue again after so many seconds, even if its watch says nothing.
 LOOK_AGAIN = 10.0
 # A waiter that looks at the queue proves that its session lives, unless that was proved so little
@@ -31,7 +25,7 @@ LOOK_AGAIN = 10.0
 PROVED_BEFORE = 0.1
 
 
-class ZooKeeperBackend(BaseLockBackend):
+class ZooKeeperBackend(ForPeople):
     """Locks that live as long as the session of their process; LOCATION lists hosts.
 
     A claim is an ephemeral node with a number. The lowest of a lock has it, and each of the
@@ -147,29 +141,6 @@ class ZooKeeperBackend(BaseLockBackend):
         self._nodes.pop(claim.owner, None)  # only now: what failed is tried again
         return deleted
 
-    def holders(self, key: str | None = None) -> Iterator[Holding]:
-        if key is None:
-            shards = [f"{self._root}/{name}" for name in self._list(self._root)]
-        else:
-            shards = [self._shard(key)]
-        epoch = self._session.epoch(self._root)
-        for names in self._ask_all("get_children", shards):
-            nodes = sorted(map(Node.of, names or ()), key=lambda node: node.key)
-            for found, queue in groupby(nodes, lambda node: node.key):
-                if key in (None, found):
-                    yield from self._holdings(in_line(list(queue)), epoch)
-
-    def clear(self, key: str, if_version: str | None = None) -> int:
-        shard = self._shard(key)
-        nodes = [node for node in map(Node.of, self._list(shard)) if node.key == key]
-        paths = [f"{shard}/{node.name}" for node in holding_of(in_line(nodes))]
-        stats = self._ask_all("exists", paths)
-        return sum(
-            self._delete(path)
-            for path, stat in zip(paths, stats, strict=True)
-            if stat is not None and if_version in (None, str(stat.czxid))
-        )
-
     def ping(self) -> None:
         self._session.ask("exists", self._root)
 
@@ -184,9 +155,6 @@ class ZooKeeperBackend(BaseLockBackend):
     def _start(self) -> None:
         self._nodes: dict[str, ClaimNode] = {}  # of the claims that wait or hold, by owner
         self._deletions: dict[str, DeletionWatch] = {}  # of nodes that are waited for, by path
-
-    def _shard(self, key: str) -> str:
-        return f"{self._root}/{int(key[:4], 16) % SHARDS:03x}"
 
     def _enter(self, claim: Claim, session: int) -> tuple[ClaimNode, list[str]]:
         """Make the claim's node; return it, and what is in the directory then.
@@ -265,13 +233,6 @@ class ZooKeeperBackend(BaseLockBackend):
             own.awaits.wakes.pop(own, None)
             own.awaits = None
 
-    def _delete(self, path: str) -> bool:
-        try:
-            self._session.ask("delete", path)
-        except Gone:
-            return False
-        return True
-
     def _extend(self, grant: Grant, ttl: float) -> tuple[Any, Any]:
         own = grant.session or self._nodes.get(grant.claim.owner)
         if own is None or own.session != self._session.id():
@@ -292,38 +253,3 @@ class ZooKeeperBackend(BaseLockBackend):
         stat = self._session.answer(result)  # by one server, which may be cut off: see prove()
         # Not the session of before: its node may be there yet, and goes any moment.
         return stat is not None and stat.ephemeralOwner & (1 << 64) - 1 == self._session.id()
-
-    def _list(self, path: str) -> list[str]:
-        try:
-            names: list[str] = self._session.ask("get_children", path)
-        except Gone:
-            return []
-        return names
-
-    def _ask_all(self, method: str, paths: list[str]) -> Iterator[Any]:
-        """Yield an answer for each path, None for one that has gone."""
-        for start in range(0, len(paths), BATCH):
-            sent = [self._session.send(method, path) for path in paths[start : start + BATCH]]
-            for one in sent:
-                try:
-                    yield self._session.answer(one)
-                except Gone:
-                    yield None
-
-    def _holdings(self, queue: list[Node], epoch: int) -> Iterator[Holding]:
-        holding = holding_of(queue)
-        paths = [f"{self._shard(node.key)}/{node.name}" for node in holding]
-        for node, found in zip(holding, self._ask_all("get", paths), strict=True):
-            if found is None:
-                continue
-            about = json.loads(found[0])
-            yield Holding(
-                name=about["name"],
-                key=node.key,
-                alias=self.alias,
-                version=str(found[1].czxid),
-                kind="shared" if node.kind == "r" else "exclusive",
-                fence=epoch + found[1].czxid,
-                waiters=len(queue) - len(holding),
-                holder=holder_fields(about["holder"]),
-            )

@@ -1,0 +1,113 @@
+"""One HTTP/1.1 connection to an etcd member: a request, an answer, a stream of answers."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import ssl
+from collections.abc import Iterator
+from io import BufferedReader
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...primitives.timing import monotonic
+
+# A connection that was idle for less is used without looking whether it was closed meanwhile.
+TRUST_SECONDS = 0.5
+
+
+class Link:
+    """One HTTP/1.1 connection to one endpoint.
+
+    Not http.client: that sends a request in two parts, and takes longer than etcd does.
+    """
+
+    __slots__ = ("_head", "endpoint", "socket", "used")
+
+    def __init__(self, endpoint: str, timeout: float, tls: ssl.SSLContext | None) -> None:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname or "", parts.port or 2379
+        self.endpoint = endpoint
+        self.used: float | None = None  # when it was kept, None: it is new
+        self.socket = socket.create_connection((host, port), timeout)
+        try:
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if parts.scheme == "https" and tls is not None:
+                self.socket = tls.wrap_socket(self.socket, server_hostname=host)
+        except BaseException:
+            self.socket.close()
+            raise
+        self._head = f"HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+
+    def usable(self) -> bool:
+        """Return whether the idle connection is as we left it: nothing to read, no end of file."""
+        if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
+            return True
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def send(self, path: str, data: bytes, token: str) -> None:
+        """Send one request; raise OSError."""
+        login = f"Authorization: {token}\r\n" if token else ""
+        head = f"POST {path} {self._head}{login}Content-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+
+    def receive(self) -> tuple[int, bytes, bool]:
+        """Return status and body of one answer, and whether another may follow; raise OSError."""
+        with self.socket.makefile("rb") as file:
+            status, length, stays = _head(file)
+            body = b"".join(_chunks(file)) if length is None else _exactly(file, length)
+            return status, body, stays
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what a stream says, until it ends; raise OSError or ValueError."""
+        with self.socket.makefile("rb") as file:
+            _head(file)
+            rest = b""
+            for chunk in _chunks(file):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (json.loads(line) for line in lines if line)
+
+    def close(self) -> None:
+        """Close the connection; in a child of fork(), only its copy."""
+        self.socket.close()
+
+
+def _head(file: BufferedReader) -> tuple[int, int | None, bool]:
+    """Read the head of an answer: status, length (None: in chunks), whether another may follow."""
+    status = int(_line(file).split(b" ")[1])
+    length: int | None = 0
+    stays = True
+    while header := _line(file):
+        name, _, value = header.lower().partition(b":")
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding" and b"chunked" in value:
+            length = None
+        elif name == b"connection":
+            stays = b"close" not in value
+    return status, length, stays
+
+
+def _chunks(file: BufferedReader) -> Iterator[bytes]:
+    while size := int(_line(file).partition(b";")[0], 16):
+        yield _exactly(file, size)
+        _line(file)
+    while _line(file):
+        pass  # trailers
+
+
+def _line(file: BufferedReader) -> bytes:
+    line = file.readline(65536)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the connection was closed")
+    return line.rstrip(b"\r\n")
+
+
+def _exactly(file: BufferedReader, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise ConnectionError("the connection was closed")
+    return data
