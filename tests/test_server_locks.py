@@ -16,6 +16,7 @@ from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.backends.sessions import backend as session_backend
+from distlock_app.backends.sessions import extending as session_extending
 from distlock_app.backends.sessions import pool as session_pool
 from distlock_app.claims import Grant
 from distlock_app.core.registry import MAX_TTL, registry
@@ -189,7 +190,7 @@ def test_the_longest_ttl_is_a_lock_like_any_other():
 
 @pytest.mark.parametrize("verb", ["extend", "extend_many"])
 def test_a_statement_that_is_refused_is_no_lost_lock(backend, monkeypatch, verb):
-    monkeypatch.setattr(session_backend, "ASK_EVERY", 0)
+    monkeypatch.setattr(session_extending, "ASK_EVERY", 0)
     grant = backend.acquire(a_claim("a"), 0)
     with monkeypatch.context() as patch:
         patch.setattr(grant.session, "question", lambda claim: ("SELECT nonsense", ()))

@@ -1,0 +1,123 @@
+"""The sessions of a backend whose locks end with them: which has what, and questions to them."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, Generic, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error as DjangoDatabaseError
+from django.db import connections
+
+from ...claims import Grant
+from ...errors import BackendError
+from ..base import BaseLockBackend
+from .lock_session import LockSession
+from .pool import (
+    ANSWER_WAIT,
+    ReplyTimeout,
+    ServerError,
+    ServerSession,
+    ServerSessions,
+    database_of,
+)
+from .queues import ASKING, FairSemaphore
+
+T = TypeVar("T")
+S = TypeVar("S", bound=LockSession)
+
+
+class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
+    """LOCATION is an alias of DATABASES; each lock has a session of its own while it is held."""
+
+    vendor: ClassVar[str]
+    session_type: ClassVar[type[Any]]
+
+    def __init__(self, *, alias: str, location: Any = None) -> None:
+        super().__init__(alias=alias, location=location)
+        self.using = database_of(alias, location)
+        if connections[self.using].vendor != self.vendor:
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: {type(self).__name__} is for {self.vendor}, and the "
+                f"database {self.using!r} is {connections[self.using].vendor}"
+            )
+        self._pool = ServerSessions(self.using, self.session_type)
+        self._begin()
+
+    def _begin(self) -> None:
+        # Reentrant: a signal handler may lock or release in the middle of our own call.
+        self._mutex = threading.RLock()
+        self._taken: dict[tuple[str, str], S] = {}  # by owner and key: held, or waited for
+        self._semaphore = FairSemaphore(ASKING)
+
+    def _session_of(self, grant: Grant) -> S | None:
+        session = self._taken.get((grant.claim.owner, grant.claim.key))
+        return session if grant.session in (None, session) else None
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Wait for the turn of the calling thread among those that ask."""
+        if not self._semaphore.acquire(ANSWER_WAIT):
+            raise BackendError(self._says("all sessions of this process are busy"))
+        try:
+            yield
+        finally:
+            self._semaphore.release()
+
+    def _question(self, work: Callable[[S], T]) -> T:
+        """Do `work` on a session that holds nothing."""
+        with self._asking():
+            while True:
+                session = self._lend()
+                try:
+                    answer = work(session)
+                except BaseException as error:
+                    self._pool.drop(session)
+                    if not isinstance(error, (ServerError, ReplyTimeout)):
+                        raise
+                    if not session.kept:
+                        raise BackendError(self._says(error)) from error
+                else:
+                    self._pool.give_back(session)
+                    return answer
+
+    def _lend(self) -> S:
+        try:
+            return self._pool.lend()  # type: ignore[return-value]
+        except (DjangoDatabaseError, ServerError, ReplyTimeout) as error:
+            raise BackendError(self._says(error)) from error
+
+    def _stop(self, session: S) -> None:
+        """Take a session out of the server's queue; it may get the lock for a moment."""
+        with suppress(BackendError):
+            self._question(lambda other: other.stop(session.number))
+
+    def _drop(self, session: S) -> None:
+        """Close a session, and forget what it held."""
+        claim = session.claim
+        with self._mutex:
+            if claim and self._taken.get((claim.owner, claim.key)) is session:
+                del self._taken[claim.owner, claim.key]
+        self._pool.drop(session)
+
+    def _says(self, error: Any) -> str:
+        return f"{type(self).__name__} on {self.using!r}: {error}"
+
+
+class exclusive:
+    """The right to ask a session, which a heartbeat may have; raises ReplyTimeout."""
+
+    __slots__ = ("_session",)
+
+    def __init__(self, session: ServerSession) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        if not self._session.mutex.acquire(timeout=ANSWER_WAIT):
+            raise ReplyTimeout("the session is busy")
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._session.mutex.release()

@@ -1,0 +1,130 @@
+"""Renewal of locks that end with their session: does it still live, and have its lock?"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from ...claims import Claim, Grant
+from ...errors import BackendError
+from ...primitives.timing import monotonic
+from .asking import SessionsBackend, exclusive
+from .lock_session import LockSession
+from .pool import ReplyTimeout, ServerError
+
+S = TypeVar("S", bound=LockSession)
+
+# A session is asked whether it still has its lock this often, in seconds, and at least three
+# times in a ttl; whether the server has closed it is seen without a question.
+ASK_EVERY = 5.0
+
+# Seconds that one heartbeat waits for the answers; late ones are picked up by the next.
+BEAT_WAIT = 0.5
+
+
+class Extending(SessionsBackend[S]):
+    """Looks at the sessions often, and asks each now and then."""
+
+    heartbeat = 0.3
+
+    def extend(self, grant: Grant, ttl: float) -> bool:
+        session = self._session_of(grant)
+        return session is not None and self._ask(session, ttl)
+
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
+        """Look at the sessions; ask those that are due or that have something to say.
+
+        All questions are sent before the first answer is awaited, so that one session which
+        is cut off delays the others for `BEAT_WAIT` at most.
+        """
+        answers: list[Any] = [False] * len(work)
+        asked: dict[int, tuple[int, S]] = {}
+        poll = select.poll()
+        now = monotonic()
+        for index, (grant, _) in enumerate(work):
+            session = self._session_of(grant)
+            if session is None:
+                continue
+            answers[index] = None
+            if session.mutex.acquire(blocking=False):  # else another thread is asking it
+                answers[index] = self._begin_beat(session, grant.claim, now)
+                if answers[index] is True:
+                    asked[session.fd] = index, session
+                    poll.register(session.fd, select.POLLIN)
+                else:
+                    session.mutex.release()
+        end = now + BEAT_WAIT
+        while asked and (heard := poll.poll(max(0.0, end - monotonic()) * 1000)):
+            for fd, _ in heard:
+                poll.unregister(fd)
+                index, session = asked.pop(fd)
+                answers[index] = self._finish_beat(session, now)
+                session.mutex.release()
+        for index, session in asked.values():
+            answers[index] = BackendError(self._says("no answer"))
+            session.mutex.release()
+        return answers
+
+    def _ask(self, session: S, ttl: float) -> bool:
+        """Ask whether the lock is still the session's; raise BackendError if there is no answer."""
+        claim: Any = session.claim
+        try:
+            with exclusive(session):
+                try:
+                    if ttl > session.ttl:
+                        session.keep(ttl)
+                    statement, values = session.question(claim)
+                    rows = session.ask(statement, *values)
+                except ServerError as error:
+                    answer = self._after_error(session, error)
+                else:
+                    answer = self._confirmed(session, rows)
+        except ReplyTimeout as error:
+            raise BackendError(self._says(error)) from error
+        except BaseException:
+            self._drop(session)
+            raise
+        if isinstance(answer, BackendError):
+            raise answer
+        return answer
+
+    def _begin_beat(self, session: S, claim: Claim, now: float) -> bool | BackendError | None:
+        """Ask if it is time to; return True, or else the answer to the core."""
+        try:
+            if not session.awaiting_reply and not session.heard(0):
+                if now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
+                    return None
+            statement, values = session.question(claim)
+            session.begin_to_ask(statement, *values)
+        except ReplyTimeout as error:
+            return BackendError(self._says(error))
+        except ServerError as error:
+            return self._after_error(session, error)
+        return True
+
+    def _finish_beat(self, session: S, asked_at: float) -> bool | BackendError:
+        try:
+            rows = session.finish_asking(asked_at)
+        except ServerError as error:
+            return self._after_error(session, error)
+        return self._confirmed(session, rows)
+
+    def _after_error(self, session: S, trouble: ServerError) -> bool | BackendError:
+        """Return False if the session is gone; one that only refused a question has its lock."""
+        try:
+            if session.awaiting_reply:
+                raise trouble
+            session.wait(f"SELECT {session.note()} 1", BEAT_WAIT)
+        except ServerError:
+            self._drop(session)
+            return False
+        except ReplyTimeout:
+            pass
+        return BackendError(self._says(trouble))
+
+    def _confirmed(self, session: S, rows: Any) -> bool:
+        if bool(rows) and rows[0][0] in (1, "t"):
+            return True
+        self._drop(session)
+        return False

@@ -1,0 +1,63 @@
+"""What people read of locks that end with their session, and how they end one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TypeVar
+
+from django.core import checks
+
+from ...claims import Holding
+from ...errors import BackendError
+from ..base import no_answer
+from .asking import SessionsBackend
+from .lock_session import LockSession
+from .notes import from_note, note, same
+
+S = TypeVar("S", bound=LockSession)
+
+
+class ForPeople(SessionsBackend[S]):
+    """Asks the server for the sessions that have locks of ours, of any process."""
+
+    def holders(self, key: str | None = None) -> Iterator[Holding]:
+        ours = {
+            session.number: session for session in list(self._taken.values()) if not session.waits
+        }
+        keys = [session.claim.key for session in ours.values() if session.claim]
+        for fields in self._question(lambda session: list(session.locks(key, keys))):
+            number, now_us = fields.pop("number"), fields.pop("now_us")
+            since_us, named = fields.pop("since_us", None), fields.pop("named", None)
+            session = ours.get(number)
+            claim = session.claim if session else None
+            # What we know ourselves, or else what the session's last statement said.
+            lock, said = fields["key"], fields.pop("note", None)
+            if session and claim and claim.key == lock:
+                said = note(claim, session.fence)
+            fields |= from_note(said, lock)
+            fields.setdefault("name", from_note(named, lock).get("name", f"({lock})"))
+            if (began_us := fields.get("fence") or since_us) is not None:
+                fields["held_for"] = max(0.0, (now_us - began_us) / 1e6)
+            yield Holding(alias=self.alias, version=f"{number}-{fields.pop('tag', '')}", **fields)
+
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        held = [holding.version for holding in self.holders(key)]
+        found = [one for one in held if if_version is None or same(one, if_version)]
+        numbers = [int(one.partition("-")[0]) for one in found]
+        return self._question(lambda session: sum(session.kill(key, number) for number in numbers))
+
+    def ping(self) -> None:
+        self._question(lambda session: session.ask("SELECT 1"))
+
+    def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
+        if not ask:
+            return []
+        try:
+            return self._question(lambda session: list(self.look_around(session)))
+        except BackendError as error:
+            return [no_answer(self.alias, error, "distlock_app.E031")]
+
+    @abstractmethod
+    def look_around(self, session: S) -> Iterator[checks.CheckMessage]:
+        """Yield what makes these locks unreliable on this server."""
