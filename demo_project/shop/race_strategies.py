@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from django.db import transaction
+from django.db import DEFAULT_DB_ALIAS, connection, transaction
 from django.db.models import F
 from django.utils.translation import gettext_lazy as _
 
-from distlock_app import Lock, for_update
+from distlock_app import Lock, for_update, lock_in_transaction
+from distlock_app.backends.base import InTransaction
 from distlock_app.backends.dummy import DummyBackend
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.core.registry import registry
@@ -105,6 +106,15 @@ def buy_under_lock(pk: int, buyer: Buyer, *, alias: str) -> None:
         write(item, buyer)
 
 
+def buy_in_locked_transaction(pk: int, buyer: Buyer, *, alias: str) -> None:
+    buyer.ready()
+    with transaction.atomic():
+        lock_in_transaction(f"race:{pk}", using=alias, wait=buyer.patience())
+        item = read(pk)
+        buyer.think()
+        write(item, buyer)
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to buy. `alias` is that of the lock's backend, if there is a lock."""
@@ -120,7 +130,9 @@ class Strategy:
 
     def buy(self, pk: int, buyer: Buyer) -> None:
         """Buy one unit; raise SoldOut, or what the guard raises."""
-        if self.alias:
+        if self.key == "transaction":
+            buy_in_locked_transaction(pk, buyer, alias=self.alias)
+        elif self.alias:
             buy_under_lock(pk, buyer, alias=self.alias)
         else:
             WITHOUT_LOCK[self.key][1](pk, buyer)
@@ -153,6 +165,7 @@ ENGINES: dict[str, tuple[str, Any, str]] = {
     "EtcdBackend": ("etcd", _("etcd lock"), "DEMO_ETCD_URL=http://…"),
     "ZooKeeperBackend": ("zookeeper", _("ZooKeeper lock"), "DEMO_ZOOKEEPER_URL=host:2181"),
 }
+IN_TRANSACTION = _("Lock table: lock_in_transaction")
 IN_ONE_PROCESS = (LocMemBackend, DummyBackend)
 
 
@@ -167,7 +180,16 @@ def strategies() -> dict[str, Strategy]:
         if key in found:
             key, title = alias, f"{title} ({alias})"
         found[key] = Strategy(key, title, alias)
+        if "transaction" not in found and in_the_shops_database(registry[alias].backend):
+            found["transaction"] = Strategy("transaction", IN_TRANSACTION, alias)
     return found
+
+
+def in_the_shops_database(backend: Any) -> bool:
+    """Return whether a transaction of the shop can be its lock; SQLite locks the whole file."""
+    if not isinstance(backend, InTransaction) or connection.vendor == "sqlite":
+        return False
+    return backend.using == DEFAULT_DB_ALIAS
 
 
 def missing() -> dict[str, tuple[Any, Any]]:
