@@ -44,7 +44,14 @@ ONCE = (
     *("test_demo", "test_docs", "test_faults_history", "test_fuzz", "test_integrations"),
     *("test_locmem", "test_log_records", "test_metrics", "test_override_locks", "test_packaging"),
     *("test_race", "test_permission_matrix", "test_redis_", "test_rooms", "test_statements"),
-    *("test_servers", "test_benchmarks", "test_etcd_", "test_redlock", "test_translations"),
+    *(
+        "test_lanes",
+        "test_servers",
+        "test_benchmarks",
+        "test_etcd_",
+        "test_redlock",
+        "test_translations",
+    ),
 )
 OTHER_SERVERS = {"redis_server", "cluster_urls", "etcd_url", "zookeeper_url", "redlock_urls"}
 # The aliases whose locks are in the database of the run.

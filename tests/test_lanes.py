@@ -1,0 +1,139 @@
+"""tests/run.sh: which tests a run has, and what becomes of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.lanes import SERVERS, Choice, Lane, plan
+from tests.launching import ROOT
+from tests.machine import Pair
+from tests.running import Run, Stopped, parsed
+from tests.servers import KINDS
+
+EVERY = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
+
+def names(choice=None, versions=EVERY):
+    return [f"{lane.name} {lane.pair}" for lane in plan(choice or Choice(), versions)[0]]
+
+
+def test_a_whole_run_has_both_lines_of_django_on_every_database():
+    found = names()
+
+    for database in "sqlite", "mysql", "postgresql":
+        assert f"new-{database} 3.13-6.1" in found
+        assert f"slow-{database} 3.13-6.1" in found
+        assert f"old-{database} 3.11-5.2" in found
+        assert f"contract-{database} 3.10-5.2" in found
+    assert {"new-mysql9 3.13-6.1", "lowest-sqlite 3.10-5.2", "wheel-sqlite 3.12-6.0"} < set(found)
+    assert found[-1] == "checks 3.13-6.1"
+    assert len(found) == len(set(found)) == 16
+
+
+def test_a_run_names_the_pythons_and_pairs_that_it_does_not_have():
+    lanes, skipped = plan(Choice(), ["3.11", "3.14"])
+
+    assert {str(lane.pair) for lane in lanes} == {"3.11-5.2", "3.14-6.1"}
+    assert "lowest: no Python for it is here" in skipped
+    assert "wheel: no Python for it is here" in skipped
+    assert "Python 3.14" in plan(Choice(), EVERY)[1]
+
+
+def test_without_a_second_old_python_the_first_runs_what_needs_no_database():
+    [old] = [lane for lane in plan(Choice(), ["3.11", "3.13"])[0] if lane.name == "old-sqlite"]
+
+    assert "once" not in old.marks
+
+
+def test_one_python_is_enough():
+    assert names(versions=["3.11"])[0] == "slow-sqlite 3.11-5.2"
+    assert names(versions=[]) == []
+
+
+def test_a_quick_run_is_one_lane_and_the_checks():
+    assert names(parsed(["--quick"])) == ["new-sqlite 3.13-6.1", "checks 3.13-6.1"]
+
+
+def test_only_one_database_has_both_lines_of_django():
+    found = names(parsed(["--only=mysql"]))
+
+    assert set(found) == {
+        *("new-mysql 3.13-6.1", "slow-mysql 3.13-6.1", "new-mysql9 3.13-6.1"),
+        *("old-mysql 3.11-5.2", "checks 3.13-6.1"),
+    }
+
+
+def test_what_follows_two_dashes_is_for_pytest():
+    assert parsed(["--only=redis", "--", "-x", "--lf"]) == Choice(
+        only="redis", pytest=("-x", "--lf")
+    )
+
+
+def test_every_server_is_known():
+    assert set(SERVERS) == set(KINDS)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("DISTLOCK_TEST_")]:
+        monkeypatch.delenv(name)
+    return Run(Choice(), tmp_path)
+
+
+def test_lanes_run_at_the_same_time_but_not_on_a_server_that_was_given(run, tmp_path, monkeypatch):
+    assert run.at_once > 1
+
+    monkeypatch.setenv("DISTLOCK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")
+
+    assert Run(Choice(), tmp_path).at_once == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [("pass", "ok"), ("raise SystemExit(3)", "FAILED"), ("os.abort()", "FAILED")],
+)
+def test_a_check_that_fails_or_is_killed_fails_the_run(run, code, result):
+    passed = run.run(sys.executable, "-c", f"import os; {code}")
+    run.record(Pair("3.13", "6.1"), "ruff", "ok" if passed else "FAILED", time.monotonic())
+
+    assert result in run.table[0]
+    assert bool(run.failed) is (result == "FAILED")
+
+
+def test_a_lane_that_breaks_fails_the_run(run, capsys):
+    run.work_off([Lane("new", "sqlite", Pair("2.7", "1.11"), "not slow")])
+
+    assert run.failed
+    assert "new-sqlite" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_starts_nothing_more_and_ends_what_runs(run):
+    ended = []
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    thread = threading.Thread(target=lambda: ended.append(run.exit_code(*sleeper)))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not run.children and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    run.stop()
+    thread.join(20)
+
+    assert ended == [-signal.SIGTERM]
+    with pytest.raises(Stopped):
+        run.exit_code(*sleeper)
+
+
+def test_the_script_explains_itself_and_refuses_what_it_does_not_know():
+    for argument, code in ("--help", 0), ("--fast", 2), ("--quick --only=mysql", 2):
+        command = ["sh", "tests/run.sh", *argument.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code
+        assert "--only" in done.stdout + done.stderr
