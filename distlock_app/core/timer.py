@@ -13,7 +13,7 @@ from time import sleep
 from typing import Any, Protocol
 
 from ..primitives.logs import fields, logger
-from ..primitives.threads import Gate, started
+from ..primitives.threads import Gate, started, threads_are_greenlets
 from ..primitives.timing import monotonic
 
 # Seconds after which the thread goes on after an error of its own.
@@ -83,6 +83,12 @@ class Timer:
         self._gate.open()
 
     def _run(self) -> None:
+        if threads_are_greenlets():
+            logger.warning(
+                "threads are greenlets of gevent here: while a body computes without a pause, no "
+                "lock is renewed, and after its ttl it is lost",
+                extra=fields("greenlets", ""),
+            )
         while True:
             try:
                 self._turn()

@@ -29,6 +29,12 @@ def started(work: Callable[[], None], name: str) -> bool:
     return True
 
 
+def threads_are_greenlets() -> bool:
+    """Return whether gevent has replaced threads: they take turns, and one that computes has it."""
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and monkey.is_module_patched("threading")
+
+
 class Gate:
     """Lets a waiting thread through; may be opened from anywhere, also in a finalizer.
 

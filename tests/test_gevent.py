@@ -1,0 +1,128 @@
+"""Locks in a process whose threads gevent has replaced by greenlets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
+
+import pytest
+
+from distlock_app import Lock
+from tests.engines import until
+from tests.launching import ROOT, free_port, launch
+from tests.test_demo import somebody_listens
+
+# What a program prints is its result, in JSON.
+BEGIN = """
+from gevent import monkey
+monkey.patch_all()
+import json, sys, time
+import django
+django.setup()
+import gevent
+from distlock_app import Lock, LockLost
+using = sys.argv[1]
+seen = []
+"""
+
+TAKE_TURNS = """
+def first():
+    with Lock("a", ttl=1, using=using) as hold:
+        seen.append("first")
+        time.sleep(2.5)  # longer than the ttl: it is renewed meanwhile
+        seen.append(hold.lost)
+
+def second():
+    while not seen:
+        time.sleep(0.01)
+    with Lock("a", ttl=1, wait=30, using=using):
+        seen.append("second")
+
+def other():
+    for _ in range(10):
+        time.sleep(0.05)
+    seen.append("other")
+
+gevent.joinall([gevent.spawn(each) for each in (first, second, other)], raise_error=True)
+print(json.dumps(seen))
+"""
+
+COMPUTE = """
+try:
+    with Lock("a", ttl=1, using=using):
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            pass
+except LockLost:
+    print(json.dumps("lost"))
+"""
+
+
+def greenlets(code, using):
+    """Run a program of greenlets; return what it prints, and what it logs."""
+    pytest.importorskip("gevent")
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + code, using],
+        cwd=ROOT,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("using", ["locmem", "redis"])
+def test_greenlets_take_turns_and_a_lock_is_renewed_while_its_holder_pauses(using, request):
+    if using == "redis":
+        request.getfixturevalue("redis_url")
+
+    seen, _ = greenlets(TAKE_TURNS, using)
+
+    assert seen == ["first", "other", False, "second"]
+
+
+def test_a_greenlet_that_computes_for_longer_than_the_ttl_is_told_that_it_lost_its_lock():
+    seen, log = greenlets(COMPUTE, "locmem")
+
+    assert seen == "lost"
+    assert log.count("threads are greenlets of gevent here") == 1
+
+
+def fetched(url):
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def test_gunicorns_gevent_worker_serves_others_while_a_view_holds_a_lock(redis_url):
+    pytest.importorskip("gevent")
+    pytest.importorskip("gunicorn")
+    site = f"http://127.0.0.1:{(port := free_port())}"
+    settings = {"DJANGO_SETTINGS_MODULE": "tests.settings", "TESTS_URLS": "tests.greenlet_site"}
+    command = [sys.executable, "-m", "gunicorn", "--worker-class=gevent", "--workers=1"]
+    server = launch(
+        [*command, f"--bind=127.0.0.1:{port}", "tests.greenlet_site:application"],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(lambda: somebody_listens(port) or server.poll() is not None, within=60)
+        with ThreadPoolExecutor() as pool:
+            slow = pool.submit(fetched, f"{site}/slow")
+            until(lambda: Lock("slow", using="redis").locked() or slow.done(), within=60)
+
+            assert fetched(f"{site}/fast") == "fast"
+            with pytest.raises(HTTPError, match="423"):
+                fetched(f"{site}/slow")
+            assert slow.result(60) == "held"
+    finally:
+        server.terminate()
+        server.wait(60)
