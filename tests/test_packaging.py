@@ -166,7 +166,7 @@ def test_the_quickstart_works_as_written_with_nothing_but_django_and_the_wheel(w
         "This is being worked on already.": 2,  # the second click, and the command's lock
         "HTTP/1.1 423 Locked": 2,
         "Retry-After: 10": 2,
-        "invoice:42 is ours, with fence": 1,
+        "invoice:42 is ours, with fencing token": 1,
         "settled": 1,
         "settle runs already: the lock 'command:shop.settle' is held by host": 1,
         "\n75\n": 1,
