@@ -17,6 +17,7 @@ from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.utils.functional import SimpleLazyObject
+from django.utils.translation import override
 from django.views.decorators.csrf import csrf_exempt
 from django.views.generic import View
 
@@ -28,6 +29,8 @@ from tests.view_workers import LOCKS_APART
 
 on_locmem = partial(locked_view, using="locmem")
 elsewhere = partial(held_elsewhere, using="locmem")
+
+BROWSER = "text/html,application/xhtml+xml,*/*;q=0.8"
 
 
 def holders():
@@ -152,7 +155,7 @@ def test_busy_is_423_with_the_time_after_which_to_try_again():
     assert (answer.status_code, answer["Retry-After"]) == (423, "3")
     assert answer["Content-Type"] == "text/plain; charset=utf-8"
     assert answer["Cache-Control"] == "no-store"
-    assert b"try again" in answer.content
+    assert answer.content == b"Your request is already being processed.\n"
 
     with elsewhere("a", ttl=600):
         assert post(pay)["Retry-After"] == "10"
@@ -165,12 +168,12 @@ def test_busy_is_423_with_the_time_after_which_to_try_again():
     [
         ("application/json", "application/json"),
         ("application/json, text/plain;q=0.5", "application/json"),
-        ("text/html,application/xhtml+xml,*/*;q=0.8", "text/plain; charset=utf-8"),
+        (BROWSER, "text/html; charset=utf-8"),
         ("*/*", "text/plain; charset=utf-8"),
         ("image/png", "text/plain; charset=utf-8"),
     ],
 )
-def test_busy_is_json_where_json_is_asked_for(accept, kind):
+def test_busy_is_json_a_page_or_text_as_the_client_prefers(accept, kind):
     @on_locmem("a")
     def pay(request):
         pass
@@ -181,6 +184,87 @@ def test_busy_is_json_where_json_is_asked_for(accept, kind):
     assert answer["Content-Type"] == kind
     if kind == "application/json":
         assert b'"retry_after": 2' in answer.content
+
+
+def browsed(view, before="", **headers):
+    """Return what a browser is answered whose visitor comes from the page `before`."""
+    headers = {"accept": BROWSER, "referer": before, **headers}
+    with elsewhere("a"):
+        return post(view, path="/pay/7", extra={"headers": headers}).content.decode()
+
+
+def test_the_page_goes_back_to_where_the_visitor_came_from_and_repeats_nothing():
+    @on_locmem("a")
+    def pay(request):
+        pass
+
+    page = browsed(pay, "http://testserver/orders/7?a=1&b=2")
+
+    assert "<h1>Your request is already being processed.</h1>" in page
+    assert 'content="3; url=http://testserver/orders/7?a=1&amp;b=2"' in page
+    assert '<a href="http://testserver/orders/7?a=1&amp;b=2">' in page
+    assert "try again" not in page and "<style" not in page and "<script" not in page
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "https://elsewhere.example/",
+        "javascript:alert(1)",
+        "//elsewhere.example",
+        'http://"><a>',
+    ],
+)
+def test_the_page_leads_nowhere_but_to_this_site(before):
+    @on_locmem("a")
+    def pay(request):
+        pass
+
+    page = browsed(pay, before)
+
+    assert "go back to the previous page" in page
+    assert "http-equiv" not in page and "<a" not in page
+
+
+@pytest.mark.parametrize(("methods", "back"), [(["POST"], True), (["GET", "POST"], False)])
+def test_the_page_does_not_repeat_a_get_that_is_locked(methods, back):
+    @on_locmem("a", methods=methods)
+    def pay(request):
+        pass
+
+    page = browsed(pay, "http://testserver/pay/7?once=1")
+
+    assert ("http-equiv" in page) is back
+
+
+def test_the_page_is_in_the_language_of_the_visitor():
+    @on_locmem("a")
+    def pay(request):
+        pass
+
+    with override("ko"):
+        page = browsed(pay)
+
+    assert '<html lang="ko" dir="ltr">' in page and "요청을 이미 처리하고 있습니다." in page
+
+
+@pytest.mark.parametrize("engines", [0, 1])
+def test_a_project_has_a_page_of_its_own_or_no_templates_at_all(settings, tmp_path, engines):
+    (tmp_path / "distlock_app").mkdir()
+    (tmp_path / "distlock_app/busy.html").write_text("{{ request.path }}: {{ text }} {{ back }}")
+    settings.TEMPLATES = [{**settings.TEMPLATES[0], "DIRS": [tmp_path]}][:engines]
+
+    @on_locmem("a")
+    def pay(request):
+        pass
+
+    page = browsed(pay, "http://testserver/")
+
+    if engines:
+        assert page == "/pay/7: Your request is already being processed. http://testserver/"
+    else:
+        assert page == "Your request is already being processed.\n"
 
 
 def test_the_status_and_the_response_may_be_chosen():
@@ -460,6 +544,20 @@ def test_an_async_view_may_answer_asynchronously_when_busy():
 
     with elsewhere("a"):
         assert asyncio.run(pay(AsyncRequestFactory().post("/"))).content == b"later"
+
+
+@pytest.mark.django_db
+@pytest.mark.urls("tests.test_locked_view")
+def test_the_page_of_an_async_view_may_read_the_database(client, admin_user, settings, tmp_path):
+    (tmp_path / "distlock_app").mkdir()
+    (tmp_path / "distlock_app/busy.html").write_text("groups: {{ user.groups.count }}")
+    settings.TEMPLATES = [{**settings.TEMPLATES[0], "DIRS": [tmp_path]}]
+    client.force_login(admin_user)
+
+    with elsewhere(f"user:{admin_user.pk}"):
+        page = client.post("/async-user", headers={"accept": BROWSER})
+
+    assert (page.status_code, page.content) == (423, b"groups: 0")
 
 
 def test_a_cancelled_async_view_gives_up_its_lock():

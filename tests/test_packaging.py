@@ -163,7 +163,7 @@ def test_the_quickstart_works_as_written_with_nothing_but_django_and_the_wheel(w
     for words, times in {
         "order 1 is paid": 1,
         "order 2 is paid": 1,
-        "This is being worked on already.": 2,  # the second click, and the command's lock
+        "Your request is already being processed.": 2,  # the second click, and the command's lock
         "HTTP/1.1 423 Locked": 2,
         "Retry-After: 10": 2,
         "invoice:42 is ours, with fencing token": 1,

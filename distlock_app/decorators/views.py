@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -10,8 +9,6 @@ from typing import Any
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
-from django.http import HttpResponse, JsonResponse
-from django.utils.translation import gettext
 from django.views.generic import View
 
 from ..core.hold import Hold
@@ -20,6 +17,7 @@ from ..core.lock import Lock
 from ..errors import LockBusy
 from ..primitives import identity
 from .atomic_requests import in_transactions, mark, refuse_open
+from .busy import answer
 from .drf import as_the_view_sees_it
 from .functions import path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
 from .naming import (
@@ -34,8 +32,6 @@ from .naming import (
 
 # "The request was refused because the resource is locked": RFC 4918, 11.3.
 LOCKED = 423
-# A claim mostly ends long before its ttl does, which is all that the backend knows.
-LONGEST_RETRY_AFTER = 10
 
 
 def locked_view(
@@ -56,9 +52,9 @@ def locked_view(
     `"cart:{request.user.pk}"`. `name=` is a function of the same arguments. Without either
     the name is the view, what the URL captured, and the visitor (user, session or
     address): that stops double clicks, not two users.
-    Busy: `status` with Retry-After, as JSON where that is asked for, or what
-    `busy_response(request, busy)` returns. By default nobody waits: a worker that waits
-    serves nobody else. Further options are those of Lock.
+    Busy: `status` with Retry-After, as a page (`distlock_app/busy.html`), JSON or text, as the
+    client prefers, or what `busy_response(request, busy)` returns. By default nobody waits: a
+    worker that waits serves nobody else. Further options are those of Lock.
     The view leaves ATOMIC_REQUESTS, and runs in the same transactions inside the lock; they
     commit only if the lock is still held. A streaming response keeps it until it is closed.
     With `in_transaction=True` the lock is lock_in_transaction(), in the transaction of the view,
@@ -177,7 +173,9 @@ class _Guard:
             try:
                 hold = (await Lock(name, **self.lock_options).aacquire()).enter()
             except LockBusy as busy:
-                response = self._busy(call.request, busy)
+                if self.busy_response is None:  # the page of a project may read the database
+                    return await sync_to_async(self._busy)(call.request, busy)
+                response = self.busy_response(call.request, busy)
                 return await response if hasattr(response, "__await__") else response
             try:
                 response = await call.view()
@@ -210,21 +208,7 @@ class _Guard:
     def _busy(self, request: Any, busy: LockBusy) -> Any:
         if self.busy_response is not None:
             return self.busy_response(request, busy)
-        # Neither the lock nor its holder: that would show one visitor to another.
-        text = gettext("This is being worked on already. Please try again in a moment.")
-        seconds = min(max(1, math.ceil(busy.free_in or 0)), LONGEST_RETRY_AFTER)
-        wanted = request.get_preferred_type(["text/plain", "text/html", "application/json"])
-        if wanted == "application/json":
-            response: HttpResponse = JsonResponse(
-                {"detail": text, "retry_after": seconds}, status=self.status
-            )
-        else:
-            response = HttpResponse(
-                text, content_type="text/plain; charset=utf-8", status=self.status
-            )
-        response.headers["Retry-After"] = str(seconds)
-        response.headers["Cache-Control"] = "no-store"
-        return response
+        return answer(request, busy, methods=self.methods, status=self.status)
 
 
 def _roll_back_failed(response: Any, call: _Call) -> None:

@@ -1,0 +1,61 @@
+"""What `locked_view` answers while another request has the lock: a page, JSON or a line of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.http import HttpResponse, JsonResponse
+from django.template import TemplateDoesNotExist
+from django.template.loader import render_to_string
+from django.utils.http import url_has_allowed_host_and_scheme
+from django.utils.translation import gettext
+
+from ..errors import LockBusy
+
+# A claim mostly ends long before its ttl does, which is all that the backend knows.
+LONGEST_RETRY_AFTER = 10
+# Seconds after which the page goes back. That repeats no request, so it may be soon.
+BACK_AFTER = 3
+
+
+def answer(request: Any, busy: LockBusy, *, methods: Collection[str], status: int) -> HttpResponse:
+    """Return what the client prefers; it names neither the lock nor its holder.
+
+    That would show one visitor to another. Nor does it say "try again": this may be a payment.
+    """
+    text = gettext("Your request is already being processed.")
+    seconds = min(max(1, math.ceil(busy.free_in or 0)), LONGEST_RETRY_AFTER)
+    wanted = request.get_preferred_type(["text/plain", "text/html", "application/json"])
+    if wanted == "application/json":
+        response: HttpResponse = JsonResponse({"detail": text, "retry_after": seconds})
+    elif wanted == "text/html" and (page := _page(request, text, methods)):
+        response = HttpResponse(page)
+    else:
+        response = HttpResponse(f"{text}\n", content_type="text/plain; charset=utf-8")
+    response.status_code = status
+    response.headers["Retry-After"] = str(seconds)
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+def _page(request: Any, text: str, methods: Collection[str]) -> str:
+    """Return the page; nothing for a project that has no templates."""
+    context = {"text": text, "back": _page_before(request, methods), "back_after": BACK_AFTER}
+    try:
+        return render_to_string("distlock_app/busy.html", context, request)
+    except TemplateDoesNotExist:
+        return ""
+
+
+def _page_before(request: Any, methods: Collection[str]) -> str:
+    """Return the page of this site that the visitor came from; GET shows it and does nothing.
+
+    Not the view itself if its GET is locked: to look at it would be to do it again.
+    """
+    before = request.headers.get("Referer", "")
+    ours = url_has_allowed_host_and_scheme(before, {request.get_host()}, request.is_secure())
+    itself = "GET" in methods and urlsplit(before).path == request.path
+    return before if ours and not itself else ""
