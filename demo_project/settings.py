@@ -153,8 +153,8 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
+    "demo_project.shop",  # before distlock_app, whose page for busy locks it replaces
     "distlock_app",
-    "demo_project.shop",
 ]
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",

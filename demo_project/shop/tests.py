@@ -96,6 +96,17 @@ class Crowds(TransactionTestCase):
 
         self.assertEqual((Order.objects.count(), self.stock()), (1, 2))
         self.assertEqual(answers[0].url, answers[1].url)
+        told = f"The second click was ignored (lock product:{self.product.pk})"
+        self.assertContains(client.get(answers[0].url), told)
+
+    def test_without_the_lock_it_is_two_orders_and_the_page_says_so(self) -> None:
+        client = visitor(think=0.3)
+        form = form_on(client, self.product)
+
+        answers = at_once(*[self.buy(client, form, "buy-naive")] * 2)
+
+        numbers = ", ".join(str(pk) for pk in sorted(Order.objects.values_list("pk", flat=True)))
+        self.assertContains(client.get(answers[0].url), f"now have 2 orders ({numbers})")
 
     def test_many_clicks_on_pay_take_the_money_once(self) -> None:
         client = visitor(think=0.05)
@@ -120,11 +131,14 @@ class Crowds(TransactionTestCase):
         order = ordered(client, self.product)
         client.post("/pace/", {"seconds": 1})
 
-        answers = at_once(*[lambda: client.post(f"/orders/{order.pk}/pay/")] * 2)
+        page = f"http://testserver/orders/{order.pk}/"
+        headers = {"accept": "text/html", "referer": page}
+
+        answers = at_once(*[lambda: client.post(f"{page}pay/", headers=headers)] * 2)
 
         (busy,) = [answer for answer in answers if answer.status_code == 423]
-        self.assertEqual(busy["Retry-After"], "2")
-        self.assertContains(busy, f"2; url=/orders/{order.pk}/", status_code=423)
+        self.assertContains(busy, "This click did nothing", status_code=423)
+        self.assertContains(busy, f"3; url={page}", status_code=423)
 
     def test_who_loses_the_lock_meanwhile_is_told_so(self) -> None:
         client = visitor(think=1)

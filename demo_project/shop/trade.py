@@ -19,13 +19,17 @@ class SoldOut(Exception):
     """There are fewer left than somebody wants to buy."""
 
 
-def sell(pk: int, *, quantity: int, buyer: str, form: str, think: float, lock: str = "") -> Order:
-    """Sell so many of a product; the second click on the same page gets the same order.
+def sell(
+    pk: int, *, quantity: int, buyer: str, form: str, think: float, lock: str = ""
+) -> tuple[Order, bool]:
+    """Sell so many of a product; return the order, and whether it is new.
+
+    The second click on the same page gets the order of the first.
 
     `think`: seconds that the warehouse takes.
     """
     if order := Order.objects.filter(form=form, buyer=buyer).first():
-        return order
+        return order, False
     product = Product.objects.get(pk=pk)
     if product.stock < quantity:
         raise SoldOut
@@ -41,7 +45,7 @@ def sell(pk: int, *, quantity: int, buyer: str, form: str, think: float, lock: s
         )
         if lock:
             assert_locked(lock)
-        return order
+        return order, True
 
 
 def take_money(pk: int, *, think: float, lock: str = "") -> bool:

@@ -23,16 +23,8 @@ QUANTITIES = list("123456789")
 FORM_LENGTH = 32
 
 
-def busy(request: HttpRequest, error: Exception) -> HttpResponse:
-    """Answer whom the lock turned away: the page asks again by itself."""
-    back = request.path.removesuffix("pay/").removesuffix("buy/")
-    response = render(request, "shop/busy.html", {"back": back}, status=423)
-    response.headers["Retry-After"] = "2"
-    return response
-
-
 @require_POST
-@locked_view("product:{pk}", wait=10, busy_response=busy)
+@locked_view("product:{pk}", wait=10)
 def buy(request: HttpRequest, pk: int) -> HttpResponse:
     """Sell to one visitor after the other."""
     return _sell(request, pk, lock=f"product:{pk}")
@@ -45,7 +37,7 @@ def buy_naive(request: HttpRequest, pk: int) -> HttpResponse:
 
 
 @require_POST
-@locked_view("order:{pk}", busy_response=busy)
+@locked_view("order:{pk}")
 def pay(request: HttpRequest, pk: int) -> HttpResponse:
     """Take the money once, however often the button is clicked."""
     return _take_money(request, pk, lock=f"order:{pk}")
@@ -64,7 +56,7 @@ def _sell(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
     if quantity not in QUANTITIES or len(form) != FORM_LENGTH:
         return HttpResponseBadRequest(_("1 to 9 of them, please, and from the product's page."))
     try:
-        order = trade.sell(
+        order, new = trade.sell(
             pk,
             quantity=int(quantity),
             buyer=buyer_of(request),
@@ -75,6 +67,9 @@ def _sell(request: HttpRequest, pk: int, *, lock: str = "") -> HttpResponse:
     except trade.SoldOut:
         messages.error(request, _("“%(product)s” is sold out.") % {"product": product})
         return redirect(product)
+    if lock and not new:
+        text = _("The second click was ignored (lock %(lock)s): this is your one order.")
+        messages.info(request, text % {"lock": lock})
     return redirect(order)
 
 
@@ -140,7 +135,12 @@ def order(request: HttpRequest, pk: int) -> HttpResponse:
     order = get_object_or_404(
         Order.objects.select_related("product"), pk=pk, buyer=buyer_of(request)
     )
-    context = {"order": order, "payments": list(order.payments.all())}
+    same_form = Order.objects.filter(form=order.form, buyer=order.buyer).order_by("pk")
+    context = {
+        "order": order,
+        "payments": list(order.payments.all()),
+        "same_form": [str(pk) for pk in same_form.values_list("pk", flat=True)],
+    }
     return render(request, "shop/order.html", context)
 
 
