@@ -275,6 +275,7 @@ class LaneRun:
             "ruff": [programs / "ruff", "check", "--no-cache", "."],
             "format": [programs / "ruff", "format", "--no-cache", "--check", "."],
             "types": [programs / "mypy", f"--cache-dir={self._home / 'mypy'}"],
+            "pyright": [programs / "pyright", "--pythonpath", programs / "python"],
             "imports": [programs / "lint-imports", "--no-cache"],
             "migrations": [
                 *(programs / "python", "-m", "django", "makemigrations", "--check", "--dry-run"),
@@ -283,7 +284,7 @@ class LaneRun:
         }
         if pair.version == "3.10":
             self._run.skipped.append("types and import floors: their checkers need Python 3.11")
-            del checks["types"], checks["imports"]
+            del checks["types"], checks["pyright"], checks["imports"]
         for name, command in checks.items():
             began = monotonic()
             passed = self._run.run(*command, env=self._env, out=self._out)

@@ -83,8 +83,10 @@ def test_values_may_be_given_by_position() -> None:
 
 
 def test_a_lazy_text_is_saved_as_its_text() -> None:
-    account = Account.objects.create(owner=gettext_lazy("Ann"))
-    account.owner = gettext_lazy("Bob")
+    ann: Any = gettext_lazy("Ann")
+    bob: Any = gettext_lazy("Bob")
+    account = Account.objects.create(owner=ann)
+    account.owner = bob
     account.save()
 
     assert Account.objects.get().owner == "Bob"
@@ -157,9 +159,9 @@ def test_a_refresh_may_name_the_rows_it_reads(ann: Account) -> None:
 def test_a_save_with_select_first_does_not_ask_because_its_update_does() -> None:
     article = Article.objects.create(text="a")
 
-    for options in ({}, {"force_update": True}):
+    for force in (False, True):
         with CaptureQueriesContext(connection) as queries:
-            article.save(**options)
+            article.save(force_update=force)
         assert [q["sql"].split()[0] for q in queries] == ["UPDATE"]
 
 
@@ -353,8 +355,8 @@ def test_get_or_create_gets_and_creates() -> None:
 
 
 def test_defaults_may_be_callables_that_are_called_only_to_create() -> None:
-    Country.objects.get_or_create(code="KR", defaults={"name": lambda: "Korea"})
-    Country.objects.get_or_create(code="KR", defaults={"name": lambda: 1 / 0})
+    for name in (lambda: "Korea", lambda: 1 / 0):
+        Country.objects.get_or_create(code="KR", defaults={"name": name})  # type: ignore[misc]
 
     assert Country.objects.get().name == "Korea"
 
@@ -378,7 +380,8 @@ def test_fields_that_are_none_are_named(method: str) -> None:
 def test_update_or_create_updates_and_creates() -> None:
     first, created = Country.objects.update_or_create(code="KR", defaults={"name": "Korea"})
     again, second = Country.objects.update_or_create(
-        code="KR", defaults={"name": lambda: "South Korea"}
+        code="KR",
+        defaults={"name": lambda: "South Korea"},  # type: ignore[misc]
     )
 
     assert (created, second) == (True, False)

@@ -444,7 +444,7 @@ def test_a_row_read_without_its_version_is_neither_saved_nor_given_a_tag(account
     child = Account.objects.create(parent=account)
     raw = Account.objects.raw("SELECT id, balance FROM testapp_account WHERE owner = 'Ann'")[0]
     children = Account.objects.select_related("parent").only("parent__balance")
-    related = children.get(pk=child.pk).parent
+    related: Any = children.get(pk=child.pk).parent
     if hasattr(models, "FETCH_PEERS"):  # Django 6.1
         related = children.fetch_mode(models.FETCH_PEERS).get(pk=child.pk).parent
 

@@ -13,6 +13,12 @@ from django.db.migrations.writer import MigrationWriter
 from django.forms import modelform_factory
 from django.test.utils import isolate_apps
 
+from distlock_app.fencing import (
+    FencedManager,
+    FencedQuerySet,
+    FencedVersionedManager,
+    FencedVersionedQuerySet,
+)
 from distlock_app.optimistic import (
     StaleObjectError,
     TimestampVersionField,
@@ -21,6 +27,7 @@ from distlock_app.optimistic import (
     VersionedQuerySet,
     VersionField,
 )
+from distlock_app.pessimistic import LockingManager, LockingQuerySet
 from tests.app.versioned_models import Account, Article, ProxyAccount, SavingsAccount, Seat
 
 
@@ -97,6 +104,19 @@ def test_a_manager_that_leaves_the_version_is_a_warning() -> None:
 
     assert ids(Unversioned) == {"distlock_app.W023"}
     assert ids(Derived) == set()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(VersionedQuerySet, LockingQuerySet, FencedQuerySet, FencedVersionedQuerySet),
+        *(VersionedManager, LockingManager, FencedManager, FencedVersionedManager),
+    ],
+)
+def test_a_queryset_or_manager_takes_its_model_as_a_type(kind: Any) -> None:
+    own = type("Own", (kind[Account],), {})
+
+    assert issubclass(own, kind)
 
 
 def test_a_migration_writes_the_field_without_its_fixed_options() -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from django.apps import apps
 from django.conf import settings
@@ -36,10 +36,26 @@ EX_TEMPFAIL = 75
 TERMINATED = 143
 
 
+CommandT = TypeVar("CommandT", bound=type[BaseCommand])
+
+
 class Terminated(SystemExit):
     """SIGTERM came while the command ran."""
 
 
+@overload
+def locked_command(command: CommandT, /) -> CommandT: ...
+@overload
+def locked_command(
+    template: str | None = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    wait: float | None = 0,
+    busy_exit: int = EX_TEMPFAIL,
+    at_least: float = 0.0,
+    **lock_options: Any,
+) -> Callable[[CommandT], CommandT]: ...
 def locked_command(
     template: Any = None,
     /,

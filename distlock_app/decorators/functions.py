@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
@@ -22,10 +22,26 @@ from ..primitives.names import Made, shown
 from .naming import NameTemplate, arguments, parameters_of, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+Many = TypeVar("Many", bound=Callable[..., Iterator[Any] | AsyncIterator[Any]])
+P = ParamSpec("P")
+R = TypeVar("R")
 OnBusy = Literal["raise", "skip"] | Callable[..., Any]
 
 # What the tasks of Django, Celery, RQ, Dramatiq and Huey have, and functions have not.
 _TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_local")
+
+
+class Skipping(Protocol):
+    """What `on_busy="skip"` makes of a function: a generator yields nothing, others return None."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+    @overload
+    def __call__(self, function: Many, /) -> Many: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R | None]: ...
 
 
 @overload
@@ -36,7 +52,17 @@ def locked(
     /,
     *,
     name: Callable[..., str] | None = None,
-    on_busy: OnBusy = "raise",
+    on_busy: Literal["skip"],
+    in_transaction: bool = False,
+    **lock_options: Any,
+) -> Skipping: ...
+@overload
+def locked(
+    template: str | None = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    on_busy: Literal["raise"] | Callable[..., Any] = "raise",
     in_transaction: bool = False,
     **lock_options: Any,
 ) -> Callable[[F], F]: ...

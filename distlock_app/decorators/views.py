@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, overload
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
@@ -19,7 +19,7 @@ from ..primitives import identity
 from .atomic_requests import in_transactions, mark, refuse_open
 from .busy import answer
 from .drf import as_the_view_sees_it
-from .functions import path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
+from .functions import F, path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
 from .naming import (
     NameTemplate,
     arguments,
@@ -34,6 +34,21 @@ from .naming import (
 LOCKED = 423
 
 
+@overload
+def locked_view(view: F, /) -> F: ...
+@overload
+def locked_view(
+    template: str | None = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    methods: Collection[str] = ...,
+    wait: float | None = 0,
+    status: int = LOCKED,
+    busy_response: Callable[..., Any] | None = None,
+    in_transaction: bool = False,
+    **lock_options: Any,
+) -> Callable[[F], F]: ...
 def locked_view(
     template: Any = None,
     /,

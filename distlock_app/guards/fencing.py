@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, connections, models, router, transaction
@@ -12,6 +12,10 @@ from ..errors import LockError, StaleFenceError
 from .optimistic.fields import LAST
 from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
+from .retrying import M
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def fence_of(hold: Any) -> int:
@@ -27,12 +31,12 @@ def fence_of(hold: Any) -> int:
     return int(hold.fence)
 
 
-class FencedQuerySet(models.QuerySet[Any]):
+class FencedQuerySet(models.QuerySet[M]):
     """`fenced(hold)` lets a queryset write only what no later holder has written."""
 
     _fence: int | None = None
 
-    def fenced(self, hold: Any) -> Any:
+    def fenced(self, hold: Any) -> Self:
         """Return the queryset so that it writes under the fence of `hold` (or a number).
 
         `update()`, `bulk_update()` and `delete()` then raise StaleFenceError, and write
@@ -40,7 +44,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         `update()` without a value leaves it and writes nothing else: before rows are read,
         that shuts out every earlier holder.
         """
-        rows: Any = self.all()
+        rows = self.all()
         rows._fence = fence_of(hold)
         return rows
 
@@ -66,7 +70,7 @@ class FencedQuerySet(models.QuerySet[Any]):
 
     update.alters_data = True  # type: ignore[attr-defined]
 
-    def delete(self) -> Any:
+    def delete(self) -> tuple[int, dict[str, int]]:
         fence = self._fence
         if fence is None:
             return super().delete()
@@ -103,14 +107,14 @@ class FencedQuerySet(models.QuerySet[Any]):
     def _fenced_model(self) -> Any:
         return self.model._meta.get_field("fence").model
 
-    def create(self, **kwargs: Any) -> Any:
+    def create(self, **kwargs: Any) -> M:
         if self._fence is not None:
             kwargs["fence"] = self._fence
         return super().create(**kwargs)
 
     create.alters_data = True  # type: ignore[attr-defined]
 
-    def bulk_create(self, objs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def bulk_create(self, objs: Iterable[Any], *args: Any, **kwargs: Any) -> list[M]:
         objs = list(objs)
         if self._fence is not None:
             if kwargs.get("update_conflicts"):
@@ -121,16 +125,24 @@ class FencedQuerySet(models.QuerySet[Any]):
 
     bulk_create.alters_data = True  # type: ignore[attr-defined]
 
-    def update_or_create(self, *args: Any, **kwargs: Any) -> Any:
+    def update_or_create(
+        self, defaults: Any = None, create_defaults: Any = None, **kwargs: Any
+    ) -> tuple[M, bool]:
         if self._fence is not None:
             raise NotSupportedError("use update(), or create(): update_or_create() asks no fence")
-        return super().update_or_create(*args, **kwargs)
+        return super().update_or_create(defaults, create_defaults, **kwargs)
 
     update_or_create.alters_data = True  # type: ignore[attr-defined]
 
 
-class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
-    """The manager of fenced models."""
+if TYPE_CHECKING:
+    # Checkers do not see how a manager gets the methods of its queryset.
+    class FencedManager(FencedQuerySet[M], models.Manager[M]): ...  # type: ignore[misc]
+
+else:
+
+    class FencedManager(models.Manager.from_queryset(FencedQuerySet)):
+        """The manager of fenced models."""
 
 
 class FencedModel(models.Model):
@@ -144,7 +156,7 @@ class FencedModel(models.Model):
     fence = models.BigIntegerField(default=0, db_default=0, editable=False)
     fence.creation_counter += LAST
 
-    objects = FencedManager()
+    objects: ClassVar[FencedManager[Self]] = FencedManager()
 
     class Meta:
         abstract = True
@@ -183,7 +195,7 @@ class FencedModel(models.Model):
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False, *, fence: Any = None
-    ) -> Any:
+    ) -> tuple[int, dict[str, int]]:
         """Do as Django does; with a hold, or its number, raise StaleFenceError if it is late.
 
         A row that is gone already is no error: what was asked for is done.
@@ -201,7 +213,7 @@ class FencedModel(models.Model):
 
     delete.alters_data = True  # type: ignore[attr-defined]
 
-    async def adelete(self, *args: Any, **kwargs: Any) -> Any:
+    async def adelete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
         return await sync_to_async(self.delete)(*args, **kwargs)
 
     adelete.alters_data = True  # type: ignore[attr-defined]
@@ -243,20 +255,26 @@ class FencedModel(models.Model):
         return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
 
 
-class FencedVersionedQuerySet(FencedQuerySet, VersionedQuerySet):  # type: ignore[override]
+class FencedVersionedQuerySet(FencedQuerySet[M], VersionedQuerySet[M]):  # type: ignore[override]
     """Both guards."""
 
 
-class FencedVersionedManager(
-    models.Manager.from_queryset(FencedVersionedQuerySet)  # type: ignore[misc]
-):
-    """The manager of models with both guards."""
+if TYPE_CHECKING:
+
+    class FencedVersionedManager(  # type: ignore[misc, override]
+        FencedVersionedQuerySet[M], models.Manager[M]
+    ): ...
+
+else:
+
+    class FencedVersionedManager(models.Manager.from_queryset(FencedVersionedQuerySet)):
+        """The manager of models with both guards."""
 
 
 class FencedVersionedModel(FencedModel, VersionedModel):
     """Both guards: no late holder, and no stale object either, overwrites what others wrote."""
 
-    objects = FencedVersionedManager()  # type: ignore[misc]
+    objects: ClassVar[FencedVersionedManager[Self]] = FencedVersionedManager()  # type: ignore[assignment]
 
     class Meta(VersionedModel.Meta):
         abstract = True

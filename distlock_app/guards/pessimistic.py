@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, overload
 
 from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError
@@ -18,13 +18,13 @@ from .retrying import (
     ATTEMPTS,
     MAX_PAUSE,
     PAUSE,
+    F,
+    M,
     calling_again,
     code_of,
     in_transaction,
     was_sacrificed,
 )
-
-M = TypeVar("M", bound=models.Model)
 
 WAIT = 3.0
 # Pauses between tries where a server knows whole seconds only, in seconds.
@@ -129,10 +129,24 @@ class LockingQuerySet(models.QuerySet[M]):
         return next_unlocked(self, n)
 
 
-class LockingManager(models.Manager.from_queryset(LockingQuerySet)):  # type: ignore[misc]
-    """The manager with these methods."""
+if TYPE_CHECKING:
+    # Checkers do not see how a manager gets the methods of its queryset.
+    class LockingManager(LockingQuerySet[M], models.Manager[M]): ...  # type: ignore[misc]
+
+else:
+
+    class LockingManager(models.Manager.from_queryset(LockingQuerySet)):
+        """The manager with these methods."""
 
 
+@overload
+def retry_on_deadlock(
+    function: F, *, attempts: int = ..., pause: float = ..., max_pause: float = ...
+) -> F: ...
+@overload
+def retry_on_deadlock(
+    function: None = None, *, attempts: int = ..., pause: float = ..., max_pause: float = ...
+) -> Callable[[F], F]: ...
 def retry_on_deadlock(
     function: Any = None,
     *,

@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from inspect import isasyncgenfunction, iscoroutine, iscoroutinefunction, isgeneratorfunction
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import OperationalError, connections, transaction
+from django.db import OperationalError, connections, models, transaction
 
 from ..errors import RetriesExhausted, StaleObjectError
 from ..primitives.timing import full_jitter
+
+F = TypeVar("F", bound=Callable[..., Any])
+# Covariant, as in django-stubs.
+M = TypeVar("M", bound=models.Model, covariant=True)
 
 ATTEMPTS = 5
 LOCK_FROM = 2
@@ -64,7 +68,7 @@ def _remember(row: tuple[str, type, str]) -> None:
     _hot[row] = time.monotonic() + HOT_SECONDS
 
 
-class Retrying:
+class Retrying(Generic[M]):
     """One change to one row, until it is saved.
 
     `read(lock)` returns the fresh object, locked until the end of the transaction if asked.
@@ -72,8 +76,8 @@ class Retrying:
 
     def __init__(
         self,
-        read: Callable[[bool], Any],
-        change: Callable[[Any], Any],
+        read: Callable[[bool], M],
+        change: Callable[[M], Any],
         *,
         using: str,
         model: type,
@@ -99,7 +103,7 @@ class Retrying:
         self.pause = pause
         self.max_pause = max_pause
 
-    def run(self) -> Any:
+    def run(self) -> M:
         """Return the saved object, or raise RetriesExhausted."""
         for attempt in range(1, self.attempts + 1):
             obj, conflict, pause = self._once(attempt)
@@ -108,7 +112,7 @@ class Retrying:
             time.sleep(pause)
         raise _exhausted(self.attempts, conflict) from conflict
 
-    async def arun(self) -> Any:
+    async def arun(self) -> M:
         """Do the same; only the queries and the change occupy a thread, not the pauses."""
         for attempt in range(1, self.attempts + 1):
             obj, conflict, pause = await sync_to_async(self._once)(attempt)
@@ -117,13 +121,13 @@ class Retrying:
             await asyncio.sleep(pause)
         raise _exhausted(self.attempts, conflict) from conflict
 
-    def _once(self, attempt: int) -> tuple[Any, Exception | None, float]:
+    def _once(self, attempt: int) -> tuple[M, Exception | None, float]:
         """Try once; return the object, what was in the way, and how long to pause then."""
         started = time.monotonic()
         connection = connections[self.using]
         inside = connection.in_atomic_block
         lock = self._locks(attempt, inside=inside)
-        obj = None
+        obj: Any = None
         try:
             with _locking_transaction(self.using) if lock and not inside else nullcontext():
                 obj = self.read(lock)
@@ -174,6 +178,14 @@ def _locking_transaction(using: str) -> Iterator[None]:
         yield
 
 
+@overload
+def retry_on_conflict(
+    function: F, *, attempts: int = ..., pause: float = ..., max_pause: float = ...
+) -> F: ...
+@overload
+def retry_on_conflict(
+    function: None = None, *, attempts: int = ..., pause: float = ..., max_pause: float = ...
+) -> Callable[[F], F]: ...
 def retry_on_conflict(
     function: Any = None,
     *,

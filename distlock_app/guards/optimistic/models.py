@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import django
 from django.core import checks
@@ -19,6 +19,9 @@ from ..retrying import Retrying
 from .fields import AnyVersionField, VersionField
 from .querysets import Undo, VersionedManager, VersionedQuerySet, watch, watch_read, with_versions
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class VersionedModel(models.Model):
     """A model whose `save()` raises StaleObjectError instead of overwriting another one."""
@@ -27,7 +30,7 @@ class VersionedModel(models.Model):
 
     version = VersionField()
 
-    objects = VersionedManager()
+    objects: ClassVar[VersionedManager[Self]] = VersionedManager()
 
     class Meta:
         abstract = True
@@ -46,7 +49,7 @@ class VersionedModel(models.Model):
             found.append(checks.Warning(text, hint=hint, obj=cls, id="distlock_app.W023"))
         return found
 
-    def save_retrying(self, change: Callable[[Any], Any], **options: Any) -> Any:
+    def save_retrying(self, change: Callable[[Self], Any], **options: Any) -> Self:
         """Reload this object, call `change(self)`, save; again after each conflict.
 
         Unsaved values of this object are dropped: what is saved is the row as it is in the
@@ -57,12 +60,12 @@ class VersionedModel(models.Model):
 
     save_retrying.alters_data = True  # type: ignore[attr-defined]
 
-    async def asave_retrying(self, change: Callable[[Any], Any], **options: Any) -> Any:
+    async def asave_retrying(self, change: Callable[[Self], Any], **options: Any) -> Self:
         return await self._retrying(change, options).arun()
 
     asave_retrying.alters_data = True  # type: ignore[attr-defined]
 
-    def _retrying(self, change: Callable[[Any], Any], options: Any) -> Retrying:
+    def _retrying(self, change: Callable[[Self], Any], options: Any) -> Retrying[Self]:
         using = router.db_for_write(type(self), instance=self)
         rows: Any = type(self)._base_manager.using(using)
 
@@ -101,7 +104,9 @@ class VersionedModel(models.Model):
             if not taken:
                 _put(self, name, before)
 
-    def delete(self, using: str | None = None, keep_parents: bool = False) -> Any:
+    def delete(
+        self, using: str | None = None, keep_parents: bool = False
+    ) -> tuple[int, dict[str, int]]:
         """Delete the row, or raise StaleObjectError if another writer changed it.
 
         A row that is gone already is no conflict: what was asked for is done.
@@ -331,7 +336,7 @@ def _write_with_versions(sender: Any, **kwargs: Any) -> None:
     """
     meta = sender._meta
     if issubclass(sender, VersionedModel) and meta.base_manager.auto_created:
-        manager = VersionedManager()
+        manager: Any = VersionedManager()
         manager.name, manager.model, manager.auto_created = "_base_manager", sender, True
         meta.base_manager = manager
         # A cached property: Django drops it whenever a model is added.

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import NotSupportedError, connections, models, router, transaction
 
 from ...primitives.transactions import OpenSavepoints
-from ..retrying import Retrying
+from ..retrying import M, Retrying
+from .fields import AnyVersionField
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class VersionedQuerySet(models.QuerySet[Any]):
+class VersionedQuerySet(models.QuerySet[M]):
     """Moves the version on with every write that does not go through `save()`."""
 
-    def only(self, *fields: Any) -> Any:
-        version = () if None in fields else (self.model._version_field.name,)
+    @property
+    def _version_field(self) -> AnyVersionField:
+        model: Any = self.model
+        field: AnyVersionField = model._version_field
+        return field
+
+    def only(self, *fields: Any) -> Self:
+        version = () if None in fields else (self._version_field.name,)
         return super().only(*fields, *version)
 
-    def defer(self, *fields: Any) -> Any:
-        return super().defer(*(f for f in fields if f != self.model._version_field.name))
+    def defer(self, *fields: Any) -> Self:
+        return super().defer(*(f for f in fields if f != self._version_field.name))
 
     def update(self, **kwargs: Any) -> int:
-        field = self.model._version_field
+        field = self._version_field
         moves = kwargs and field.name not in kwargs
         if moves:
             kwargs[field.name] = field.next()
@@ -40,7 +50,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         """Do as Django does; raise StaleObjectError, and write nothing, if one is stale."""
         self._for_write = True
         using = self.db
-        version = self.model._version_field
+        version = self._version_field
         objs = tuple({id(obj): obj for obj in objs}.values())  # one given twice moves once
         fields = tuple(name for name in fields if name != version.name)
         if not objs:
@@ -74,7 +84,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
 
     def _versions(self, objs: Iterable[Any], *, lock: bool = False) -> dict[Any, Any]:
         """Return the versions of these rows by key; lock the rows if asked."""
-        name = self.model._version_field.attname
+        name = self._version_field.attname
         rows = self.model._base_manager.using(self.db)
         if lock and connections[self.db].features.has_select_for_update:
             rows = rows.select_for_update()
@@ -91,24 +101,24 @@ class VersionedQuerySet(models.QuerySet[Any]):
         update_conflicts: bool = False,
         update_fields: Any = None,
         unique_fields: Any = None,
-    ) -> list[Any]:
+    ) -> list[M]:
         if update_conflicts:
             raise NotSupportedError(
                 "bulk_create(update_conflicts=True) would overwrite rows without moving their "
                 "version on. Use update_or_create(), or bulk_update() and bulk_create()."
             )
-        objs = super().bulk_create(objs, batch_size, ignore_conflicts)
-        for obj in objs:
+        created: list[Any] = super().bulk_create(objs, batch_size, ignore_conflicts)
+        for obj in created:
             if ignore_conflicts:  # it may stand for a row of another writer
-                obj.__dict__.pop(self.model._version_field.attname, None)
+                obj.__dict__.pop(self._version_field.attname, None)
             else:
-                version = obj.__dict__[self.model._version_field.attname]
+                version = obj.__dict__[self._version_field.attname]
                 obj._version_written(version, None, self.db)  # MySQL leaves _state
-        return objs
+        return created
 
     bulk_create.alters_data = True  # type: ignore[attr-defined]
 
-    def retrying(self, pk: Any, change: Callable[[Any], Any], **options: Any) -> Any:
+    def retrying(self, pk: Any, change: Callable[[M], Any], **options: Any) -> M:
         """Read the row, call `change(obj)`, save; again on a fresh row after each conflict.
 
         Return the saved object. Options: `attempts=5`, then RetriesExhausted; `lock_from=2`,
@@ -120,12 +130,12 @@ class VersionedQuerySet(models.QuerySet[Any]):
 
     retrying.alters_data = True  # type: ignore[attr-defined]
 
-    async def aretrying(self, pk: Any, change: Callable[[Any], Any], **options: Any) -> Any:
+    async def aretrying(self, pk: Any, change: Callable[[M], Any], **options: Any) -> M:
         return await self._retrying(pk, change, options).arun()
 
     aretrying.alters_data = True  # type: ignore[attr-defined]
 
-    def _retrying(self, pk: Any, change: Callable[[Any], Any], options: Any) -> Retrying:
+    def _retrying(self, pk: Any, change: Callable[[M], Any], options: Any) -> Retrying[M]:
         self._for_write = True
         rows = self.using(self.db)
         return Retrying(
@@ -142,7 +152,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         if not connections[self.db].features.has_select_for_update:
             # SQLite: a transaction that begins with a write waits for its turn; one that reads
             # first fails with "database is locked" (19 of 80 times).
-            name = self.model._version_field.name
+            name = self._version_field.name
             self.model._base_manager.using(self.db).filter(pk=pk).update(**{name: models.F(name)})
             return self
         # PostgreSQL refuses to lock the nullable side of a join, and groups.
@@ -156,8 +166,14 @@ class VersionedQuerySet(models.QuerySet[Any]):
         return self
 
 
-class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]
-    """The manager of versioned models."""
+if TYPE_CHECKING:
+    # Checkers do not see how a manager gets the methods of its queryset.
+    class VersionedManager(VersionedQuerySet[M], models.Manager[M]): ...  # type: ignore[misc]
+
+else:
+
+    class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):
+        """The manager of versioned models."""
 
 
 def with_versions(manager: Any) -> Any:
