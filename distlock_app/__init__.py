@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .core.hold import Hold
     from .core.in_transaction import lock_in_transaction
     from .core.latch import Latch
+    from .core.leader import Leader
     from .core.lock import Lock
     from .decorators.commands import locked_command
     from .decorators.functions import assert_locked, locked
@@ -45,6 +46,7 @@ _HOMES = {
     "BackendError": "errors",
     "Hold": "core.hold",
     "Latch": "core.latch",
+    "Leader": "core.leader",
     "Lock": "core.lock",
     "LockBusy": "errors",
     "LockError": "errors",
@@ -78,6 +80,7 @@ __all__ = [
     "BackendError",
     "Hold",
     "Latch",
+    "Leader",
     "Lock",
     "LockBusy",
     "LockError",

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
-from distlock_app import BackendError, Lock, LockBusy, LockLost
+from distlock_app import BackendError, Leader, Lock, LockBusy, LockLost
 from distlock_app.core.registry import registry
 from tests.processes import hear, say
 
@@ -248,3 +248,15 @@ def _take_until_interrupted(name, using, ttl, told):
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def lead(name, using, ttl):
+    """Say when this process leads; until SIGTERM."""
+
+    def work(ended):
+        say("leads")
+        ended.wait()
+
+    leader = Leader(name, work, using=using, ttl=ttl)
+    signal.signal(signal.SIGTERM, lambda *_: leader.stop())
+    leader.run()

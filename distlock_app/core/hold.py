@@ -165,7 +165,7 @@ class Hold(Ending):
             savepoints=True,
         )
 
-    def on_lost(self, callback: Callable[[Hold], None]) -> None:
+    def on_lost(self, callback: Callable[[Hold], object]) -> None:
         """Call `callback(hold)` when the lock is lost, on a thread of its own.
 
         At once if it is lost already; never after the release.

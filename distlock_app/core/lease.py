@@ -39,7 +39,7 @@ os.register_at_fork(after_in_child=_after_fork)
 LeaseKey = tuple[BaseLockBackend, str, bool, int]
 
 # A hold, weakly: else its callback would keep it from being dropped, and renewed for ever.
-Callback = tuple["weakref.ref[Any]", Callable[[Any], None]]
+Callback = tuple["weakref.ref[Any]", Callable[[Any], object]]
 
 
 class Lease:
@@ -229,7 +229,7 @@ class Lease:
             self.ended = True
             return True
 
-    def call_when_lost(self, hold: Any, callback: Callable[[Any], None]) -> bool:
+    def call_when_lost(self, hold: Any, callback: Callable[[Any], object]) -> bool:
         """Keep `callback` for the loss, as long as `hold` is; False: it is lost already."""
         with self.lock:
             if self._callbacks is None:

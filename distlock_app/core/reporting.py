@@ -55,7 +55,7 @@ def _call_all(jobs: list[Callable[[], None]]) -> None:
             )
 
 
-def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], None]) -> None:
+def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], object]) -> None:
     hold = hold_ref()
     if hold is None:  # dropped meanwhile
         return

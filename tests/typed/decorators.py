@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 from django.core.management import BaseCommand
@@ -12,6 +13,7 @@ from typing_extensions import assert_type
 
 from distlock_app import (
     Hold,
+    Leader,
     Lock,
     all_of,
     current_hold,
@@ -124,3 +126,14 @@ async def holds(lock: Lock) -> None:
     assert_type(current_hold(), Hold)
     with all_of(lock, Lock("other")) as both:
         assert_type(both[0], Hold)
+
+
+def beat(ended: Event) -> None:
+    ended.wait()
+
+
+async def leaders() -> None:
+    leader = Leader("beat", beat, ttl=10)
+    assert_type(leader.is_leader, bool)
+    assert_type(leader.hold, Hold | None)
+    await Leader("beat", leaders).arun()

@@ -1,0 +1,133 @@
+"""`Leader`: of all processes that stand for one name, one does the work at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from threading import Event
+from typing import Any
+
+from asgiref.sync import iscoroutinefunction
+from django.db import connections
+
+from ..errors import BackendError, LockLost
+from ..primitives.logs import fields, logger
+from ..primitives.names import shown
+from ..primitives.timing import full_jitter
+from .acquiring import UNSET
+from .hold import Hold
+from .lock import Lock
+from .offloading import begin_alone
+from .registry import registry
+
+# Seconds until a candidate asks a backend again that does not answer: the first, and the longest.
+RETRY_MIN, RETRY_MAX = 0.1, 5.0
+
+
+class Leader:
+    """Runs `work` in one process at a time: `Leader("beat", work).run()` in each of them.
+
+    A function gets an Event that is set when it has to end: the lock is lost, or stop() was
+    called. It runs in a thread of its own. A coroutine function gets nothing, and is cancelled
+    then. `ttl`: seconds until the next one leads after this process was killed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Event], object] | Callable[[], Coroutine[Any, Any, object]],
+        *,
+        ttl: float = UNSET,
+        using: str = "default",
+    ) -> None:
+        self._lock = Lock(name, ttl=ttl, wait=None, using=using)
+        self._work: Callable[..., Any] = work
+        self._stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: Callable[[], object]  # what goes on in the loop
+        self.hold: Hold | None = None  # while it leads
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process leads; False before another one can. Asks no backend."""
+        hold = self.hold
+        return hold is not None and not (hold.lost or hold.released)
+
+    def run(self) -> None:
+        """Wait for the turn and do the work; again after a loss, until it returns, or stop().
+
+        Raise what the work raises. A backend that does not answer is asked until it does.
+        """
+        asyncio.run(self.arun())
+
+    async def arun(self) -> None:
+        """Do as `run`, in this event loop; cancelled, it ends the work and gives the lead up."""
+        standing = asyncio.ensure_future(self._stand())
+        self._loop, self._end = asyncio.get_running_loop(), standing.cancel
+        try:
+            await standing
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+
+    def stop(self) -> None:
+        """Have run() end the work, give the lead up and return; from any thread, or a signal."""
+        stopped, self._stopped = self._stopped, True
+        if self._loop is not None and not stopped:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(lambda: self._end())
+
+    async def _stand(self) -> None:
+        failures = 0
+        while not self._stopped:
+            again, failure = False, None
+            try:
+                async with self._lock as hold:
+                    failures = 0
+                    failure = await self._lead(hold)
+            except LockLost:
+                again = failure is None or isinstance(failure, LockLost)
+            except BackendError as error:
+                again = True
+                logger.warning(
+                    "cannot stand for %r: %s",
+                    *(shown(self._lock.name), error),
+                    extra=fields("not_elected", self._lock.using, error=str(error)),
+                )
+            if failure is not None and not again:
+                raise failure
+            if not again:
+                return
+            await asyncio.sleep(full_jitter(failures, base=RETRY_MIN, cap=RETRY_MAX))
+            failures += 1
+
+    async def _lead(self, hold: Hold) -> BaseException | None:
+        """Do the work until it ends; return what it raised."""
+        loop, standing, ended = asyncio.get_running_loop(), self._end, Event()
+        work: asyncio.Future[Any]
+        end: Callable[[], object]
+        self.hold = hold
+        if iscoroutinefunction(self._work):
+            work = asyncio.ensure_future(self._work())
+            end = work.cancel
+        else:
+            backend = registry[self._lock.using].backend
+            work = asyncio.wrap_future(begin_alone(backend, _call, self._work, ended))
+            end = ended.set
+        self._end = end
+        hold.on_lost(lambda _: loop.call_soon_threadsafe(end))
+        try:
+            await asyncio.wait([work])
+        finally:
+            end()
+            await asyncio.wait([work])
+            self.hold, self._end = None, standing
+        return None if work.cancelled() else work.exception()
+
+
+def _call(work: Callable[[Event], object], ended: Event) -> None:
+    try:
+        work(ended)
+    finally:
+        connections.close_all()
