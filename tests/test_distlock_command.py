@@ -335,10 +335,15 @@ def test_purge_deletes_from_the_lock_table_what_has_long_been_free(capsys):
     backend.release(taken("free"))
     taken("held")
     time.sleep(0.1)
+    purge = ["purge", "--older-than", "0.05"]
 
-    code, out, _ = say(capsys, "purge", "--older-than", "0.05", "--json")
+    for _ in range(2):
+        assert say(capsys, *purge, "--dry-run")[1] == "1 to delete\n"
+        assert json.loads(say(capsys, *purge, "--dry-run", "--json")[1]) == {"to_purge": 1}
+    code, out, _ = say(capsys, *purge, "--json")
 
     assert (code, json.loads(out)) == (0, {"purged": 1})
+    assert say(capsys, *purge, "--dry-run")[1] == "0 to delete\n"
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ class Command(BaseCommand):
         watching.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
         watching.add_argument("--times", type=int, metavar="N", help="end after so many lists")
         purging.add_argument("--older-than", type=float, default=PURGED_AFTER, metavar="SECONDS")
+        purging.add_argument("--dry-run", action="store_true", help="only count them")
         running.add_argument("--wait", type=float, metavar="SECONDS", help="0 is one try")
         for added in (running, leading):
             added.add_argument("--ttl", type=float, metavar="SECONDS")
@@ -156,12 +157,17 @@ class Command(BaseCommand):
             self.stdout.write(f"{len(cleared)} cleared")
         return 0 if cleared else 1
 
-    def _purge(self, *, using: str, older_than: float, as_json: bool, **options: Any) -> None:
+    def _purge(
+        self, *, using: str, older_than: float, dry_run: bool, as_json: bool, **options: Any
+    ) -> None:
         if not 0 <= older_than <= OLDEST:
             raise CommandError(f"--older-than must be 0 to {OLDEST:.0f} seconds")
         backend = registry[using].backend
-        purged = backend.purge(older_than) if isinstance(backend, Purgeable) else 0
-        self.stdout.write(_json({"purged": purged}) if as_json else f"{purged} deleted")
+        count = 0
+        if isinstance(backend, Purgeable):
+            count = backend.left_over(older_than)[1] if dry_run else backend.purge(older_than)
+        text = f"{count} to delete" if dry_run else f"{count} deleted"
+        self.stdout.write(_json({"to_purge" if dry_run else "purged": count}) if as_json else text)
 
     def _run(self, *, using: str, wait: float | None, **options: Any) -> int:
         wait = registry[using].wait if wait is None else wait
