@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import contextlib
 import os
 import re
@@ -14,6 +15,7 @@ import tempfile
 import venv
 import zipfile
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,6 +121,48 @@ def test_imports_go_down_only():
 @pytest.mark.django_db
 def test_the_models_have_their_migrations():
     call_command("makemigrations", "distlock_app", check=True, dry_run=True, verbosity=0)
+
+
+TESTS_OF_A_PROJECT = """
+from distlock_app import Lock
+from distlock_app.backends.locmem import LocMemBackend
+from distlock_app.core.registry import registry
+
+
+def test_a_lock_that_another_owner_holds(held_elsewhere):
+    assert type(registry["default"].backend) is LocMemBackend
+    held_elsewhere("pay:1")
+    held_elsewhere("pay:2", using="redis")
+    assert Lock("pay:1").try_acquire() is None
+    assert Lock("pay:2", using="redis").try_acquire() is None
+
+
+def test_a_lock_that_was_held_in_the_test_before():
+    with Lock("pay:1", wait=0), Lock("pay:2", using="redis", wait=0):
+        pass
+"""
+SETTINGS_OF_A_PROJECT = """
+SECRET_KEY = "x"
+DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
+DISTLOCK = {
+    "default": {"BACKEND": "distlock_app.backends.database.DatabaseBackend"},
+    "redis": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"},
+}
+"""
+
+
+def test_pytest_finds_the_fixtures(tmp_path, monkeypatch):
+    configured = configparser.ConfigParser()
+    configured.read(ROOT / "setup.cfg")
+    plugin = configured["options.entry_points"]["pytest11"].split()[-1]
+    installed = any(point.value == plugin for point in entry_points(group="pytest11"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nusefixtures = locks_in_memory\n")
+    (tmp_path / "project_settings.py").write_text(SETTINGS_OF_A_PROJECT)
+    (tmp_path / "test_project.py").write_text(TESTS_OF_A_PROJECT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    command = [sys.executable, "-W", "error", "-m", "pytest", "--ds", "project_settings"]
+    run([*command, *([] if installed else ["-p", plugin])], cwd=tmp_path)
 
 
 @pytest.fixture(scope="module")
