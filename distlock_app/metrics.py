@@ -1,18 +1,22 @@
 """Metrics and traces: `use_prometheus()`, `use_opentelemetry()`, to call in `AppConfig.ready()`.
 
-Both listen to the signals: without them the lock path pays nothing. Locks are labelled by the
-template of their name ("invoice:{pk}"), never by the name: it would make a series of each
+They listen to the signals, and count what is held now when they are read. Locks are labelled by
+the template of their name ("invoice:{pk}"), never by the name: it would make a series of each
 invoice. A name that was not made from a template is labelled "".
 """
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from django.dispatch import Signal
 
+from .core.renewal import renewer
+from .core.waiting import waiting
 from .primitives.names import template_of
 from .signals import (
     lock_acquired,
@@ -33,15 +37,19 @@ CONFLICTS = "Saves of a versioned model that met a change by another writer."
 
 # (alias, template, outcome, seconds)
 Timed = Callable[[str, str, str, float], None]
+# By alias and template.
+ByTemplate = dict[tuple[str, str], int]
 
 
 def use_prometheus(registry: Any = None) -> None:
     """Count in `registry` (default: prometheus_client's own) from now on.
 
     Histograms `distlock_wait_seconds` (outcome: acquired, busy) and `distlock_hold_seconds`
-    (released, lost), counters `distlock_cleared_total` and `distlock_version_conflicts_total`.
+    (released, lost), counters `distlock_cleared_total` and `distlock_version_conflicts_total`,
+    gauges `distlock_held` and `distlock_waiting` of this process.
     """
     from prometheus_client import REGISTRY, Counter, Histogram
+    from prometheus_client.core import GaugeMetricFamily
 
     where = REGISTRY if registry is None else registry
     labels = ("alias", "template", "outcome")
@@ -56,13 +64,24 @@ def use_prometheus(registry: Any = None) -> None:
         conflict=lambda model: conflicts.labels(model).inc(),
     )
 
+    class Now:
+        def collect(self) -> Iterable[Any]:
+            for name, (text, count) in NOW.items():
+                gauge = GaugeMetricFamily(f"distlock_{name}", text, labels=labels[:2])
+                for of, number in count().items():
+                    gauge.add_metric(of, number)
+                yield gauge
+
+    where.register(Now())
+
 
 def use_opentelemetry(*, meter_provider: Any = None, tracer_provider: Any = None) -> None:
     """Record metrics and spans with these providers (default: the global ones) from now on.
 
     Histograms `distlock.wait` and `distlock.hold`, counters `distlock.cleared` and
-    `distlock.version_conflicts`; spans `distlock.acquire` and `distlock.hold`, children of
-    what is current where the lock was taken and released.
+    `distlock.version_conflicts`, gauges `distlock.held` and `distlock.waiting` of this process;
+    spans `distlock.acquire` and `distlock.hold`, children of what is current where the lock was
+    taken and released.
     """
     from opentelemetry import metrics, trace
 
@@ -73,6 +92,14 @@ def use_opentelemetry(*, meter_provider: Any = None, tracer_provider: Any = None
     hold = meter.create_histogram("distlock.hold", unit="s", description=HELD, **advice)
     cleared = meter.create_counter("distlock.cleared", description=CLEARED)
     conflicts = meter.create_counter("distlock.version_conflicts", description=CONFLICTS)
+
+    def observed(count: Callable[[], ByTemplate], _: Any) -> Iterable[Any]:
+        return [metrics.Observation(n, _attributes(*of)) for of, n in count().items()]
+
+    for name, (text, count) in NOW.items():
+        meter.create_observable_gauge(
+            f"distlock.{name}", [partial(observed, count)], description=text
+        )
 
     def timed(instrument: Any, span: str) -> Timed:
         def record(alias: str, template: str, outcome: str, seconds: float) -> None:
@@ -90,6 +117,24 @@ def use_opentelemetry(*, meter_provider: Any = None, tracer_provider: Any = None
         cleared=lambda alias, template: cleared.add(1, _attributes(alias, template)),
         conflict=lambda model: conflicts.add(1, {"distlock.model": model}),
     )
+
+
+def _held() -> ByTemplate:
+    return _counted((lease.alias, lease.grant.claim.name) for lease in renewer.held())
+
+
+def _waiting() -> ByTemplate:
+    return _counted((backend.alias, name) for backend, name in [*waiting.values()])
+
+
+def _counted(locks: Iterable[tuple[str, str]]) -> ByTemplate:
+    return collections.Counter((alias, template_of(name)) for alias, name in locks)
+
+
+NOW = {
+    "held": ("Locks that this process holds now.", _held),
+    "waiting": ("Calls of this process that wait for a lock now.", _waiting),
+}
 
 
 def _listen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 
 import pytest
@@ -17,7 +18,7 @@ from distlock_app.primitives.names import template_of
 from distlock_app.testing import held_elsewhere, lose
 from tests import engines
 from tests.app.models import Account
-from tests.engines import until
+from tests.engines import running, until
 
 engine = pytest.fixture(engines.install)
 SIGNALS = ("acquired", "busy", "released", "lost", "cleared")
@@ -72,6 +73,24 @@ def test_prometheus_counts_by_template(engine, prometheus):
     assert prometheus("distlock_cleared_total", **plain) == 1
 
 
+def test_prometheus_sees_what_is_held_and_waited_for_now(engine, prometheus):
+    invoice = {"alias": "default", "template": "invoice:{pk}"}
+    name = named("invoice:{pk}", pk=7)
+
+    def wait():
+        with Lock(name):
+            pass
+
+    hold = Lock(name).acquire()
+    with running(wait), Lock(named("invoice:{pk}", pk=8)):
+        until(lambda: prometheus("distlock_waiting", **invoice) == 1)
+        assert prometheus("distlock_held", **invoice) == 2
+        hold.release()
+
+    assert prometheus("distlock_waiting", **invoice) is None
+    assert prometheus("distlock_held", **invoice) is None
+
+
 @pytest.mark.django_db
 def test_conflicts_are_counted_by_model(engine, prometheus):
     account = Account.objects.create(balance=1)
@@ -89,6 +108,29 @@ def test_conflicts_are_counted_by_model(engine, prometheus):
     assert prometheus(conflicts, model=Account._meta.label) == len(attempts) - 1 == 1
 
 
+def points(reader):
+    (of_locks,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
+    return {metric.name: metric.data.data_points for metric in of_locks.metrics}
+
+
+def test_opentelemetry_sees_what_is_held_and_waited_for_now(engine):
+    reader = InMemoryMetricReader()
+    metrics.use_opentelemetry(meter_provider=MeterProvider(metric_readers=[reader]))
+
+    def values(name):
+        return [(p.value, p.attributes["distlock.template"]) for p in points(reader).get(name, ())]
+
+    async def wait():
+        async with Lock("plain"):
+            pass
+
+    with Lock(named("invoice:{pk}", pk=7)), Lock("plain") as hold:
+        with running(asyncio.run, wait()):
+            until(lambda: values("distlock.waiting") == [(1, "")])
+            assert sorted(values("distlock.held")) == [(1, ""), (1, "invoice:{pk}")]
+            hold.release()
+
+
 def test_opentelemetry_gets_metrics_and_spans(engine):
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     tracers = TracerProvider()
@@ -101,9 +143,8 @@ def test_opentelemetry_gets_metrics_and_spans(engine):
         use_a_lock_in_every_way()
     until(lambda: len(exporter.get_finished_spans()) == 8)
 
-    (of_locks,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
-    found = {metric.name: metric.data.data_points for metric in of_locks.metrics}
-    assert set(found) == {"distlock.wait", "distlock.hold", "distlock.cleared"}
+    found = points(reader)
+    assert {"distlock.wait", "distlock.hold", "distlock.cleared"} <= set(found)
     counts = {
         (p.attributes["distlock.template"], p.attributes["distlock.outcome"]): p.count
         for p in found["distlock.wait"]

@@ -21,6 +21,7 @@ from distlock_app.backends.sessions import pool as session_pool
 from distlock_app.claims import Grant
 from distlock_app.core.registry import MAX_TTL, registry
 from distlock_app.core.releasing import releaser
+from distlock_app.core.waiting import waiting
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
@@ -84,6 +85,19 @@ def waiters(name):
 
 
 # A session that ends.
+
+
+def test_a_thread_that_waits_on_the_server_counts_as_waiting(backend):
+    def wait():
+        with lock("a"):
+            pass
+
+    hold = lock("a").acquire()
+    with running(wait):
+        until(lambda: [*waiting.values()] == [(backend, "a")])
+        hold.release()
+
+    assert not waiting
 
 
 def test_a_killed_session_is_a_lost_lock_within_a_second():

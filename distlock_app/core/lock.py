@@ -28,7 +28,7 @@ from .offloading import in_thread
 from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
 from .releasing import releaser
 from .timer import timer
-from .waiting import acquired, acquiring, arun
+from .waiting import acquired, acquiring, arun, waiting
 from .wakers import AsyncWaker, Waker
 
 
@@ -153,6 +153,7 @@ class Lock(WithBlock[Hold]):
         claim = attempt.claim(waker)
         give_back = partial(releaser.give_back, attempt.backend, Grant(claim))
         try:
+            waiting[waker] = attempt.backend, self.name
             steps = acquiring(attempt.backend, claim, attempt.wait)
             grant, asked_at = await arun(attempt.backend, steps, waker, cancelled=give_back)
             hold = attempt.hold(grant, asked_at, entered=entered)
@@ -171,6 +172,8 @@ class Lock(WithBlock[Hold]):
             elif isinstance(error, Exception):
                 give_back()
             raise
+        finally:
+            waiting.pop(waker, None)
 
     @classmethod
     def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:

@@ -49,6 +49,11 @@ class Renewer:
         if first_look < timer.wakes_at:
             timer.wake_at(first_look)
 
+    def held(self) -> list[Lease]:
+        """Return the leases that this process holds now."""
+        known = [what for what in timer.scheduled() if isinstance(what, Lease)]
+        return [lease for lease in known if not (lease.ended or lease.lost)]
+
     def await_renewal(self, lease: Lease) -> None:
         """Wait for the end of a renewal of `lease`, which has ended, if one is under way."""
         if (worker := self._workers.get(lease.backend)) is None:

@@ -77,6 +77,11 @@ class Timer:
                 heapq.heapify(self._heap)
                 self._stale = 0
 
+    def scheduled(self) -> list[Timed]:
+        """Return what it will call for."""
+        with self.lock:
+            return [*self.young, *(what for due, _, what, _ in self._heap if what.due == due)]
+
     def soon(self, call: Callable[[], None]) -> None:
         """Call `call()` now. Safe in a finalizer, which may run in the middle of anything."""
         self._inbox.append(call)

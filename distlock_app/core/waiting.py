@@ -7,6 +7,7 @@ the pauses in the event loop, so that a waiting task occupies no thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -43,11 +44,17 @@ class Pause(NamedTuple):
 
 Step = Call | Pause
 
+# Backend and name of each lock that this process waits for now, by the waiter's waker: for metrics.
+waiting: dict[Waker | AsyncWaker, tuple[BaseLockBackend, str]] = {}
+os.register_at_fork(after_in_child=waiting.clear)
+
 
 def acquired(
     backend: BaseLockBackend, claim: Claim, wait: float | None, waker: Waker
 ) -> tuple[Grant, float]:
     """Run `acquiring` in this thread: a free lock is granted without any of its steps."""
+    if backend.blocks:  # it waits in its first try
+        return _waited(backend, claim, acquiring(backend, claim, wait), waker)
     asked_at = monotonic()
     answer: Any = backend.acquire(claim, wait)
     if answer:
@@ -59,8 +66,18 @@ def acquired(
             return answer, exactly
     steps = acquiring(backend, claim, wait, first=(asked_at, answer))
     del answer  # it may hold a ticket of a queue, which the steps alone keep or drop
-    grant, began = run(steps, waker)
-    return grant, began
+    return _waited(backend, claim, steps, waker)
+
+
+def _waited(
+    backend: BaseLockBackend, claim: Claim, steps: Generator[Step, Any, Any], waker: Waker
+) -> tuple[Grant, float]:
+    waiting[waker] = backend, claim.name
+    try:
+        grant, began = run(steps, waker)
+        return grant, began
+    finally:
+        waiting.pop(waker, None)
 
 
 def acquiring(
