@@ -40,6 +40,7 @@ ONCE = (
     "test_contract_proof",
     *("test_core_async", "test_core_cost", "test_core_fork", "test_core_holds"),
     "test_core_sessions",
+    "test_health",
     *("test_core_settings", "test_core_waiting", "test_etags", "test_history"),
     *("test_demo", "test_docs", "test_faults_history", "test_fuzz", "test_integrations"),
     *("test_locmem", "test_log_records", "test_metrics", "test_override_locks", "test_packaging"),

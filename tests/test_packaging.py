@@ -67,6 +67,7 @@ SHORT_PATHS = {
     "etags": "PreconditionFailed PreconditionRequired etag_of guarded_view require_match with_etag",
     "fencing": "FencedManager FencedModel FencedQuerySet FencedVersionedModel",
     "forms": "Change Conflict VersionedModelForm",
+    "health": "health",
     "metrics": "use_opentelemetry use_prometheus",
     "models": "DistLock LiveLock",
     "optimistic": "TimestampVersionField VersionField VersionedManager VersionedModel",

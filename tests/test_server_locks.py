@@ -84,9 +84,6 @@ def waiters(name):
     return sum(holding.waiters for holding in lock(name).holders())
 
 
-# A session that ends.
-
-
 def test_a_thread_that_waits_on_the_server_counts_as_waiting(backend):
     def wait():
         with lock("a"):
@@ -98,6 +95,9 @@ def test_a_thread_that_waits_on_the_server_counts_as_waiting(backend):
         hold.release()
 
     assert not waiting
+
+
+# A session that ends.
 
 
 def test_a_killed_session_is_a_lost_lock_within_a_second():

@@ -1,0 +1,25 @@
+"""`health`: a view for monitors that answers 200 if each backend answers, else 503."""
+
+from __future__ import annotations
+
+from django.contrib.auth.decorators import login_not_required
+from django.http import HttpRequest, HttpResponse
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+from .core.registry import registry
+from .operations.reading import ask
+
+
+@login_not_required
+@never_cache
+@require_safe
+def health(request: HttpRequest, using: str | None = None) -> HttpResponse:
+    """Ask the backend of each alias, or of `using`, within two seconds; a line for each.
+
+    It takes no lock, and names no server, user or lock.
+    """
+    found = [one for one, _ in ask(dict.fromkeys(registry if using is None else [using], repr))]
+    lines = [f"{one.alias}: {'ok' if one.up else one.reason}\n" for one in found]
+    status = 200 if all(one.up for one in found) else 503
+    return HttpResponse(lines, content_type="text/plain; charset=utf-8", status=status)
