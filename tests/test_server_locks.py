@@ -22,6 +22,7 @@ from distlock_app.claims import Grant
 from distlock_app.core.registry import MAX_TTL, registry
 from distlock_app.core.releasing import releaser
 from distlock_app.core.waiting import waiting
+from distlock_app.operations import doctor
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
@@ -95,6 +96,49 @@ def test_a_thread_that_waits_on_the_server_counts_as_waiting(backend):
         hold.release()
 
     assert not waiting
+
+
+# The wrong server.
+
+
+def demote(server):
+    """Make the primary a replica, as a failover does."""
+    if connection.vendor == "mysql":
+        with connections["own"].cursor() as cursor:
+            cursor.execute("SET GLOBAL read_only = 1")
+    else:
+        server.stop()
+        (server.data / "standby.signal").touch()
+        server.start()
+
+
+@pytest.fixture
+def own_locks(own_server, settings):
+    """A server of this test alone, with the locks of the alias `own`."""
+    settings.DISTLOCK = {**settings.DISTLOCK, "own": {"BACKEND": ENGINE, "LOCATION": "own"}}
+    yield own_server
+    registry["own"].backend.close()
+
+
+@pytest.mark.slow
+def test_a_replica_grants_no_lock(own_locks):
+    demote(own_locks)
+
+    with pytest.raises(BackendError, match="on 'own': the server is a read-only replica"):
+        lock("a", using="own").acquire()
+    assert "read-only replica" in doctor.examine("own").trouble
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(connection.vendor != "mysql", reason="a standby has no session of a primary")
+def test_a_primary_that_is_made_a_replica_loses_its_locks(own_locks):
+    hold = lock("a", using="own", ttl=3).acquire()
+
+    demote(own_locks)
+
+    until(lambda: hold.lost)
+    with pytest.raises(LockLost):
+        hold.release()
 
 
 # A session that ends.

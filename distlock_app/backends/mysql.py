@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from ..claims import Claim
 from ..primitives.names import KEY, is_key
 from .sessions.backend import SessionLocksBackend
-from .sessions.lock_session import LockSession
+from .sessions.lock_session import REPLICA, LockSession
 from .sessions.notes import note
 from .sessions.pool import ANSWER_WAIT, GRACE, LONG_WAITS, Rows, ServerError, Values
 
@@ -26,6 +26,9 @@ BUSY = frozenset({3058, 1213, 1205})
 INTERRUPTED = frozenset({3024, 1317})
 
 NO_SUCH_THREAD = 1094
+
+# 0 or 1, or a word where it has more than two values; the readers of Aurora say it of InnoDB only.
+WRITABLE = "CAST(@@read_only AS CHAR) IN ('0', 'OFF') AND NOT @@innodb_read_only"
 
 # Not NOW(), which is the start of the statement. Zone and mode are of our own session.
 NOW_US = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', SYSDATE(6))"
@@ -78,9 +81,11 @@ class NamedLockSession(LockSession):
 
     def begin(self) -> int:
         self.ask(f"SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_ALL_TABLES' {LONG_WAITS}")
-        ((number, version, sysdate_is_now),) = self.ask(
-            "SELECT CONNECTION_ID(), VERSION(), SYSDATE(6) = NOW(6)"
+        ((number, version, sysdate_is_now, writable),) = self.ask(
+            f"SELECT CONNECTION_ID(), VERSION(), SYSDATE(6) = NOW(6), {WRITABLE}"
         )
+        if not writable:
+            raise ServerError(None, REPLICA)
         self.is_mariadb = "mariadb" in str(version).lower()
         # With --sysdate-is-now no clock can be read after the lock was granted.
         self.reads_clock = not sysdate_is_now
@@ -144,8 +149,9 @@ class NamedLockSession(LockSession):
             raise ServerError(None, "GET_LOCK answered NULL")
 
     def question(self, claim: Claim) -> tuple[str, Values]:
-        statement = f"SELECT {note(claim, self.fence)} IS_USED_LOCK(%s) = CONNECTION_ID()"
-        return statement, (self._lock(claim.key),)
+        # A primary may be made a replica, and keeps its sessions.
+        ours = f"IS_USED_LOCK(%s) = CONNECTION_ID() AND {WRITABLE}"
+        return f"SELECT {note(claim, self.fence)} {ours}", (self._lock(claim.key),)
 
     def unlock(self, claim: Claim) -> bool:
         return self.ask("SELECT RELEASE_LOCK(%s)", self._lock(claim.key)) == [(1,)]

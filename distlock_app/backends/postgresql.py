@@ -11,7 +11,7 @@ from django.db import connections
 
 from ..claims import Claim
 from .sessions.backend import SessionLocksBackend
-from .sessions.lock_session import LockSession
+from .sessions.lock_session import REPLICA, LockSession
 from .sessions.notes import NOTE, note
 from .sessions.pool import ANSWER_WAIT, GRACE, Rows, ServerError, Value, Values
 
@@ -30,7 +30,8 @@ BEGIN = """
            (SELECT count(set_config(name, '0', false))
               FROM pg_settings
              WHERE name IN ('statement_timeout', 'lock_timeout', 'transaction_timeout')),
-           set_config('client_connection_check_interval', '1000', false)"""
+           set_config('client_connection_check_interval', '1000', false),
+           pg_is_in_recovery()"""
 
 # Advisory locks are open to all apps. A session of ours has this name, and its last statement has
 # the note of its lock, unless the server does not show it: to another user, or to any.
@@ -83,7 +84,10 @@ class AdvisoryLockSession(LockSession):
         return int(self._pq.socket)
 
     def begin(self) -> int:
-        return int(self.ask(BEGIN)[0][0])
+        ((pid, *_, recovers),) = self.ask(BEGIN)
+        if recovers == "t":
+            raise ServerError(None, REPLICA)
+        return int(pid)
 
     def send(self, question: str, values: Values) -> None:
         try:

@@ -14,6 +14,7 @@ from redis.exceptions import (
     ConnectionError,
     NoScriptError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -119,7 +120,8 @@ class Servers:
         return answer
 
     def _refusal(self, error: ResponseError) -> BackendError:
-        return BackendError(f"Redis {self.name!r} refused the request: {code_of(error)}.")
+        what = "it is a read-only replica" if isinstance(error, ReadOnlyError) else code_of(error)
+        return BackendError(f"Redis {self.name!r} refused the request: {what}.")
 
 
 class Pool(Servers):

@@ -10,6 +10,9 @@ from ...claims import Claim
 from .notes import note
 from .pool import ServerSession, Values
 
+# Why a session is refused: another process may ask the primary, and get the same lock.
+REPLICA = "the server is a read-only replica, whose locks exclude nobody on the primary"
+
 
 class LockSession(ServerSession):
     """A session that holds one lock, or waits for it."""
