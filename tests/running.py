@@ -285,6 +285,10 @@ class LaneRun:
         if pair.version == "3.10":
             self._run.skipped.append("types and import floors: their checkers need Python 3.11")
             del checks["types"], checks["pyright"], checks["imports"]
+        elif not self._run.run("sh", "-c", f"{programs}/pyright --version", out=self._out):
+            # Older Pythons do without, and what it runs is a package of npm.
+            self._run.skipped.append("pyright: it cannot be had here")
+            del checks["pyright"]
         for name, command in checks.items():
             began = monotonic()
             passed = self._run.run(*command, env=self._env, out=self._out)
