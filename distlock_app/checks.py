@@ -33,7 +33,7 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     if DEFAULT_DB_ALIAS not in aliases:
         messages.append(
             checks.Warning(
-                "DISTLOCK has no alias 'default', which locks use that do not name another.",
+                "DISTLOCK has no alias 'default', which locks use unless they name another.",
                 id="distlock_app.W001",
             )
         )
@@ -89,15 +89,15 @@ def _says(alias: str, error: Exception) -> str:
 def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
     if entry.backend.expires and entry.ttl < SHORT_TTL:
         yield checks.Warning(
-            f"DISTLOCK[{entry.alias!r}]: a TTL of {entry.ttl:g} s is lost by any short pause.",
-            hint="The TTL says how long a crash keeps a lock; renewal covers longer work.",
+            f"DISTLOCK[{entry.alias!r}]: any short pause exceeds a TTL of {entry.ttl:g} s.",
+            hint="TTL: how long a lock stays taken after a crash. Renewal covers longer work.",
             id="distlock_app.W002",
         )
     if entry.ttl > LONG_TTL:
         yield checks.Warning(
-            f"DISTLOCK[{entry.alias!r}]: after a crash, a TTL of {entry.ttl:g} s keeps a lock "
-            f"for {entry.ttl / 3600:.1f} hours. It counts seconds, not milliseconds.",
-            hint="The TTL says how long a crash keeps a lock; renewal covers longer work.",
+            f"DISTLOCK[{entry.alias!r}]: a TTL of {entry.ttl:g} s keeps a lock taken for "
+            f"{entry.ttl / 3600:.1f} hours after a crash. The unit is seconds, not milliseconds.",
+            hint="TTL: how long a lock stays taken after a crash. Renewal covers longer work.",
             id="distlock_app.W005",
         )
 
@@ -112,8 +112,8 @@ def _check_isolation() -> Iterator[checks.CheckMessage]:
     for alias in connections:
         if _repeats_reads(connections[alias]):
             yield checks.Warning(
-                f"Transactions on DATABASES[{alias!r}] are REPEATABLE READ: under a lock that is "
-                "taken after their first query, they still read what was there before.",
+                f"Transactions on DATABASES[{alias!r}] are REPEATABLE READ: under a lock "
+                "taken after their first query, they still read old data.",
                 hint="Use READ COMMITTED, or take locks before transactions begin, as "
                 "Lock(..., atomic=True) and locked_view do.",
                 id="distlock_app.W004",

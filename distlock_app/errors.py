@@ -6,18 +6,18 @@ from typing import Any
 
 
 class LockError(Exception):
-    """The lock could not be used as asked."""
+    """The lock cannot be used in this way."""
 
     def __init__(self, message: str | None = None) -> None:
         super().__init__(message or type(self).__doc__)
 
 
 class LockBusy(LockError):
-    """Another owner holds the lock, and the caller did not want to wait."""
+    """Another owner holds the lock, and the caller did not wait."""
 
     def __init__(self, message: str | None = None, *, free_in: float | None = None) -> None:
         super().__init__(message)
-        # Seconds until the claim in the way ends unless its holder renews it; None: not known.
+        # Seconds until the other claim expires unless its holder renews it; None: unknown.
         self.free_in = free_in
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -25,19 +25,19 @@ class LockBusy(LockError):
 
 
 class LockTimeout(LockBusy):
-    """Another owner held the lock for as long as the caller was ready to wait."""
+    """The lock was not free within the time that the caller waited."""
 
 
 class LockLost(LockError):
-    """The lock may already belong to another owner: undo what was done under it, or do it again."""
+    """Another owner may already have the lock: undo the work done under it, or do it again."""
 
 
 class NotHeld(LockError):
-    """This hold was released before, or belongs to another process."""
+    """The hold was already released, or belongs to another process."""
 
 
 class BackendError(LockError):
-    """The lock backend could not be reached, or refused: it is not known who holds the lock."""
+    """The backend could not be reached or refused the request, so the lock's state is unknown."""
 
 
 class StaleObjectError(Exception):
@@ -53,7 +53,7 @@ class StaleObjectError(Exception):
     ) -> None:
         super().__init__(message or type(self).__doc__)
         self.obj = obj
-        # The version that the save relied on, and the one in the database (None: the row is gone).
+        # The version that was read, and the one in the database (None: the row is gone).
         self.expected = expected
         self.found = found
 
@@ -63,7 +63,7 @@ class StaleObjectError(Exception):
 
 
 class StaleFenceError(LockLost):
-    """A later holder of the lock has written the row: nothing was written."""
+    """A later holder of the lock has written the row, so this write was refused."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StaleFenceError(LockLost):
     ) -> None:
         super().__init__(message)
         self.obj = obj
-        # The fence of the writer, and the one of the row (None: the row is gone).
+        # The fencing token of the writer, and that of the row (None: the row is gone).
         self.fence = fence
         self.found = found
 
@@ -85,7 +85,7 @@ class StaleFenceError(LockLost):
 
 
 class RetriesExhausted(StaleObjectError):
-    """Every attempt of a retrying save met a change by another writer."""
+    """Every attempt of a retrying save had a conflict with another writer."""
 
 
 def _rebuild(cls: type[Exception], message: str, state: dict[str, Any]) -> Exception:

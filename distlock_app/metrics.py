@@ -33,7 +33,7 @@ BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0
 WAITED = "Seconds of waiting for a lock, until it was acquired or given up as busy."
 HELD = "Seconds that a lock was held, until it was released or lost."
 CLEARED = "Locks that were taken away by hand."
-CONFLICTS = "Saves of a versioned model that met a change by another writer."
+CONFLICTS = "Saves of a versioned model that had a conflict with another writer."
 
 # (alias, template, outcome, seconds)
 Timed = Callable[[str, str, str, float], None]

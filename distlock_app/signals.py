@@ -31,7 +31,7 @@ def send(signal: Signal, facts: dict[str, Any]) -> None:
 
 def _log(facts: dict[str, Any]) -> None:
     about = fields("signal_failed", facts.get("alias", ""))
-    logger.exception("a signal of locks could not be sent", extra=about)
+    logger.exception("a lock signal could not be sent", extra=about)
 
 
 async def asend(signal: Signal, facts: dict[str, Any]) -> None:

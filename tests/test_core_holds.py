@@ -90,7 +90,7 @@ def test_a_hold_is_in_doubt_while_the_answer_to_its_release_is_missing(engine):
 
     assert hold.lost and hold.expires_in == 0
     for verb in (hold.check, hold.extend):
-        with pytest.raises(LockLost, match="its release was asked for"):
+        with pytest.raises(LockLost, match="the answer to its release was lost"):
             verb()
 
     hold.release()

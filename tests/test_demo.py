@@ -119,7 +119,7 @@ def test_settling_on_two_hosts_at_once_settles_each_order_once(shop):
 
     assert sorted(job.returncode for job in jobs) == [0, 75], said
     (refused,) = [text for job, text in zip(jobs, said, strict=True) if job.returncode]
-    assert "settle runs already" in refused
+    assert "settle is already running" in refused
     assert shop.ask("SELECT COUNT(*), COUNT(DISTINCT order_id) FROM shop_settlement") == [(5, 5)]
     assert shop.ask("SELECT DISTINCT status FROM shop_order") == [("settled",)]
 

@@ -92,7 +92,7 @@ def test_of_two_started_at_once_one_runs_and_the_other_says_so_and_exits_with_75
         else:
             [other] = [p for p in both if p is not process]
             assert out == ""
-            assert err.startswith("CommandError: lock_nap runs already: ")
+            assert err.startswith("CommandError: lock_nap is already running: ")
             assert f"'{NAP}' is held by host" in err
             assert f"process {other.pid}, manage.py lock_nap, for " in err
     assert holders() == []
@@ -159,7 +159,10 @@ def test_the_lock_is_held_while_the_command_runs():
 
 
 def test_call_command_gets_an_error_with_the_exit_code():
-    with held_elsewhere(NAP), pytest.raises(CommandError, match="lock_nap runs already") as error:
+    with (
+        held_elsewhere(NAP),
+        pytest.raises(CommandError, match="is already running") as error,
+    ):
         call_command("lock_nap")
 
     assert error.value.returncode == 75
@@ -195,7 +198,7 @@ def test_a_busy_command_may_be_skipped_in_silence():
         assert call_command("lock_shop", "a", stdout=out, stderr=err) is None
         assert (out.getvalue(), err.getvalue()) == ("", "")
         call_command("lock_shop", "a", verbosity=2, stdout=out, stderr=err)
-        assert "lock_shop runs already" in out.getvalue()
+        assert "lock_shop is already running" in out.getvalue()
         assert call_command("lock_shop", "b", stdout=out) == "settled b"
 
 

@@ -23,7 +23,9 @@ on_a_server = pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite i
 def test_somebody_else_migrates(capsys):
     alias = lock_alias(database="default", lock_using=None)
     with held_elsewhere("migrate:default", using=alias):
-        with pytest.raises(CommandError, match="runs already: the lock 'migrate:default'") as busy:
+        with pytest.raises(
+            CommandError, match="is already running: the lock 'migrate:default'"
+        ) as busy:
             call_command("migrate_locked", "--lock-wait", "0", verbosity=0)
 
     assert busy.value.returncode == 75
@@ -56,7 +58,7 @@ def test_whoever_waited_finds_nothing_to_do(capsys):
 def test_an_alias_may_decide(settings, capsys):
     settings.DISTLOCK = {"default": LOCMEM}
     with held_elsewhere("migrate:default"):
-        with pytest.raises(CommandError, match="runs already"):
+        with pytest.raises(CommandError, match="is already running"):
             call_command("migrate_locked", "--lock-using=default", "--lock-wait=0")
 
     call_command("migrate_locked", "--lock-using=default", "--plan")

@@ -213,7 +213,7 @@ def test_the_quickstart_works_as_written_with_nothing_but_django_and_the_wheel(w
         "Retry-After: 10": 2,
         "invoice:42 is ours, with fencing token": 1,
         "settled": 1,
-        "settle runs already: the lock 'command:shop.settle' is held by host": 1,
+        "settle is already running: the lock 'command:shop.settle' is held by host": 1,
         "\n75\n": 1,
         "distlock run sleep": 1,  # in the list
         "1 cleared": 1,

@@ -35,7 +35,7 @@ def test_nothing_connects_before_the_first_lock():
     ("alias", "says"),
     [
         (None, r"is not in CACHES: name an alias there, one of \['default'\]"),
-        ({"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}, "is no Redis cache"),
+        ({"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}, "is not a Redis cache"),
         (
             {
                 "BACKEND": REDIS,

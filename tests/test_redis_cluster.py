@@ -50,7 +50,7 @@ def one_of_each_master(backend):
     [
         ({"location": "locks", "cluster": ["redis://a"]}, "instead"),
         ({"cluster": "redis://a"}, "list of URLs"),
-        ({"cluster": ["redis://a/1"]}, "no database but 0"),
+        ({"cluster": ["redis://a/1"]}, "only database 0"),
         ({"cluster": ["redis://:s3cret@a", "http://:s3cret@b"]}, "its list of URLs"),
         ({"cluster": ["redis://a:s3cret"]}, "its list of URLs"),
     ],

@@ -659,7 +659,7 @@ def test_no_error_shows_a_password(private_server):
     ]
     backend = quorum_at([server.url.replace("correct", "wr0ng") for server in servers])
 
-    with pytest.raises(BackendError, match="did not let us in") as refused:
+    with pytest.raises(BackendError, match="rejected the credentials") as refused:
         backend.ping()
     for server in servers:
         server.close()

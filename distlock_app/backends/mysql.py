@@ -230,8 +230,8 @@ class NamedLockBackend(SessionLocksBackend[NamedLockSession]):
         if ("wsrep_on", "ON") in session.ask("SHOW VARIABLES LIKE 'wsrep_on'"):
             yield checks.Warning(
                 f"DISTLOCK[{self.alias!r}]: {self.using!r} is a Galera cluster, whose nodes do "
-                "not know of each other's named locks.",
-                hint="Let LOCATION name a database alias that always goes to the same node.",
+                "not share named locks.",
+                hint="Let LOCATION name a database alias that always connects to the same node.",
                 id="distlock_app.W032",
             )
 

@@ -61,8 +61,8 @@ LOCKS = f"""
 KILL = f"SELECT pg_terminate_backend(lock.pid, $5::bigint) {OURS} {OF_KEY} AND lock.pid = $6::int"
 
 AROUND = (
-    "Let LOCATION name a database alias that goes to the server itself, or to a pooler that "
-    "keeps one session for each client."
+    "Let LOCATION name a database alias that connects to the server directly, or to a pooler in "
+    "session mode."
 )
 
 
@@ -197,8 +197,8 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
         if connections[self.using].settings_dict.get("DISABLE_SERVER_SIDE_CURSORS"):
             found.append(
                 checks.Warning(
-                    f"DISTLOCK[{self.alias!r}]: {self.using!r} seems to be behind a pooler that "
-                    "lends sessions by the transaction (DISABLE_SERVER_SIDE_CURSORS).",
+                    f"DISTLOCK[{self.alias!r}]: {self.using!r} seems to be behind a transaction "
+                    "pooler (DISABLE_SERVER_SIDE_CURSORS).",
                     hint=AROUND,
                     id="distlock_app.W031",
                 )
@@ -211,8 +211,8 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
         self._pool.give_back(other)
         if numbers != {str(session.number)} or other.number == session.number:
             yield checks.Error(
-                f"DISTLOCK[{self.alias!r}]: a pooler lends the sessions of {self.using!r} by the "
-                "transaction: locks are lost, and left behind.",
+                f"DISTLOCK[{self.alias!r}]: {self.using!r} is behind a transaction pooler: locks "
+                "are lost or left behind.",
                 hint=AROUND,
                 id="distlock_app.E032",
             )

@@ -62,7 +62,7 @@ class Attempt:
         # Without a hold it only waits for a commit, or for its release after a rollback.
         if lease is not None and (lease.entered or not lease.holds or self._same_owner(lease)):
             if lease.holds > 0 and not self.lock.reentrant:
-                raise LockBusy(f"{self.lock.name!r} is held already where it is taken again")
+                raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
             hold = Hold(lease, release_now=release_now, released=True)
             hold.entered = entered
             if lease.add_hold(hold):
@@ -130,7 +130,8 @@ class Attempt:
     def resumed(self, grant: Grant, still_ours: bool) -> Hold:
         """Return the hold of what another process handed over, or raise LockLost."""
         if not still_ours:
-            raise LockLost(f"the lock {names.shown(self.lock.name)!r} was not resumed in time")
+            name = names.shown(self.lock.name)
+            raise LockLost(f"the lock {name!r} was not resumed in time, or was already released")
         return self.hold(grant, self.started)
 
     def note_wait(self, event: str, grant: Grant | None = None) -> None:
@@ -145,18 +146,18 @@ class Attempt:
             )
 
     def explain(self, busy: LockBusy) -> None:
-        """Let the error say so if this runner itself is in the way."""
+        """Let the error say so if this runner itself holds the lock."""
         for mode in ((False, 1), (True, 1), (False, self.lock.limit)):
             lease = self.runner.held.get((*self.lease_key[:2], *mode))
             if lease is None or not lease.holds or lease.lost:
                 continue
             name = names.shown(self.lock.name)
-            text = f"the lock {name!r} was taken by this thread or task itself"
+            text = f"this thread or task already holds the lock {name!r}"
             if (self.lock.shared, self.lock.limit) != mode:
                 kind = "shared" if mode[0] else "exclusively" if mode[1] == 1 else "as a permit"
-                text += f", {kind}: release it before it is taken in another mode"
+                text += f", {kind}: release it before taking it in another mode"
             else:
-                text += " by acquire(), and is held: only inside a `with` it may be taken again"
+                text += " by acquire(): it can be taken again only inside a `with`"
             busy.args = (text,)
 
     def facts(self) -> dict[str, Any]:

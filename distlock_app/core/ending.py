@@ -153,20 +153,22 @@ class Ending(Entered):
         if lease.foreign:
             why = "a parent process holds it"
         elif lease.release_asked and not lease.lost:
-            why = "its release was asked for, and the answer did not come"
+            why = "the answer to its release was lost"
         return LockLost(f"the lock {shown(self.name)!r} may belong to another owner: {why}")
 
     def _begin_release(self) -> bool:
         """Note the release; return whether to ask the engine now."""
         lease = self._lease
         if lease.process.foreign:
-            raise NotHeld(f"another process holds {shown(self.name)!r}: its child cannot release")
+            raise NotHeld(
+                f"the parent process holds {shown(self.name)!r}: a child cannot release it"
+            )
         now = self._release_now and not lease.pins
         none = now or transactions.surely_none() or lease.lost
         blocks = [] if none else transactions.open_blocks()
         with lease.lock:
             if self.released:
-                raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
+                raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
             blocks = [block for block in blocks if id(block) not in lease.open_transactions]
             last = lease.remove_hold(self, blocks=[id(block) for block in blocks])
         if last:
@@ -232,7 +234,7 @@ class Ending(Entered):
         if exc is None:
             raise error
         about = self.log_fields("not_raised", error=str(error))
-        logger.warning("while another error was raised: %s", error, extra=about)
+        logger.warning("not raised, because the body of the `with` raised: %s", error, extra=about)
 
 
 def check_at_end(lease: Lease) -> None:

@@ -81,7 +81,7 @@ def entered(lock: Any, frame: FrameType) -> Any:
     if not ours and len({id(hold) for hold in found}) == 1:
         ours = found
     if not ours:
-        raise NotHeld("it is not known which `with` ends here: use hold = lock.acquire() instead")
+        raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
     return ours[-1]
 
 

@@ -195,5 +195,7 @@ def all_of(*locks: Lock) -> AllOf:
     if not locks:
         raise ValueError("all_of() needs at least one lock")
     if any(lock.atomic for lock in locks):
-        raise ValueError("all_of() takes no atomic locks: open atomic() inside its `with`")
+        raise ValueError(
+            "all_of() does not take locks with atomic=: open atomic() inside its `with`"
+        )
     return AllOf(locks)

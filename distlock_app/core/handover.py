@@ -27,6 +27,6 @@ def unpacked(text: str) -> tuple[str, dict[str, Any], int | None, Any]:
         alias, claim, fence, session = signing.loads(text, salt=SALT)
     except signing.BadSignature:
         raise ValueError(
-            "this is no text of Hold.dump(), or of a project with another SECRET_KEY"
+            "this is not a valid text of Hold.dump(), or was signed with another SECRET_KEY"
         ) from None
     return alias, claim, fence, session

@@ -61,7 +61,7 @@ class Hold(Ending):
         engine. A lock that was cleared by hand is noticed at the next renewal.
         """
         if self.released:
-            raise NotHeld(f"the hold of {shown(self.name)!r} was released before")
+            raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
         if self._lease.doubtful:
             raise self._lost_error()
 
@@ -99,7 +99,7 @@ class Hold(Ending):
         """
         lease = self._lease
         if not lease.backend.expires:
-            raise LockError("this engine's locks end with their session, not at a given time")
+            raise LockError("this backend's locks end with their session, not at a given time")
         self._check_extend()
         ttl = lease.capped(checked_ttl(max(seconds, MIN_TTL)))
         grant, ask = self._leave_claim(), lease.backend.extend
@@ -142,8 +142,8 @@ class Hold(Ending):
         backend = lease.backend
         if not isinstance(backend, InTransaction):
             raise LockError(
-                f"only a lock table in the database of the data can be pinned, not the engine of"
-                f" alias {lease.alias!r}: write with a fence instead"
+                f"only a lock table in the database of the data can be pinned, not the backend of"
+                f" alias {lease.alias!r}: write with a fencing token instead"
             )
         connection: Any = connections[backend.using]
         blocks = connection.atomic_blocks
@@ -185,11 +185,13 @@ class Hold(Ending):
         self.check()
         backend = self._lease.backend
         if not isinstance(backend, GuardedWrites):
-            raise LockError(f"the engine of alias {self._lease.alias!r} has no guarded_set()")
+            raise LockError(f"the backend of alias {self._lease.alias!r} has no guarded_set()")
         if release and self._lease.holds > 1:
-            raise LockError("guarded_set(release=True) inside another hold of the same lock")
+            raise LockError(
+                "guarded_set(release=True) cannot release: another hold of the lock is open"
+            )
         if not backend.guarded_set(self._lease.grant, key, value, ttl=ttl, release=release):
-            releaser.lose(self._lease, "the engine refused the guarded write")
+            releaser.lose(self._lease, "the backend refused the guarded write")
             raise self._lost_error()
         if release:
             self._lease.remove_hold(self)
@@ -209,11 +211,11 @@ class Hold(Ending):
 
     def _check_dump(self) -> None:
         if not self._lease.backend.expires:
-            raise LockError("this engine's locks end with their session: they cannot be dumped")
+            raise LockError("this backend's locks end with their session: they cannot be dumped")
         if self._lease.holds > 1:
-            raise LockError(f"{shown(self.name)!r} was taken again here: dump the only hold of it")
+            raise LockError(f"{shown(self.name)!r} has another hold here: release it before dump()")
         if not self._release_now and transactions.open_blocks():
-            raise LockError("a lock is not handed over inside atomic(): dump it after the commit")
+            raise LockError("dump() is not possible inside atomic(): call it after the commit")
 
     def _dumped(self) -> str:
         return packed(self._lease.alias, self._leave_claim())

@@ -71,7 +71,7 @@ def begun_under_lock(
     if not blocks:
         others = ", ".join(repr(other.alias) for other in transactions.open_blocks())
         raise TransactionManagementError(
-            f"open atomic() on {database!r} first, where the lock table of alias {using!r} is"
+            f"open atomic() on {database!r} first, where alias {using!r} has its lock table"
             + (f": the open transaction is on {others}" if others else "")
         )
     connection.validate_no_broken_transaction()
@@ -80,7 +80,7 @@ def begun_under_lock(
         return fence
     if (lease := attempt.lease()) is not None and not lease.ended:
         raise LockBusy(
-            f"this thread has {shown(name)!r} as a Lock already: hold.pin() keeps its row locked"
+            f"this thread already holds {shown(name)!r} as a Lock: hold.pin() keeps its row locked"
             " until the end of the transaction"
         )
     held = transactions.held_in(connection)
@@ -142,8 +142,8 @@ def _lease(attempt: Attempt, wait: float | None, release: Callable[[Grant], bool
         grant, _ = acquired(attempt.backend, claim, wait, waker)
         if not release(grant):
             raise LockLost(
-                f"this process was stopped when it had just got {shown(claim.name)!r}, and that is"
-                " over: begin the transaction again"
+                f"this process was stopped just after it got {shown(claim.name)!r}, whose lease has"
+                " ended: restart the transaction"
             )
         assert grant.fence is not None
         return grant.fence

@@ -40,7 +40,7 @@ class Latch:
         names.checked(self.name)
         checked_ttl(self.ttl)
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"count must be a whole number from 1, not {self.count!r}")
+            raise ValueError(f"count must be a whole number of 1 or more, not {self.count!r}")
         if not self._backend.latches:
             engine = type(self._backend).__name__
             raise ValueError(f"a Latch is not possible with {engine} (alias {self.using!r})")

@@ -15,7 +15,7 @@ from ..primitives.timing import monotonic, trusted_for
 
 # Why a lease is lost.
 LATE = "it was not renewed in time"
-GONE = "the engine says that it is gone or has another owner"
+GONE = "the backend reports that it is gone or has another owner"
 
 
 class Process:

@@ -64,22 +64,22 @@ class Lock(WithBlock[Hold]):
     def __post_init__(self) -> None:
         names.checked(self.name)
         if self.ttl is not UNSET and checked_ttl(self.ttl) > LONG_TTL and self.renew:
-            text = f"ttl counts seconds: after a crash, {self.ttl:g} of them keep the lock"
+            text = f"ttl={self.ttl:g} is in seconds: after a crash the lock stays taken"
             warnings.warn(f"{text} for {self.ttl / 3600:.1f} hours", stacklevel=3)
         if self.wait is not UNSET:
             checked_wait(self.wait)
         if self.max_hold is not None:
             _check_max_hold(self.max_hold)
         if not isinstance(self.limit, int) or self.limit < 1:
-            raise ValueError(f"limit must be a whole number from 1, not {self.limit!r}")
+            raise ValueError(f"limit must be a whole number of 1 or more, not {self.limit!r}")
         if self.shared and self.limit > 1:
-            raise ValueError("shared=True and limit= exclude each other")
+            raise ValueError("shared=True and limit= cannot be combined")
         if self.release not in ("transaction_end", "now"):
             raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
         if self.owner is not None and not (isinstance(self.owner, str) and self.owner):
             raise ValueError(f"owner must be a name, not {self.owner!r}")
         if isinstance(self.atomic, str) and self.atomic not in list(connections):
-            raise ImproperlyConfigured(f"atomic={self.atomic!r} is no alias of DATABASES")
+            raise ImproperlyConfigured(f"atomic={self.atomic!r} is not an alias of DATABASES")
         backend = registry[self.using].backend
         if self.shared or self.fair or self.limit > 1 or self.owner is not None:
             self._check_engine(backend)
@@ -219,7 +219,9 @@ class Lock(WithBlock[Hold]):
 
     def _no_atomic(self) -> None:
         if self.atomic:
-            raise LockError("atomic= needs a synchronous `with`: it has to see the block's end")
+            raise LockError(
+                "atomic= needs a synchronous `with`: it commits at the end of the block"
+            )
 
 
 def _check_max_hold(seconds: Any) -> None:

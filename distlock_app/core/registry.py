@@ -56,11 +56,11 @@ def checked_ttl(ttl: Any) -> float:
 
 
 def checked_wait(wait: Any) -> float | None:
-    """Return `wait` as seconds or None (for ever), or raise TypeError / ValueError."""
+    """Return `wait` as seconds or None (forever), or raise TypeError / ValueError."""
     if wait is None:
         return None
     if isinstance(wait, bool) or not isinstance(wait, (int, float)):
-        raise TypeError(f"wait must be a number of seconds or None (for ever), not {wait!r}")
+        raise TypeError(f"wait must be a number of seconds or None (forever), not {wait!r}")
     if not wait >= 0:
         raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
     return None if wait > sys.float_info.max else float(wait)
@@ -77,12 +77,12 @@ class Entry:
 
 
 def check_deployed(entry: Entry) -> Iterator[checks.CheckMessage]:
-    """Warn of an engine that excludes no other process, unless DEBUG is on."""
+    """Warn of a backend that does not exclude other processes, unless DEBUG is on."""
     if entry.backend.local and not settings.DEBUG:
         yield checks.Warning(
-            f"DISTLOCK[{entry.alias!r}] uses {type(entry.backend).__name__}: "
-            "no other process is excluded.",
-            hint="Name an engine that all processes share, such as the lock table.",
+            f"DISTLOCK[{entry.alias!r}] uses {type(entry.backend).__name__}, "
+            "which does not exclude other processes.",
+            hint="Use a backend that all processes share, such as the lock table.",
             id="distlock_app.W003",
         )
 
@@ -127,7 +127,9 @@ class Registry:
         if value is None:
             return DEFAULT_SETTING
         if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
-            raise ImproperlyConfigured("DISTLOCK must be a dict of alias to dict, as CACHES is.")
+            raise ImproperlyConfigured(
+                "DISTLOCK must be a dict of aliases, as CACHES is: {'default': {'BACKEND': ...}}."
+            )
         return value
 
     def reset(self) -> None:

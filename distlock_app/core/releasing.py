@@ -88,7 +88,7 @@ class Releaser:
         if was_ours and lease.lost_because is None:
             report_released(lease)
         else:
-            self.lose(lease, "it was gone before the transaction had ended", at_release=True)
+            self.lose(lease, "it was lost before the transaction ended", at_release=True)
 
     def drain(self, lease: Lease | None = None) -> None:
         """Wait for the releases under way, or one; but not for a backend that does not answer."""
@@ -133,7 +133,7 @@ class Releaser:
         late = now >= release.until
         try:
             if late and backend.expires:
-                raise BackendError("its time is over")
+                raise BackendError("its lease has ended")
             was_ours = backend.release(release.grant)
         except BaseException as error:
             # A claim without an end stays, and the backend says when its session is over.

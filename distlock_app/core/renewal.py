@@ -112,7 +112,7 @@ class Renewer:
             return
         renews = _renews(lease, now)
         if now >= lease.trusted_until:
-            releaser.lose(lease, LATE if renews else "its time was up")
+            releaser.lose(lease, LATE if renews else "its time is over")
             return
         self._schedule(lease, lease.trusted_until)
         if renews or lease.backend.heartbeat is not None:

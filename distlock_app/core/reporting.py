@@ -62,7 +62,7 @@ def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], object]) ->
     try:
         callback(hold)
     except BaseException:  # also SystemExit, which ends no process from here
-        logger.exception("a callback of on_lost failed", extra=hold.log_fields("callback_failed"))
+        logger.exception("an on_lost() callback failed", extra=hold.log_fields("callback_failed"))
     finally:
         connections.close_all()  # those of this thread
 

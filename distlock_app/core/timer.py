@@ -98,7 +98,7 @@ class Timer:
             try:
                 self._turn()
             except BaseException:
-                logger.exception("the lock timer failed and goes on", extra=_FAILED)
+                logger.exception("the lock timer failed and continues", extra=_FAILED)
                 sleep(RECOVERY)
 
     def _turn(self) -> None:
@@ -112,7 +112,7 @@ class Timer:
             try:
                 call()
             except Exception:  # the others must not be lost for it
-                logger.exception("what the lock timer called failed", extra=_FAILED)
+                logger.exception("a call by the lock timer failed", extra=_FAILED)
         return 0.0 if calls else max(0.0, min(self.wakes_at - monotonic(), LONGEST_SLEEP))
 
     def _due(self) -> list[Callable[[], None]]:

@@ -181,11 +181,11 @@ def _pause(
 
 
 def busy_error(name: str, wait: float | None, free_in: float | None = None) -> LockBusy:
-    """Return the error for a lock that was not had within `wait` seconds."""
+    """Return the error for a lock that was not granted within `wait` seconds."""
     name = shown(name)
     if wait == 0:
         return LockBusy(f"the lock {name!r} is held by another owner", free_in=free_in)
-    return LockTimeout(f"the lock {name!r} was held by others for {wait:.3f} s", free_in=free_in)
+    return LockTimeout(f"the lock {name!r} was not free within {wait:.3f} s", free_in=free_in)
 
 
 def run(steps: Generator[Step, Any, Any], waker: Waker) -> Any:

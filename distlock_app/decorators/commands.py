@@ -98,7 +98,7 @@ def locked_command(
 
     def decorate(command: Any) -> Any:
         if not (isinstance(command, type) and issubclass(command, BaseCommand)):
-            raise TypeError(f"locked_command is for classes of commands, not for {command!r}")
+            raise TypeError(f"locked_command decorates command classes, not {command!r}")
         _wrap(guard, command)
         return command
 
@@ -157,16 +157,18 @@ def _add_options(parser: CommandParser) -> None:
         "--lock-wait",
         type=_checked(checked_wait),
         metavar="SECONDS",
-        help="Wait up to SECONDS while it runs elsewhere; 0 is one try, inf waits for ever.",
+        help="Wait up to SECONDS if it is running elsewhere; 0 is one try, inf waits forever.",
     )
     group.add_argument(
         "--lock-ttl",
         type=_checked(checked_ttl),
         metavar="SECONDS",
-        help="How long after a crash the lock stays taken.",
+        help="How long the lock stays taken after a crash.",
     )
     group.add_argument(
-        "--no-lock", action="store_true", help="Run even if it runs elsewhere, without the lock."
+        "--no-lock",
+        action="store_true",
+        help="Run without the lock, even if it is running elsewhere.",
     )
 
 
@@ -238,8 +240,8 @@ class _Guard:
         return result
 
     def report(self, command: Any, lock: Lock, busy: _Busy, options: dict[str, Any]) -> None:
-        """Say that the command runs elsewhere; raise CommandError, except to skip in silence."""
-        text = f"{_command_name(type(command))} runs already: {held_by(lock)}"
+        """Say that the command is running elsewhere: by CommandError, unless it may skip."""
+        text = f"{_command_name(type(command))} is already running: {held_by(lock)}"
         if self.busy_exit:
             raise CommandError(text, returncode=self.busy_exit) from busy.__cause__
         if options.get("verbosity", 1) > 1:

@@ -168,7 +168,7 @@ def sorted_out(
     """Return template, naming function and what to decorate, of a decorator's arguments."""
     if first is None or isinstance(first, str):
         if first is not None and name is not None:
-            raise TypeError("a template and name= exclude each other")
+            raise TypeError("pass a template or name=, not both")
         return first, name, None
     if getattr(first, "__name__", "") == "<lambda>" and name is None:
         return None, first, None
@@ -188,7 +188,7 @@ def probe(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None
     the project can be imported.
     """
     if in_transaction and (others := set(lock_options) - {"wait", "using"}):
-        raise TypeError(f"in_transaction=True goes with wait= and using= only, not {min(others)}=")
+        raise TypeError(f"in_transaction=True allows only wait= and using=, not {min(others)}=")
     if not settings.configured:
         return
     try:
@@ -214,12 +214,12 @@ def refuse_what_is_no_function(function: Any) -> None:
     if any(hasattr(function, method) for method in _TASK_METHODS):
         raise TypeError(
             f"{function!r} is a task: a queue would call it without the lock. Swap the "
-            "decorators, the lock's goes below the task's, next to the function"
+            "decorators: the lock's goes below the task's, next to the function"
         )
     if isinstance(function, (classmethod, staticmethod)):
         raise TypeError(f"the lock's decorator goes below @{type(function).__name__}")
     if isinstance(function, type) or not callable(function):
-        raise TypeError(f"{function!r} is no function")
+        raise TypeError(f"{function!r} is not a function")
 
 
 def _kind_of(function: Callable[..., Any]) -> Callable[..., Any]:

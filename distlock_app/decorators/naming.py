@@ -61,7 +61,7 @@ class NameTemplate:
         for _, field in self._parts:
             if field and known is not None and _root(field) not in known:
                 raise ValueError(
-                    f"{{{field}}} in the lock name {self.template!r} is none of the {what}: "
+                    f"{{{field}}} in the lock name {self.template!r} is not one of the {what}: "
                     f"{', '.join(sorted(known)) or 'there are none'}"
                 )
 
@@ -120,11 +120,11 @@ def text_of(value: Any) -> str:
     """
     if isinstance(value, models.Model):
         if value.pk is None:
-            raise ValueError("is not saved yet: it has no primary key to be locked by")
+            raise ValueError("is not saved yet, so it has no primary key to lock by")
         return text_of(value.pk)
     if value is None:
         # Else all anonymous visitors, or all unsaved objects, would share one lock.
-        raise ValueError("is None, which names nothing")
+        raise ValueError("is None, which cannot name a lock")
     if isinstance(value, enum.Enum):
         return text_of(value.value)
     if isinstance(value, tuple):  # a composite primary key
@@ -132,7 +132,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, _PLAIN) or _has_own_text(value):
         return str(value)
     raise ValueError(
-        f"is of type {type(value).__name__}, which has no text of its own: use an attribute, an "
+        f"is of type {type(value).__name__}, which has no __str__ of its own: use an attribute, an "
         "item, or name= with a function"
     )
 

@@ -27,7 +27,7 @@ def fence_of(hold: Any) -> int:
         return hold
     hold.check()
     if hold.fence is None:
-        raise LockError(f"{hold!r} has no fence: the backend of its alias gives none")
+        raise LockError(f"{hold!r} has no fencing token: its backend does not provide them")
     return int(hold.fence)
 
 
@@ -118,7 +118,9 @@ class FencedQuerySet(models.QuerySet[M]):
         objs = list(objs)
         if self._fence is not None:
             if kwargs.get("update_conflicts"):
-                raise NotSupportedError("bulk_create(update_conflicts=True) would ask no fence")
+                raise NotSupportedError(
+                    "bulk_create(update_conflicts=True) cannot check fencing tokens"
+                )
             for obj in objs:
                 obj.fence = self._fence
         return super().bulk_create(objs, *args, **kwargs)
@@ -129,7 +131,7 @@ class FencedQuerySet(models.QuerySet[M]):
         self, defaults: Any = None, create_defaults: Any = None, **kwargs: Any
     ) -> tuple[M, bool]:
         if self._fence is not None:
-            raise NotSupportedError("use update(), or create(): update_or_create() asks no fence")
+            raise NotSupportedError("update_or_create() cannot check fencing tokens: use update()")
         return super().update_or_create(defaults, create_defaults, **kwargs)
 
     update_or_create.alters_data = True  # type: ignore[attr-defined]
@@ -247,7 +249,7 @@ class FencedModel(models.Model):
         rows = self._fenced_row(using)
         refuse_newer(rows, number, obj=self)
         if not self._state.adding:
-            text = f"{self._meta.label} {self.pk!r} is gone: it is not made again by a late holder"
+            text = f"{self._meta.label} {self.pk!r} is gone: a late holder does not insert it again"
             raise StaleFenceError(text, obj=self, fence=number)
 
     def _fenced_row(self, using: str) -> Any:
@@ -292,5 +294,5 @@ def refuse_newer(rows: Any, fence: int, *, obj: Any = None) -> None:
     found = next(iter(newer.values_list("fence", flat=True)[:1]), None)
     if found is not None:
         what = rows.model._meta.label if obj is None else f"{obj._meta.label} {obj.pk!r}"
-        text = f"{what} was written under the fence {found}, which is later than {fence}"
+        text = f"{what} was written with fencing token {found}, which is greater than {fence}"
         raise StaleFenceError(text, obj=obj, fence=fence, found=found)

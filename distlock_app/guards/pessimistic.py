@@ -171,8 +171,8 @@ def retry_on_deadlock(
     def begin() -> None:
         if in_transaction():
             raise TransactionManagementError(
-                f"{function.__qualname__}() is decorated with retry_on_deadlock, and cannot begin "
-                "again inside an open transaction: decorate what opens the outermost atomic()"
+                f"{function.__qualname__}() is decorated with retry_on_deadlock, and cannot be "
+                "retried inside an open transaction: decorate what opens the outermost atomic()"
             )
 
     def seconds_after(error: Exception, attempt: int) -> float:
@@ -251,7 +251,7 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         label = rows.model._meta.label
         if wait == 0:
             raise LockBusy(f"rows of {label} are locked by another transaction") from error
-        raise LockTimeout(f"rows of {label} were locked by others for {wait} s") from error
+        raise LockTimeout(f"rows of {label} were not free within {wait} s") from error
 
 
 def _bounded(wait: float | None) -> float | None:

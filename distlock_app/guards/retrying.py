@@ -222,7 +222,7 @@ def calling_again(
     if attempts < 1:
         raise ValueError("attempts must be at least 1")
     if isgeneratorfunction(function) or isasyncgenfunction(function):
-        raise TypeError(f"{function.__qualname__}() is a generator: it cannot begin again")
+        raise TypeError(f"{function.__qualname__}() is a generator, which cannot be retried")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ def _may_pass(error: Exception) -> bool:
 
 def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
     return RetriesExhausted(
-        f"each of {attempts} attempts met a change by another writer",
+        f"each of {attempts} attempts had a conflict with another writer",
         obj=getattr(failure, "obj", None),
         expected=getattr(failure, "expected", None),
         found=getattr(failure, "found", None),

@@ -104,7 +104,7 @@ class _Writer:
                 self._failing = False
             except Exception:  # whatever it is: the next ones may be written
                 if not self._failing:
-                    text = "events of locks could not be written"
+                    text = "lock events could not be written"
                     logger.warning(text, exc_info=True, extra=fields("not_recorded", ""))
                 self._failing = True
             finally:

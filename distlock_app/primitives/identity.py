@@ -124,7 +124,7 @@ def refuse_to_block(instead: str) -> None:
     if not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
         raise SynchronousOnlyOperation(
             f"An event loop runs in this thread, and a lock would block it: use {instead}, or call"
-            " the function by sync_to_async()."
+            " the function through sync_to_async()."
         )
 
 

@@ -107,7 +107,7 @@ class Worker:
                 self._work(jobs)
             except BaseException:  # also SystemExit: the next job relies on this thread
                 logger.exception(
-                    "%s failed and goes on", self._name, extra=fields("worker_failed", "")
+                    "%s failed and continues", self._name, extra=fields("worker_failed", "")
                 )
             del jobs  # a lease must not live on in this frame
         connections.close_all()  # those of this thread, which receivers may have opened

@@ -28,7 +28,7 @@ def check_sharing(alias: str, using: str) -> list[CheckMessage]:
         Warning(
             f"DISTLOCK[{alias!r}] keeps its locks in the same SQLite file as other data.",
             hint="A lock waits for every transaction that writes, and cannot be taken inside"
-            " of one. Add a database file for locks to DATABASES and name it as LOCATION.",
+            " one. Add a database file for locks to DATABASES and set it as LOCATION.",
             id="distlock_app.W011",
         )
     ]
@@ -57,15 +57,15 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
 
 
 def check_generic(alias: str, session: Session) -> list[CheckMessage]:
-    """Say what is missing, and what may go wrong, where Django writes the SQL."""
+    """Report what is missing and what may go wrong where Django generates the SQL."""
     if not isinstance(session.dialect, Generic):
         return []
     server = session.wrapper.display_name
     found: list[CheckMessage] = [
         Info(
-            f"DISTLOCK[{alias!r}]: there is no SQL for {server} in this app, Django writes it."
+            f"DISTLOCK[{alias!r}]: this app has no SQL for {server}; Django generates it."
             " Waiters poll, in no order of arrival.",
-            hint="It was tested with PostgreSQL, MariaDB and SQLite in place of such a database.",
+            hint="This was tested with PostgreSQL, MariaDB and SQLite as stand-ins.",
             id="distlock_app.I011",
         )
     ]
@@ -74,8 +74,6 @@ def check_generic(alias: str, session: Session) -> list[CheckMessage]:
     ahead = now - datetime.now(timezone.utc)
     if abs(ahead) > ZONE:
         text = f"DISTLOCK[{alias!r}]: the clock of {server} is {ahead / timedelta(minutes=1):+.0f}"
-        hint = (
-            "Let the server, or its sessions, use UTC: summer time would end every lease at once."
-        )
+        hint = "Set the server or its sessions to UTC: summer time would end every lease at once."
         found.append(Warning(f"{text} minutes from UTC.", hint=hint, id="distlock_app.W012"))
     return found

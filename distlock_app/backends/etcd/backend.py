@@ -229,8 +229,8 @@ class EtcdBackend(ForPeople):
             if "deleted" in self._gateway.ask("/v3/kv/deleterange", request):
                 return True
             raise BackendError(
-                f"etcd {self.alias!r} lost the answer: the lock is not ours any more, "
-                "whether it was until then is not known."
+                f"etcd {self.alias!r} lost the answer to a release: the lock is no longer ours, "
+                "but may have been lost before."
             ) from error
 
     def _key(self, claim: Claim) -> str:

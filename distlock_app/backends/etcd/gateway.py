@@ -155,7 +155,7 @@ class Gateway:
                 raise ConnectionError(f"HTTP {status}")
         except (ValueError, IndexError) as error:
             link.close()
-            raise ConnectionError("not an answer of etcd") from error
+            raise ConnectionError("not an etcd response") from error
         except BaseException:  # half an exchange: what comes next would be read as our answer
             link.close()
             raise

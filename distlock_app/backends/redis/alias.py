@@ -64,8 +64,8 @@ def where(location: Any, cluster: Sequence[str]) -> tuple[Any, list[tuple[str, i
         return _cluster(cluster)
     if cluster or not isinstance(location, str):
         raise ImproperlyConfigured(
-            "LOCATION must be the name of an alias in CACHES, or OPTIONS name a CLUSTER as a "
-            "list of URLs instead."
+            "LOCATION must be the name of an alias in CACHES, unless OPTIONS has a CLUSTER, a list "
+            "of URLs."
         )
     found = recipe(location)
     params = settings.CACHES[location]
@@ -82,7 +82,7 @@ def _cluster(urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
             ConnectionPool.from_url(url).connection_kwargs for url in urls
         ]
         if any(part.get("db") for part in parts):
-            raise ImproperlyConfigured("A Redis Cluster has no database but 0.")
+            raise ImproperlyConfigured("A Redis Cluster has only database 0.")
         nodes = [(part["host"], int(part.get("port", 6379))) for part in parts]
         return _ours(ConnectionPool.from_url(urls[0], **_OURS)), nodes
 
@@ -117,7 +117,7 @@ def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any
     if any(base.__module__ == "django.core.cache.backends.redis" for base in cache.__mro__):
         return _django
     raise ImproperlyConfigured(
-        f"CACHES[{alias!r}] is no Redis cache (BACKEND {path!r}): "
+        f"CACHES[{alias!r}] is not a Redis cache (BACKEND {path!r}): "
         "use one whose BACKEND is django_redis.cache.RedisCache."
     )
 

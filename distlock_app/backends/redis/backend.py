@@ -78,13 +78,13 @@ class RedisBackend(ForPeople, GuardedWrites):
         try:
             self._recipe, self._nodes = where(location, cluster)
             if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
-                raise ImproperlyConfigured("PREFIX must be text without braces and blanks.")
+                raise ImproperlyConfigured("PREFIX must be text without braces or blanks.")
             if type(replicas) is not int or replicas < 0:
-                raise ImproperlyConfigured("REPLICAS must be a number of servers.")
+                raise ImproperlyConfigured("REPLICAS must be a whole number.")
             longest = self._recipe.connection_kwargs["socket_timeout"]
             if replicas and not 0 < float(replicas_timeout) < longest:
                 raise ImproperlyConfigured(
-                    f"REPLICAS_TIMEOUT must be less than the {longest} s that a socket waits."
+                    f"REPLICAS_TIMEOUT must be less than the socket timeout of {longest} s."
                 )
         except (ImproperlyConfigured, TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: {error}") from None
@@ -224,8 +224,8 @@ class RedisBackend(ForPeople, GuardedWrites):
         claim = grant.claim
         if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):
             raise ValueError(
-                "In a Redis Cluster the key must be in the hash slot of its lock: with "
-                f"'{{{part_of(claim.key)}}}' in it, without other braces before."
+                "In a Redis Cluster the key must be in the hash slot of its lock: it must contain "
+                f"'{{{part_of(claim.key)}}}', with no other braces before it."
             )
         data = value if isinstance(value, bytes) else str(value).encode()
         request = fill(
@@ -308,8 +308,8 @@ class RedisBackend(ForPeople, GuardedWrites):
             if self._pool.run(script, request):
                 return True
             raise BackendError(
-                f"Redis {self.alias!r} lost the answer: the lock is not ours any more, "
-                "whether it was until then is not known."
+                f"Redis {self.alias!r} lost the answer to a release: the lock is no longer ours, "
+                "but may have been lost before."
             ) from error
 
 

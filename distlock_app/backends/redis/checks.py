@@ -23,7 +23,7 @@ def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
     return [
         Warning(
             f"The locks of DISTLOCK[{alias!r}] are in the Redis database of the cache "
-            f"{(others or [location])[0]!r}: clearing that cache drops them all.",
+            f"{(others or [location])[0]!r}: clearing that cache deletes them all.",
             hint="Give the locks an alias of their own in CACHES, with another database number "
             "or another server, and never clear it.",
             id="distlock_app.W013",
@@ -32,7 +32,7 @@ def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
 
 
 def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckMessage]:
-    """Ask whether the servers are there, and whether they may throw locks away."""
+    """Ask whether the servers answer, and whether they may evict locks."""
     try:
         facts = {node.name: _facts(node) for node in servers.nodes()}
     except BackendError as error:
@@ -42,7 +42,7 @@ def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckM
     for policy in sorted(policies - {"noeviction"}):
         messages.append(
             Warning(
-                f"The Redis of DISTLOCK[{alias!r}] throws locks away when its memory is full "
+                f"The Redis of DISTLOCK[{alias!r}] evicts locks when its memory is full "
                 f"(maxmemory-policy {policy}).",
                 hint="Set maxmemory-policy to noeviction, or give the locks a server of their own.",
                 id="distlock_app.W014",
@@ -53,7 +53,7 @@ def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckM
             messages.append(
                 Warning(
                     f"Redis {name!r} has {fact['connected_slaves']} replicas, but REPLICAS of "
-                    f"DISTLOCK[{alias!r}] asks for {replicas}: it grants no lock.",
+                    f"DISTLOCK[{alias!r}] requires {replicas}: it grants no lock.",
                     hint="Add replicas, or lower REPLICAS.",
                     id="distlock_app.W016",
                 )

@@ -193,7 +193,7 @@ class Pool(Servers):
             if self._leads_to_master(link):
                 return link
             link.connection.disconnect()
-        raise ConnectionError("the Sentinels name another master each time")
+        raise ConnectionError("the Sentinels keep naming different masters")
 
     def _take(self) -> Link:
         while True:
@@ -263,8 +263,8 @@ class Pool(Servers):
         heard = self._value(_talk(connection, [self._wait])[0][0])
         if heard < self._replicas:
             error = BackendError(
-                f"Redis {self.name!r}: {heard} of {self._replicas} replicas have the lock in time, "
-                "so it does not count."
+                f"Redis {self.name!r}: only {heard} of {self._replicas} replicas confirmed the "
+                "lock in time, so it does not count."
             )
             for at in promises:
                 answers[at] = error
@@ -273,7 +273,9 @@ class Pool(Servers):
         """Say what happened; no URL, and none of the texts that may quote our request."""
         server, why = f"Redis {self.name!r}", type(error).__name__
         if isinstance(error, AuthenticationError):
-            return BackendError(f"{server} did not let us in: check user and password in CACHES.")
+            return BackendError(
+                f"{server} rejected the credentials: check user and password in CACHES."
+            )
         if not sent:
             return Unreachable(f"{server} could not be reached at {self._at}: {why}.")
         kind = ConnectionLost if isinstance(error, ConnectionError) else BackendError

@@ -48,7 +48,7 @@ class RedlockBackend(ForPeople):
         where = f"DISTLOCK[{alias!r}]"
         self._nodes = _checked(where, location)
         if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
-            raise ImproperlyConfigured(f"{where}: PREFIX must be text without braces and blanks.")
+            raise ImproperlyConfigured(f"{where}: PREFIX must be text without braces or blanks.")
         self._prefix = f"{prefix}:redlock:"
         self._template = lru_cache(maxsize=4096)(self._make_template)
         self._start()
@@ -263,12 +263,12 @@ def _checked(where: str, location: Any) -> list[tuple[str, Any]]:
     """Return the aliases of a LOCATION and how to connect to each, or say what is wrong."""
     if not isinstance(location, (list, tuple)) or not all(isinstance(a, str) for a in location):
         raise ImproperlyConfigured(
-            f"{where}: LOCATION must be a list of aliases in CACHES, a server each."
+            f"{where}: LOCATION must be a list of aliases in CACHES, one for each server."
         )
     if len(location) < 3 or len(location) % 2 == 0:
         raise ImproperlyConfigured(
             f"{where}: LOCATION names {len(location)} servers; a majority needs an odd number, at "
-            "least 3: add one or take one away. For a single server use RedisBackend."
+            "least 3. For a single server use RedisBackend."
         )
     recipes = [(alias, recipe(alias)) for alias in location]
     names: dict[Any, str] = {}
@@ -277,7 +277,7 @@ def _checked(where: str, location: Any) -> list[tuple[str, Any]]:
         if server in names:
             raise ImproperlyConfigured(
                 f"{where}: LOCATION names the same server twice, as {names[server]!r} and "
-                f"{alias!r}: a majority is one of independent servers, so name another."
+                f"{alias!r}: a majority needs independent servers."
             )
         names[server] = alias
     return recipes

@@ -33,7 +33,7 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
             messages.append(
                 Error(
                     f"DISTLOCK[{alias!r}] counts one server twice: {other!r} and {name!r}.",
-                    hint="A majority is one of independent servers: name another.",
+                    hint="A majority needs independent servers: replace one of the aliases.",
                     id="distlock_app.E014",
                 )
             )
@@ -42,9 +42,9 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
     if forgetful:
         messages.append(
             Warning(
-                f"DISTLOCK[{alias!r}]: {', '.join(forgetful)} forget all locks in a restart.",
-                hint="Set appendonly yes and appendfsync always, or let a node that went down stay "
-                "down for as long as the longest ttl before it starts again.",
+                f"DISTLOCK[{alias!r}]: {', '.join(forgetful)} lose all locks in a restart.",
+                hint="Set appendonly yes and appendfsync always, or restart a node that went down "
+                "only after the longest ttl.",
                 id="distlock_app.W015",
             )
         )

@@ -80,7 +80,7 @@ class QuorumRequest:
                 self.no[node] = line
         else:
             code = re.match(rb"-([A-Z]+)", line)
-            self.why[node] = code[1].decode() if code else "no answer of a Redis"
+            self.why[node] = code[1].decode() if code else "not a Redis response"
 
 
 class Link:

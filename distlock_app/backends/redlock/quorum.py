@@ -159,7 +159,7 @@ class Quorum:
         try:
             node.fresh.append(node.connect())
         except AuthenticationError:
-            why = "did not let us in"
+            why = "rejected the credentials"
         except Exception as error:  # whatever it is: threads wait for this one
             why = type(error).__name__
         with self._opened:

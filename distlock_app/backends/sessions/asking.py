@@ -41,7 +41,7 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
         self.using = database_of(alias, location)
         if connections[self.using].vendor != self.vendor:
             raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: {type(self).__name__} is for {self.vendor}, and the "
+                f"DISTLOCK[{alias!r}]: {type(self).__name__} requires {self.vendor}, but the "
                 f"database {self.using!r} is {connections[self.using].vendor}"
             )
         self._pool = ServerSessions(self.using, self.session_type)

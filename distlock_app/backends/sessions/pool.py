@@ -55,7 +55,7 @@ def database_of(alias: str, location: Any) -> str:
     if location not in list(connections):
         # Not what it says: that may be a URL with a password.
         raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: LOCATION is no alias of DATABASES "
+            f"DISTLOCK[{alias!r}]: LOCATION is not an alias of DATABASES "
             f"(it has: {', '.join(connections)})"
         )
     return str(location)

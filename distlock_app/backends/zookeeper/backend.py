@@ -239,8 +239,8 @@ class ZooKeeperBackend(ForPeople):
             return None, None
         if ttl > self._session.trusted:
             raise BackendError(
-                f"ZooKeeper {self.alias!r}: a session is good for "
-                f"{self._session.trusted:.1f} seconds at most (OPTIONS: SESSION)."
+                f"ZooKeeper {self.alias!r}: a session guarantees at most "
+                f"{self._session.trusted:.1f} seconds (OPTIONS: SESSION)."
             )
         return own, self._session.send("exists", own.path)
 

@@ -90,9 +90,9 @@ class Session:
 
     @property
     def trusted(self) -> float:
-        """The seconds for which the session surely lives after `proved_at`."""
+        """The seconds for which the session certainly lives after `proved_at`."""
         if not self._granted:
-            raise BackendError("this release of kazoo does not say how long its sessions live")
+            raise BackendError("this version of kazoo does not expose its session timeout")
         return self._granted * TRUSTED
 
     def id(self) -> int:
@@ -186,7 +186,7 @@ class Session:
         if not live.wait(self._timeout):
             if client.client_state == "AUTH_FAILED":  # kazoo has given up
                 self.close()
-                raise BackendError(f"ZooKeeper {self._alias!r} did not let us in.")
+                raise BackendError(f"ZooKeeper {self._alias!r} rejected the credentials.")
             if monotonic() - self._cut_at > self._granted:
                 # The session is over. A server that lost its data would refuse this client for
                 # ever, which has seen later changes than there are: a new one has seen none.

@@ -117,7 +117,7 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
         kind = type(self).__name__
         if not hasattr(self.model, "_save_guarded"):
             hint = "Derive the model from distlock_app.optimistic.VersionedModel."
-            text = f"A {kind} refuses no stale save without VersionedModel."
+            text = f"Without VersionedModel, a {kind} does not refuse stale saves."
             found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E021"))
         fields = [f for f in self.model._meta.concrete_fields if isinstance(f, AnyVersionField)]
         if len(fields) > 1:
@@ -126,9 +126,9 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
             hint = "A second one would not be checked; `version = None` removes an inherited one."
             found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E022"))
         if self.null:
-            text = f"{self.name} may be NULL: such a row has no version, and cannot be saved."
+            text = f"{self.name} may be NULL: such a row has no version and cannot be saved."
             fill = f"filter({self.name}=None).update({self.name}=...)"
-            hint = f"Fill the column in a migration, by {fill}, then take null=True away."
+            hint = f"Fill the column in a migration, by {fill}, then remove null=True."
             found.append(checks.Error(text, hint=hint, obj=self, id="distlock_app.E024"))
         return found
 

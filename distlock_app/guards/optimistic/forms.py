@@ -108,7 +108,9 @@ class VersionedModelForm(_ModelForm):
         super().__init__(*args, **kwargs)
         if not hasattr(self.instance, "_version_field"):
             name = type(self.instance).__name__
-            raise ImproperlyConfigured(f"{name} is no VersionedModel: its forms have no version.")
+            raise ImproperlyConfigured(
+                f"{name} is not a VersionedModel: its forms have no version."
+            )
         if user is not None:
             self.user = user
         self._taken: set[str] = set()

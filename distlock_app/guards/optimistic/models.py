@@ -42,8 +42,8 @@ class VersionedModel(models.Model):
         if not all(isinstance(m.get_queryset(), VersionedQuerySet) for m in managers):
             text = (
                 f"With {cls.__name__}'s manager, update(), bulk_update() and "
-                "bulk_create(update_conflicts=True) overwrite rows and leave their version, and "
-                "what only() read cannot be saved."
+                "bulk_create(update_conflicts=True) overwrite rows without incrementing their "
+                "version, and objects read with only() cannot be saved."
             )
             hint = "Derive it from VersionedManager, or its queryset from VersionedQuerySet."
             found.append(checks.Warning(text, hint=hint, obj=cls, id="distlock_app.W023"))

@@ -104,8 +104,8 @@ class VersionedQuerySet(models.QuerySet[M]):
     ) -> list[M]:
         if update_conflicts:
             raise NotSupportedError(
-                "bulk_create(update_conflicts=True) would overwrite rows without moving their "
-                "version on. Use update_or_create(), or bulk_update() and bulk_create()."
+                "bulk_create(update_conflicts=True) would overwrite rows without incrementing "
+                "their version. Use update_or_create(), or bulk_update() and bulk_create()."
             )
         created: list[Any] = super().bulk_create(objs, batch_size, ignore_conflicts)
         for obj in created:

@@ -47,13 +47,13 @@ def lock_alias(*, database: str, lock_using: str | None, **options: Any) -> str:
 
 @locked_command("migrate:{database}", wait=WAIT, using=lock_alias)
 class Command(Migrate):
-    help = "Migrates as `migrate` does, on one host at a time; the others wait for it."
+    help = "Run `migrate` on one host at a time; the others wait for it."
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument(
             "--lock-using",
             metavar="ALIAS",
-            help="The alias of DISTLOCK that decides who migrates; default: locks of the database "
-            "server itself (MySQL, MariaDB, PostgreSQL).",
+            help="The alias of DISTLOCK to lock with; default: locks of the database server "
+            "(MySQL, MariaDB, PostgreSQL).",
         )
