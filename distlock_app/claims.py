@@ -1,4 +1,4 @@
-"""Values that cross the floors: `Claim`, `Grant`, `Busy`, `Holding`."""
+"""Values passed between the core and backends: `Claim`, `Grant`, `Busy`, `Holding`."""
 
 from __future__ import annotations
 
@@ -6,59 +6,59 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# No code changes a claim or a grant, and both may be keys of a dict. They are not frozen because to
-# make them would take four times as long, a tenth of what a lock costs.
+# Claims and grants are never changed and may be dict keys. They are not frozen, because creating
+# them would take four times as long, a tenth of the cost of a lock.
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Claim:
-    """What a caller asks a backend for; the same `owner` again is the same claim."""
+    """A caller's request to a backend; with the same `owner`, it is the same claim."""
 
     name: str
-    key: str  # names.key_of(name): what backends use; `name` is for people
+    key: str  # names.key_of(name), for backends; `name` is for display
     owner: str  # secret token, 32 hex digits; never shown, never logged
     ttl: float
-    holder: str  # ASCII JSON object for people: host, pid, thread, who
+    holder: str  # ASCII JSON object for display: host, pid, thread, who
     shared: bool = False
     fair: bool = False
     limit: int = 1
-    # Holds nothing: granted as soon as `limit` owners have counted down (see Latch).
+    # Granted as soon as `limit` owners have counted down (see Latch); holds nothing.
     latch: bool = False
-    stable: bool = False  # the owner is no secret of one acquisition: other claims may have it
-    renew: bool = True  # the core extends what was granted; False: it has to last for the ttl
-    # A backend that can wake a waiter calls this, from any thread and at most once for each
-    # try that returned no grant, to end the caller's pause: with a Grant if it has one (the
-    # claim is then held), with None for "try again now".
+    stable: bool = False  # the owner is a name that other claims may share
+    renew: bool = True  # the core extends the grant; False: it must last for the ttl
+    # A backend that can wake waiters calls this to end the caller's pause, from any thread and at
+    # most once for each try that returned no grant: with a Grant if the claim is now held, or
+    # with None for "try again now".
     wake: Callable[[Grant | None], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Grant:
-    """What a backend gave: the claim is held from now on."""
+    """A backend's answer: the claim is held from now on."""
 
     claim: Claim
     fence: int | None = None
-    # A monotonic time at which the lease cannot have begun yet. None: the backend only tried,
-    # and the core takes the moment at which it asked.
+    # A monotonic time before the lease began. None: the backend only tried, and the core uses
+    # the time of its request.
     asked_at: float | None = None
-    # Whatever the backend wants back at extend and release, such as a session. Hold.dump() hands
-    # a number or a text to the next process; anything else stays behind.
+    # Any data that the backend needs in extend and release, such as a session. Hold.dump() passes
+    # a number or a text on to the next process, but nothing else.
     session: Any = None
-    # Seconds that the backend gave for a start, None: the claim's ttl. The core extends it in time.
+    # Seconds that the backend granted at first; the core extends it in time. None: the claim's ttl.
     ttl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Another owner has it. Falsy, as the None that a backend may return instead."""
+    """Another owner has the lock. Falsy, like the None that a backend may return instead."""
 
-    # Seconds until the claim in the way ends unless it is renewed; None: not known.
+    # Seconds until the other claim expires unless it is renewed; None: unknown.
     free_in: float | None = None
-    # A file descriptor that is readable as soon as another try is worth it.
+    # A file descriptor that becomes readable when another try is worthwhile.
     wake_fd: int | None = None
-    # Kept by the core as long as the caller waits; to drop it is to give up a place in a queue.
+    # Kept by the core while the caller waits; dropping it leaves the queue.
     ticket: Any = None
-    will_wake: bool = False  # claim.wake will be called when another try is worth it
+    will_wake: bool = False  # claim.wake will be called when another try is worthwhile
 
     def __bool__(self) -> Literal[False]:
         return False
@@ -66,15 +66,15 @@ class Busy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One claim that a backend holds, for people: no secret in it."""
+    """A held claim for display, without secrets."""
 
     name: str  # names.shown()
     key: str
     alias: str
-    version: str  # changes with the owner: what clear(if_version=) compares
+    version: str  # changes with the owner; compared by clear(if_version=)
     kind: str = "exclusive"  # "exclusive", "shared" or "permit"
     fence: int | None = None
     expires_in: float | None = None  # seconds; None: lives as long as its session
     held_for: float | None = None  # seconds
-    waiters: int | None = None  # None: not known
+    waiters: int | None = None  # None: unknown
     holder: Mapping[str, Any] = field(default_factory=dict)

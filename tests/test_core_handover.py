@@ -127,7 +127,7 @@ def test_an_engine_that_cannot_tell_leaves_both_chances(engine):
 
 def test_no_dump_of_one_hold_among_several(engine):
     with Lock("a") as outer, Lock("a") as inner:
-        with pytest.raises(LockError, match="taken again"):
+        with pytest.raises(LockError, match="has another hold here"):
             inner.dump()
         outer.check()
 

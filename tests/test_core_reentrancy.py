@@ -262,7 +262,7 @@ def test_all_of_takes_a_lock_twice_only_while_it_is_entered(engine):
 def test_a_thread_that_waits_for_its_own_bare_hold_is_told(engine):
     hold = Lock("a").acquire()
 
-    with pytest.raises(LockTimeout, match="by this thread or task itself by acquire"):
+    with pytest.raises(LockTimeout, match="already holds the lock 'a' by acquire"):
         Lock("a").acquire(wait=0.01)
 
     hold.release()
@@ -270,7 +270,7 @@ def test_a_thread_that_waits_for_its_own_bare_hold_is_told(engine):
 
 def test_a_reader_that_asks_for_the_write_lock_is_told_that_it_reads_itself(engine):
     with Lock("a", shared=True):
-        with pytest.raises(LockTimeout, match="by this thread or task itself, shared: release"):
+        with pytest.raises(LockTimeout, match="already holds the lock 'a', shared: release"):
             Lock("a").acquire(wait=0.01)
         with pytest.raises(LockBusy, match="held by another owner"), running(_try_to_write):
             pass

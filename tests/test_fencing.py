@@ -206,7 +206,7 @@ def test_the_fence_of_a_parents_table_guards_the_child() -> None:
 def test_a_hold_without_a_fence_or_of_the_past_is_refused(shelf: Shelf, monkeypatch: Any) -> None:
     with Lock("a", using="dummy") as hold, monkeypatch.context() as without:
         without.setattr(type(hold), "fence", None)
-        with pytest.raises(LockError, match="no fence"):
+        with pytest.raises(LockError, match="no fencing token"):
             shelf.save(fence=hold)
     with Lock("a") as hold:
         pass

@@ -223,7 +223,7 @@ def test_a_lease_that_ended_too_soon_ends_the_transaction(
     monkeypatch.setattr(DatabaseBackend, "lock_row", lambda *args: None)
     monkeypatch.setattr(DatabaseBackend, "release_at_commit", lambda *args: False)
     with transaction.atomic():
-        with pytest.raises(LockLost, match="begin the transaction again"):
+        with pytest.raises(LockLost, match="restart the transaction"):
             lock_in_transaction("invoice:11")
         with pytest.raises(DatabaseError):
             Counter.objects.count()

@@ -167,7 +167,7 @@ def test_a_made_name_is_its_text_and_remembers_its_template():
     assert template_of(name) == template_of(pickle.loads(pickle.dumps(name))) == "invoice:{pk}"
     assert template_of(bucket(name, 1)) == "invoice:{pk}:{bucket}"
     assert template_of("invoice:42") == template_of(bucket("invoice:42", 1)) == ""
-    with pytest.raises(ValueError, match="none of the values"):
+    with pytest.raises(ValueError, match="not one of the values"):
         named("invoice:{pk}", id=42)
     with pytest.raises(ValueError, match="None"):
         named("invoice:{pk}", pk=None)

@@ -751,7 +751,7 @@ def test_bulk_create_that_may_meet_rows_of_others_claims_none_of_them() -> None:
 
     with pytest.raises(StaleObjectError):
         mine.save()
-    with pytest.raises(NotSupportedError, match="without moving"):
+    with pytest.raises(NotSupportedError, match="without incrementing"):
         Country.objects.bulk_create(
             [mine], update_conflicts=True, update_fields=["name"], unique_fields=["code"]
         )

@@ -1,4 +1,4 @@
-"""The contract of a backend: what it must do, what it may do (`BaseLockBackend`), what few do."""
+"""The backend contract: `BaseLockBackend`, and protocols that only some backends implement."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError, LockError
 from ..primitives.names import checked_key
 
-# The verbs of the admin and the command, which name a lock by its key.
+# Methods for the admin and the command, which identify a lock by its key.
 FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
 
 
 class BaseLockBackend:
-    """One backend under one alias: made once per process, used by all of its threads.
+    """One backend under one alias: created once per process, shared by all of its threads.
 
-    Nothing connects in `__init__`. Whatever goes wrong at the server is raised as
-    `BackendError` (chained), never returned as busy or free. Waiting, trust, renewal,
-    re-entrancy, signals and logging are the core's.
+    Nothing connects in `__init__`. Server errors are raised as `BackendError` (chained), never
+    returned as busy or free. The core handles waiting, trust, renewal, re-entrancy, signals
+    and logging.
     """
 
     blocks = False  # acquire() itself waits on the server; the core does not sleep
     expires = True  # a claim ends after its ttl. False: it lives as long as its session
-    # How often the core looks whether such a session still lives, in seconds, however long the
-    # ttl: `extend_many` may answer None, "nothing speaks against it", without a request.
+    # How often the core checks that such a session is still alive, in seconds, however long the
+    # ttl: `extend_many` may answer None, "seems fine", without a request.
     heartbeat: float | None = None
-    check_id = "distlock_app.E017"  # of what check() reports if the server does not answer
-    local = False  # other processes are not excluded
-    fences = False  # grants carry a fence
+    check_id = "distlock_app.E017"  # of check() if the server does not answer
+    local = False  # does not exclude other processes
+    fences = False  # grants have a fencing token
     shares = False  # shared claims (readers / writer)
-    queues = False  # order of arrival
+    queues = False  # grants in order of arrival
     limits = False  # counting semaphore: claims with a limit above 1
     latches = False  # claims with `latch`, and count_down()
     prolongs = False  # prolong()
-    lists = True  # holders() and clear(). False: pages and commands say that it cannot list
+    lists = True  # has holders() and clear(). False: the admin and the command say so
 
     # First and longest pause between two tries of a waiter, in seconds. A backend that calls
-    # `claim.wake` is asked again only after `poll_max`, in case a message was lost.
+    # `claim.wake` is polled only every `poll_max`, in case a message was lost.
     poll_min = 0.005
     poll_max = 0.1
     pushes = False  # a waiter's claim.wake is called when its turn comes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let no backend be asked for anything but a key: it came from a page or a command."""
+        """Reject anything but a key: it comes from a page or a command."""
         super().__init_subclass__(**kwargs)
         for verb in FOR_PEOPLE:
             if verb in vars(cls):
@@ -58,50 +58,50 @@ class BaseLockBackend:
         self.alias = alias
         self.location = location
 
-    # What a backend must do.
+    # Required.
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
         """Try to take `claim`; return a grant, or Busy / None if another owner has it.
 
-        `wait` is how long the caller will go on trying, in seconds (None: for ever): a
-        blocking backend waits that long, a queueing one stays in its queue. 0 is the only or
-        the last try and leaves nothing behind: no waiter in a queue, no wake-up. The same owner
-        again is granted again, so that a lost answer does no harm.
+        `wait` is how long the caller will keep trying, in seconds (None: forever): a blocking
+        backend waits that long, a queueing one stays in its queue. 0 is the only or the last
+        try and leaves nothing behind: no waiter in a queue, no wake-up. If the same owner asks
+        again, it is granted again, so a lost answer does no harm.
         """
         raise NotImplementedError
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        """Let the claim end no earlier than `ttl` seconds from now: it is never shortened.
+        """Let the claim end no sooner than `ttl` seconds from now; never shorten it.
 
-        False: it is certainly not ours any more.
+        False: it is certainly no longer ours.
         """
         raise NotImplementedError
 
     def release(self, grant: Grant) -> bool:
-        """Give up the claim, or leave the queue; return whether it was still ours.
+        """End the claim, or leave the queue; return whether it was still ours.
 
         Safe to repeat, and for a claim that may never have been granted: the core calls it
-        after every failure, with a grant that it made up from the claim. A backend that
-        `blocks` also ends a wait for the claim that is under way in another thread.
+        after every failure, with a grant built from the claim. A backend that `blocks` also ends a
+        wait for the claim in another thread.
         """
         raise NotImplementedError
 
-    # What it may do better than this.
+    # Optional: backends may improve on these defaults.
 
     def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
-        """Take these claims, of different keys, in one step if every one is free at once.
+        """Take these claims, of different keys, in one step if all locks are free.
 
-        None: not so, or this backend cannot; nothing was taken, and the core takes them one
-        after the other.
+        None: some are held, or this backend cannot; nothing was taken, and the core takes them
+        one after the other.
         """
         return None
 
     def look(self, claim: Claim) -> Busy | None:
-        """Say cheaply whether another try is worth it (None) or not; asked between tries."""
+        """Return None if another try is worthwhile, else Busy; a cheap check between tries."""
         return None
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
-        """Extend several claims, in one request where the backend can; the core's renewer asks.
+        """Extend several claims for the renewer, in one request if the backend can.
 
         Return True, False or an exception for each; None: see `heartbeat`.
         """
@@ -114,41 +114,41 @@ class BaseLockBackend:
         return results
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
-        """Let the claim end `ttl` seconds from now, also sooner than it would; else as extend().
+        """Like extend(), but let the claim end after `ttl` seconds even if that is sooner.
 
-        A backend that leaves this out keeps it for longer.
+        Without this, a backend keeps the claim for longer.
         """
         return self.extend(grant, ttl)
 
     def holders(self, key: str | None = None) -> Iterable[Holding]:
-        """Yield what is held now, of one key or of all."""
+        """Yield the current claims, of one key or of all."""
         raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot list its locks")
 
     def clear(self, key: str, if_version: str | None = None) -> int:
-        """Take away the claims on `key`; return how many. Their fences stay behind the next.
+        """Take away the claims on `key`; return how many. The next fencing token is greater.
 
         With `if_version` (of a Holding) only that claim: 0 if the lock changed hands meanwhile.
         """
         raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot clear a lock")
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int | None]:
-        """Return what is held of `count` locks from index `start`, and how many locks are.
+        """Return the holdings of `count` locks from index `start`, and the number of locks.
 
-        In an order of the backend's own. None: more than those, it is not known how many.
+        In the backend's own order. None: there are more, but the number is unknown.
         """
         held = list(islice(self.holders(), start + count + 1))
         more = len(held) > start + count
         return held[start : start + count], None if more else len(held)
 
     def queue(self, key: str) -> list[Mapping[str, Any]] | None:
-        """Return the waiters for `key`, as `Holding.holder` shows them, in order of arrival.
+        """Return the waiters for `key` in order of arrival, each like `Holding.holder`.
 
-        None: the backend does not know. Of a long queue only its beginning.
+        None: unknown. Of a long queue, only the beginning.
         """
         return None
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
-        """Return system check messages; `ask` allows questions to the server."""
+        """Return system check messages; `ask` allows requests to the server."""
         if ask:
             try:
                 self.ping()
@@ -157,63 +157,63 @@ class BaseLockBackend:
         return []
 
     def ping(self) -> None:
-        """Ask the server for a sign of life; raise BackendError."""
+        """Raise BackendError if the server does not answer."""
 
     def close(self) -> None:
         """Drop connections; the backend may be used again."""
 
     def after_fork(self) -> None:
-        """Forget, in the child, every connection without closing it: the parent uses them."""
+        """In the child, forget all connections without closing them: the parent uses them."""
 
-    # What its flags say that it does.
+    # Required by flags.
 
     def count_down(self, claim: Claim) -> int:
         """Count `claim.owner` for the latch `claim.key`, once; return how many are counted.
 
-        With the last of `claim.limit` all waiters there are granted. What was counted
-        is forgotten `claim.ttl` seconds after the last one.
+        The last of `claim.limit` grants all waiters. The count is deleted `claim.ttl` seconds
+        after the last one.
         """
         raise NotImplementedError
 
     def counted(self, key: str) -> int:
-        """Return how many were counted for the latch `key`."""
+        """Return the count of the latch `key`."""
         raise NotImplementedError
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        """Do as extend() with the claim of this `version` (see Holding), of any owner."""
+        """Like extend(), for the claim with this `version` (see Holding), whoever owns it."""
         raise NotImplementedError
 
 
-# What few backends do: they derive from these as well, and the core asks isinstance(). Not from
-# protocols, of which that question takes as long as a lock.
+# Backends derive from these as well, and the core checks isinstance(). They are not Protocols,
+# because isinstance() of a Protocol takes as long as a lock.
 
 
 class InTransaction:
-    """Its claims are rows of the database `using`: `Hold.pin()` and `lock_in_transaction()`.
+    """Claims are rows of the database `using`: `Hold.pin()` and `lock_in_transaction()`.
 
-    These verbs are on the caller's connection, in its open transaction. They raise Django's errors.
+    These methods use the caller's connection, in its open transaction, and raise Django's errors.
     """
 
     using: str
 
     def pin(self, grant: Grant, ttl: float) -> bool:
-        """Extend the claim, and lock its row until the caller ends the transaction."""
+        """Extend the claim, and lock its row until the end of the caller's transaction."""
         raise NotImplementedError
 
     def release_at_commit(self, grant: Grant) -> bool:
-        """Release in the transaction, which keeps the row locked until it ends."""
+        """Release in the transaction, which keeps the row locked until its end."""
         raise NotImplementedError
 
     def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
-        """Lock the row, and move its fence on: return the fence.
+        """Lock the row, advance its fencing token and return it.
 
-        Busy: other transactions had it for `wait` seconds. None: `acquire` can tell more.
+        Busy: other transactions had it for `wait` seconds. None: `acquire` knows more.
         """
         raise NotImplementedError
 
 
 class GuardedWrites:
-    """Its store keeps other data as well: `Hold.guarded_set()`."""
+    """Its store can hold other data too: `Hold.guarded_set()`."""
 
     def guarded_set(
         self,
@@ -226,29 +226,29 @@ class GuardedWrites:
     ) -> bool:
         """Write `value` under `key` for `ttl` seconds, only if the claim is still ours.
 
-        Return whether it was. With `release` the same request gives the claim up.
+        Return whether it was. With `release` the same request ends the claim.
         """
         raise NotImplementedError
 
 
 class Purgeable:
-    """It keeps something of each lock that is free: `distlock purge`, "Clear up" in the admin."""
+    """It keeps data of free locks: `distlock purge`, "Clear up" in the admin."""
 
     def left_over(self, older_than: float) -> tuple[int, int]:
         """Count what `clear_expired()` and `purge()` would find."""
         raise NotImplementedError
 
     def clear_expired(self) -> int:
-        """Free what its holder did not renew, and may yet try to; return how many that were."""
+        """Free expired claims, so that their holders can no longer renew them; return how many."""
         raise NotImplementedError
 
     def purge(self, older_than: float) -> int:
-        """Delete what was free for `older_than` seconds; return how many that were."""
+        """Delete locks that have been free for `older_than` seconds; return how many."""
         raise NotImplementedError
 
 
 def no_answer(alias: str, error: Exception, id: str) -> Error:
-    """Return what a check reports if the server does not answer."""
+    """Return the check message for a server that does not answer."""
     return Error(f"DISTLOCK[{alias!r}]: {error}", id=id)
 
 

@@ -1,4 +1,4 @@
-"""One call of `acquire`: the claim it makes, reentrancy, and what comes of a grant."""
+"""One call of `acquire`: its claim, re-entrancy, and the hold made from its grant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .wakers import AsyncWaker, Waker
 
 class _Unset:
     def __repr__(self) -> str:
-        return "<as the alias says>"
+        return "<the alias's default>"
 
     def __reduce__(self) -> str:
         return "UNSET"  # the same one after a copy or in another process
@@ -32,7 +32,7 @@ UNSET: Any = _Unset()
 
 
 class Attempt:
-    """What one call of acquire works with."""
+    """The state of one call of acquire."""
 
     __slots__ = ("alias", "backend", "key", "lock", "lease_key", "runner", "started", "ttl", "wait")
 
@@ -53,13 +53,13 @@ class Attempt:
         self.started = monotonic()
 
     def reenter(self, *, entered: bool = False) -> Hold | None:
-        """Return another hold of what this runner has already, without asking the engine.
+        """Return another hold of a lock that this runner already has, without a request.
 
         `entered`: it is for a `with`.
         """
         release_now = self.lock.release == "now"
         lease = self.lease() if self.lease_key in self.runner.held else None
-        # Without a hold it only waits for a commit, or for its release after a rollback.
+        # Without a hold, it only waits for a commit, or for its release after a rollback.
         if lease is not None and (lease.entered or not lease.holds or self._same_owner(lease)):
             if lease.holds > 0 and not self.lock.reentrant:
                 raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
@@ -73,16 +73,16 @@ class Attempt:
         return None
 
     def _same_owner(self, lease: Lease) -> bool:
-        """Whether the engine would grant it again: two leases of it would end with one release."""
+        """Whether the backend would grant it again: one release would end two leases."""
         return self.lock.owner is not None and lease.grant.claim.owner == _stable_owner(self.lock)
 
     def lease(self) -> Lease | None:
-        """Return what this runner has already, unless it was lost."""
+        """Return the lease that this runner already has, unless it was lost."""
         lease: Lease | None = self.runner.held.get(self.lease_key)
         return lease if lease is not None and not lease.lost else None
 
     def claim(self, waker: Waker | AsyncWaker) -> Claim:
-        """Return what the engine is asked for."""
+        """Return the claim to ask the backend for."""
         lock = self.lock
         return Claim(
             name=lock.name,
@@ -99,7 +99,7 @@ class Attempt:
         )
 
     def hold(self, grant: Grant, asked_at: float, *, entered: bool = False) -> Hold:
-        """Return the hold of what was granted, renewed from now on."""
+        """Return a hold for the grant, renewed from now on."""
         lock, runner = self.lock, self.runner
         lease = Lease(
             self.backend,
@@ -118,7 +118,7 @@ class Attempt:
             if runner.in_call:
                 identity.keep_call(runner)
             renewer.watch(lease)
-        except BaseException:  # Ctrl-C: nobody has the hold, whose lock is given back
+        except BaseException:  # Ctrl-C: the caller never gets the hold, so release the lock
             hold.released = True
             lease.end()
             timer.cancel(lease)
@@ -128,14 +128,14 @@ class Attempt:
         return hold
 
     def resumed(self, grant: Grant, still_ours: bool) -> Hold:
-        """Return the hold of what another process handed over, or raise LockLost."""
+        """Return the hold of a lock that another process handed over, or raise LockLost."""
         if not still_ours:
             name = names.shown(self.lock.name)
             raise LockLost(f"the lock {name!r} was not resumed in time, or was already released")
         return self.hold(grant, self.started)
 
     def note_wait(self, event: str, grant: Grant | None = None) -> None:
-        """Log how it ended, if it took long."""
+        """Log the outcome of a long wait."""
         waited = monotonic() - self.started
         if waited >= SLOW_WAIT:
             name = names.shown(self.lock.name)
@@ -161,7 +161,7 @@ class Attempt:
             busy.args = (text,)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the signals of its beginning say of the lock."""
+        """Return the arguments of the signals about acquiring."""
         return {
             "sender": type(self.backend),
             "alias": self.alias,
@@ -171,10 +171,10 @@ class Attempt:
 
 
 def current_hold(name: str | None = None, *, using: str = "default") -> Hold:
-    """Return the hold in whose `with`, or decorated function, the caller runs; asks no backend.
+    """Return the hold of the `with` or decorated function around the caller; sends no request.
 
-    With `name` that of this lock, else of the lock that was taken last. Raise NotHeld outside of
-    any. A bare `acquire()` is no `with`, and `lock_in_transaction()` has no hold.
+    With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
+    `acquire()` does not count, and `lock_in_transaction()` has no hold.
     """
     wanted = None if name is None else (registry[using].backend, names.key_of(name))
     for lease_key, lease in reversed(identity.current_runner().held.items()):
@@ -192,11 +192,11 @@ def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | N
 
 
 def _stable_owner(lock: Any) -> str:
-    # A reader is not granted the writer's lock because it has the same owner.
+    # A reader must not be granted the writer's lock for having the same owner.
     kind = "shared:" if lock.shared else "permit:" if lock.limit > 1 else ""
     return stable_token(kind + lock.owner)
 
 
 def stable_token(owner: str) -> str:
-    """Return the token of a stable owner, in which its name cannot be read."""
+    """Return the token of a stable owner; it does not reveal the name."""
     return hashlib.sha256(b"owner:" + owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Several locks by one request to the backend, if it can and all of them are free."""
+"""Several locks with one request, if the backend can and all of them are free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .wakers import Waker
 
 
 class Together:
-    """One try to take several locks of one alias at once, and what came of it."""
+    """One try to take several locks of one alias at once, and its result."""
 
     __slots__ = ("attempts", "backend", "claims", "holds")
 
@@ -29,7 +29,7 @@ class Together:
 
     @classmethod
     def of(cls, locks: Sequence[Any]) -> Together | None:
-        """Return the try, or None if they have to be taken one after the other."""
+        """Return the try, or None if they must be taken one after the other."""
         backend = registry[locks[0].using].backend
         if type(backend).acquire_all is BaseLockBackend.acquire_all:
             return None
@@ -40,11 +40,11 @@ class Together:
         if any(attempt.lease() for attempt in attempts):
             return None
         for attempt in attempts:
-            attempt.reenter()  # there is nothing to enter: this checks the open transactions
+            attempt.reenter()  # nothing to re-enter; this checks the open transactions
         return cls(backend, attempts)
 
     def hold(self, grants: Sequence[Grant] | None) -> list[Hold] | None:
-        """Return the holds of what was granted; None: nothing, or it came too late."""
+        """Return the holds of the grants; None if nothing was granted, or too late."""
         if grants is None:
             return None
         for grant in grants:
@@ -57,7 +57,7 @@ class Together:
         return self.holds
 
     def give_back(self, *, at_once: bool = False) -> None:
-        """Have released what may have been granted; `at_once` if this process may end soon."""
+        """Release what may have been granted; `at_once` if this process may end soon."""
         for hold in self.holds:
             hold.abandon()
         for claim in self.claims if at_once else self.claims[len(self.holds) :]:

@@ -1,4 +1,4 @@
-"""How a hold ends: by a release, with its `with`, with a transaction, or dropped without a word."""
+"""How a hold ends: by release, at the end of its `with` or transaction, or dropped."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .timer import timer
 
 
 class Ending(Entered):
-    """The part of a hold that gives its claim back; the last hold of a claim does."""
+    """The part of a hold that ends its claim; the last hold of a claim does."""
 
-    # Defaults of the class, also for what an interrupt kept from being made.
-    released = True  # given up, or not joined to the lease yet
+    # Class defaults, also for objects that an interrupt left half made.
+    released = True  # or not yet added to the lease
     entered = False  # in a `with`
     taken_at: tuple[CodeType, int] | None = None  # without a `with`: where it was taken
 
@@ -42,10 +42,10 @@ class Ending(Entered):
         return self._lease.grant.claim.name
 
     def release(self) -> None:
-        """Give the lock up; inside `atomic()` when the outermost block has ended.
+        """Release the lock; inside `atomic()`, when the outermost block ends.
 
-        Raise LockLost if it was lost before, NotHeld if this hold was released before, and
-        BackendError if the engine could not be asked: then release() may be called again.
+        Raise LockLost if it was lost before, NotHeld if this hold was already released, and
+        BackendError if the backend could not be reached: then release() may be called again.
         """
         try:
             if self._begin_release():
@@ -74,15 +74,15 @@ class Ending(Entered):
                 await asend(lock_released, lease_facts(self._lease))
 
     def abandon(self) -> None:
-        """Have the lock released soon, without waiting for that: nothing was done under it."""
+        """Release the lock in the background: no work was done under it."""
         self._release_now = True
         if not self.released and self._begin_release():
             releaser.give_back(self._lease.backend, self._lease.grant)
 
     def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
-        """Release at the end of a `with` whose body raised `exc`: that is never masked.
+        """Release at the end of a `with`; never mask the `exc` that its body raised.
 
-        `unused`: nothing was done under the lock, so no transaction matters to it.
+        `unused`: no work was done under the lock, so open transactions do not matter.
         """
         self._release_now |= unused
         if self.released or self._lease.process.foreign:
@@ -111,7 +111,7 @@ class Ending(Entered):
     ) -> None:
         """Commit the `atomic()` block inside this hold, or roll it back if the lock is lost."""
         if self._lease.foreign:
-            return  # A child of fork() has the parent's connection: any word would end its work.
+            return  # A child of fork() shares the parent's connection: a statement would break it.
         if exc is None and self._lease.doubtful:
             error = self._lost_error()
             block.__exit__(type(error), error, None)
@@ -122,13 +122,13 @@ class Ending(Entered):
         if self.released:
             return
         lease = self._lease
-        if lease.ended and not lease.foreign:  # its release failed, and was not tried again
+        if lease.ended and not lease.foreign:  # its release failed and was not retried
             releaser.let_expire(lease)
         if lease.ended or lease.lost:
             lease.leave_runner()
             return
-        # No request here, and no release: the work that the lock guards may still go on.
-        # It is not renewed any more, and ends by itself.
+        # No request here, and no release: the protected work may still be running. The lease is no
+        # longer renewed and expires.
         if lease.remove_hold(self):
             releaser.let_expire(lease)
         text = f"the hold of {shown(lease.grant.claim.name)!r} was dropped without release()"
@@ -157,7 +157,7 @@ class Ending(Entered):
         return LockLost(f"the lock {shown(self.name)!r} may belong to another owner: {why}")
 
     def _begin_release(self) -> bool:
-        """Note the release; return whether to ask the engine now."""
+        """Note the release; return whether to send it now."""
         lease = self._lease
         if lease.process.foreign:
             raise NotHeld(
@@ -186,7 +186,7 @@ class Ending(Entered):
         return bool(last)
 
     def _ask_release(self) -> bool:
-        """Ask the engine; return whether the lock was ours until now."""
+        """Send the release; return whether the lock was ours until now."""
         lease = self._lease
         sure = lease.lost_because is None and monotonic() < lease.trusted_until
         in_time = sure or not lease.lost
@@ -194,8 +194,8 @@ class Ending(Entered):
             was_ours = lease.backend.release(lease.grant)
         except Exception as error:
             if isinstance(error, BackendError) and lease.lost:
-                # It is over, whatever the engine would say: a worker goes on asking. (For engines
-                # of sessions, `lose` sees to that.)
+                # The lease is over in any case: a worker retries the release. (For backends with
+                # sessions, `lose` does that.)
                 if lease.backend.expires:
                     releaser.give_back(lease.backend, lease.grant)
                 releaser.lose(lease, LATE, at_release=True)
@@ -205,12 +205,12 @@ class Ending(Entered):
             self.released = self.entered = False
             raise
         if not (in_time or lease.release_asked):
-            # It was ours all the time, but that is known only now: the work was done in doubt.
+            # It was ours all along, but the work was done without knowing that.
             releaser.lose(lease, LATE, at_release=True)
         return was_ours and lease.lost_because is None
 
     def _check_loss(self) -> None:
-        """Raise LockLost, if no earlier release whose answer was lost has done it."""
+        """Raise LockLost, unless an earlier release whose answer was lost did it."""
         lease = self._lease
         if lease.lost_because is None and not lease.release_asked:
             releaser.lose(lease, GONE, at_release=True)
@@ -222,7 +222,7 @@ class Ending(Entered):
             self.released = True
             releaser.give_back(self._lease.backend, self._lease.grant)
             if isinstance(error, BackendError) and not self._lease.lost:
-                # The body ran under the lock: only the release is late.
+                # The body ran under the lock; only the release is late.
                 logger.warning(
                     "cannot release %r yet: %s",
                     *(shown(self.name), error),
@@ -238,6 +238,6 @@ class Ending(Entered):
 
 
 def check_at_end(lease: Lease) -> None:
-    """Raise LockLost before the commit of what was written under `lease`, if it is lost by now."""
+    """Raise LockLost before a commit of work done under `lease`, if it is lost by now."""
     if lease.lost and not lease.foreign:
         raise Ending(lease, release_now=True, released=True)._lost_error()

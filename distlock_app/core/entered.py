@@ -15,9 +15,9 @@ HeldT = TypeVar("HeldT")
 
 
 class Entered:
-    """A hold, or several: its own `with`, and what is noted in the `with` of its lock."""
+    """A hold, or several: its own `with`, and its record in the `with` of its lock."""
 
-    lock: Any = None  # also so that its id() is not used again
+    lock: Any = None  # kept, too, so that its id() is not reused
     frame: FrameType | None = None
     runner: Any = None  # that entered it
     block: Any = None  # the atomic() block inside
@@ -45,21 +45,20 @@ class Entered:
         await self.aleave(exc)
 
 
-# By id(lock), for two equal locks are two, and id(frame), in which one thread runs at a time: so
-# nothing here needs a guard. And by id(runner), for an ExitStack enters and leaves in frames of
-# its own.
+# By id(lock), because equal locks are distinct, and id(frame), which one thread runs at a time, so
+# no mutex is needed. And by id(runner), because an ExitStack enters and exits in its own frames.
 _entries: dict[tuple[int, int], list[Any]] = {}
 
 
 def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
-    """Note that the `with` of `lock` in `frame` was entered."""
+    """Record that the `with` of `lock` in `frame` was entered."""
     hold.lock, hold.frame = lock, frame
     _entries.setdefault((id(lock), id(frame)), []).append(hold)
     _entries.setdefault((id(lock), id(hold.runner)), []).append(hold)
 
 
 def forget(hold: Entered) -> None:
-    """Note that this `with` has ended, or was not entered after all."""
+    """Record that this `with` has ended, or was not entered after all."""
     lock = id(hold.lock)
     for key in (lock, id(hold.frame)), (lock, id(hold.runner)):
         here = _entries.pop(key, None)
@@ -69,7 +68,7 @@ def forget(hold: Entered) -> None:
 
 
 def entered(lock: Any, frame: FrameType) -> Any:
-    """Return the hold, or the holds, of the `with` of `lock` that ends in `frame`."""
+    """Return the hold or holds of the `with` of `lock` that ends in `frame`."""
     if here := _entries.get((id(lock), id(frame))):
         return here[-1]
     runner = identity.current_runner()
@@ -86,7 +85,7 @@ def entered(lock: Any, frame: FrameType) -> Any:
 
 
 class WithBlock(Generic[HeldT]):
-    """What `Lock` and `all_of` do in the same way: one try, and a `with`."""
+    """What `Lock` and `all_of` share: `try_acquire` and the `with`."""
 
     __slots__ = ()
 
@@ -136,7 +135,7 @@ class WithBlock(Generic[HeldT]):
                 hold.end_block(hold.block, exc_type, exc, traceback)
             hold.leave(exc)
         except BaseException as error:
-            # The commit failed, or Ctrl-C came anywhere in the lines that release.
+            # The commit failed, or Ctrl-C interrupted the release.
             if not isinstance(error, NotHeld):
                 hold = hold or entered(self, sys._getframe(1))
                 hold.leave(error)

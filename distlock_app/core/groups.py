@@ -20,7 +20,7 @@ from .registry import checked_wait, registry
 
 
 class Holds(tuple[Hold, ...], Entered):
-    """The holds of several locks, in the order in which the locks were named."""
+    """The holds of several locks, in the order of the arguments."""
 
     def check(self) -> None:
         """Raise LockLost if any of the locks may no longer be ours."""
@@ -28,7 +28,7 @@ class Holds(tuple[Hold, ...], Entered):
             hold.check()
 
     def release(self) -> None:
-        """Release all; raise the first error when every one was tried."""
+        """Release all; raise the first error after trying each."""
         self.leave(None)
 
     async def arelease(self) -> None:
@@ -65,7 +65,7 @@ class Holds(tuple[Hold, ...], Entered):
         return self
 
     def bare(self, taken_at: tuple[CodeType, int]) -> Holds:
-        """Note that each was taken there, and for no `with`."""
+        """Record where each was taken, outside a `with`."""
         for hold in self:
             hold.enter(inside=False)
             hold.taken_at = taken_at
@@ -74,7 +74,7 @@ class Holds(tuple[Hold, ...], Entered):
 
 @dataclass(frozen=True, slots=True)
 class AllOf(WithBlock[Holds]):
-    """Several locks to be taken together; a description, to be shared as a Lock is."""
+    """Several locks to take together; a description that can be shared like a Lock."""
 
     locks: tuple[Lock, ...]
     atomic = False
@@ -82,7 +82,7 @@ class AllOf(WithBlock[Holds]):
     def acquire(self, wait: float | None = UNSET) -> Holds:
         """Take all locks within `wait` seconds, or none; raise what `Lock.acquire` raises.
 
-        By default it waits as long as the most patient of the locks.
+        By default it waits for the longest `wait` of the locks.
         """
         taken_at = identity.caller_location()
         return self._acquire(wait).bare(taken_at)
@@ -96,7 +96,7 @@ class AllOf(WithBlock[Holds]):
         try:
             if (holds := self._at_once()) is None:
                 for index, lock in self._order():
-                    # Entered, for the same lock may come twice.
+                    # Entered, because the same lock may be given twice.
                     taken[index] = lock._acquire(deadline.remaining(), entered=True)
                 holds = _in_order(taken)
             return holds.enter() if entered else holds
@@ -123,7 +123,7 @@ class AllOf(WithBlock[Holds]):
             raise _as_timeout(error, deadline) from error.__cause__
 
     def _at_once(self) -> Holds | None:
-        """Take all by one request if the engine can and all are free, else none."""
+        """Take all with one request if the backend can and all are free, else none."""
         together = Together.of(self.locks)
         if together is None:
             return None
@@ -159,7 +159,7 @@ class AllOf(WithBlock[Holds]):
                     await asend(lock_acquired, {"fence": hold.fence, **attempt.facts()})
             return Holds(holds)
         except BaseException as error:
-            # Cancelled while the request is under way: in_thread() gives back when it has ended.
+            # If cancelled during the request, in_thread() gives back when the request has ended.
             if together.holds or isinstance(error, Exception):
                 together.give_back()
             raise
@@ -171,8 +171,7 @@ class AllOf(WithBlock[Holds]):
         return None if None in waits else max(w for w in waits if w is not None)
 
     def _order(self) -> list[tuple[int, Lock]]:
-        # The same order for everybody, by what the engines compare: otherwise A-B and B-A
-        # wait for each other.
+        # The same order for all callers, by what backends compare: otherwise A-B and B-A deadlock.
         return sorted(
             enumerate(self.locks), key=lambda x: (x[1].using, names.key_of(x[1].name), x[0])
         )
@@ -183,7 +182,7 @@ def _in_order(taken: dict[int, Hold]) -> Holds:
 
 
 def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:
-    """Return what to raise: after a wait for the first locks, "busy" at the last is a timeout."""
+    """Return the error to raise: "busy" at the last lock, after a wait, is a timeout."""
     waited = deadline.wait != 0 and deadline.remaining() == 0
     if type(error) is LockBusy and waited:
         return LockTimeout(error.args[0], free_in=error.free_in)
@@ -191,7 +190,7 @@ def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:
 
 
 def all_of(*locks: Lock) -> AllOf:
-    """Return what takes all of `locks` or none: `with all_of(a, b) as (hold_a, hold_b)`."""
+    """Combine locks that are taken all or none: `with all_of(a, b) as (hold_a, hold_b)`."""
     if not locks:
         raise ValueError("all_of() needs at least one lock")
     if any(lock.atomic for lock in locks):

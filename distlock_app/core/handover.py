@@ -1,4 +1,4 @@
-"""A hold as signed text, so that another process can go on holding the lock."""
+"""A hold as signed text, so that another process can take the lock over."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from django.core import signing
 from ..claims import Grant
 
 SALT = "distlock_app.handover"
-# Of a claim, what the next process does not know by itself.
+# The fields of a claim that the next process needs.
 FIELDS = ("name", "owner", "ttl", "shared", "fair", "limit", "stable")
 
 
 def packed(alias: str, grant: Grant) -> str:
-    """Return `grant` as text for `unpacked`. Whoever has the text can release the lock."""
+    """Return `grant` as text for `unpacked`. Anyone with the text can release the lock."""
     claim = {field: getattr(grant.claim, field) for field in FIELDS}
-    # An object, such as a connection, stays behind.
+    # An object, such as a connection, cannot be handed over.
     session = grant.session if isinstance(grant.session, (int, str)) else None
     return signing.dumps([alias, claim, grant.fence, session], salt=SALT)
 
 
 def unpacked(text: str) -> tuple[str, dict[str, Any], int | None, Any]:
-    """Return the alias, the fields of the claim, the fence and the session, or raise ValueError."""
+    """Return alias, fields of the claim, fencing token and session, or raise ValueError."""
     try:
         alias, claim, fence, session = signing.loads(text, salt=SALT)
     except signing.BadSignature:

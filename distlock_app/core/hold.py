@@ -27,11 +27,11 @@ from .timer import timer
 
 
 class Hold(Ending):
-    """What `Lock.acquire()` returns: mine, now; release it, or use it in a `with`.
+    """One acquisition of a lock, returned by `Lock.acquire()`: release it, or use it in a `with`.
 
-    A hold may be passed to another thread or task, which may release it. In a child of
-    `fork` it is dead. Inside a `with` its thread or task may take the lock again: then
-    several holds share one claim, which is given up with the last of them.
+    A hold may be passed to another thread or task, which may release it. In a child of `fork` it
+    cannot be used. Inside a `with`, its thread or task can take the lock again: then several
+    holds share one claim, which ends with the last of them.
     """
 
     def __repr__(self) -> str:
@@ -40,12 +40,12 @@ class Hold(Ending):
 
     @property
     def fence(self) -> int | None:
-        """A number that grows with every new owner of the lock; None: the engine has none."""
+        """The fencing token: grows with every new owner of the lock. None: the backend has none."""
         return self._lease.grant.fence
 
     @property
     def expires_in(self) -> float:
-        """Seconds for which the lock is surely ours if no renewal succeeds; 0 if it is not."""
+        """Seconds for which the lock is certainly ours if no renewal succeeds; 0 if lost."""
         return 0.0 if self.lost else max(0.0, self._lease.trusted_until - monotonic())
 
     @property
@@ -57,8 +57,8 @@ class Hold(Ending):
     def check(self) -> None:
         """Raise LockLost if the lock may no longer be ours, NotHeld after the release.
 
-        Costs no request: it compares this process's clock with the last answer of the
-        engine. A lock that was cleared by hand is noticed at the next renewal.
+        Costs no request: it compares this process's clock with the backend's last answer. A lock
+        cleared by hand is noticed at the next renewal.
         """
         if self.released:
             raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
@@ -66,14 +66,14 @@ class Hold(Ending):
             raise self._lost_error()
 
     async def acheck(self) -> None:
-        """Do as `check`; it costs no request either."""
+        """Like `check`; it costs no request either."""
         self.check()
 
     def extend(self, ttl: float | None = None) -> None:
         """Keep the lock for at least `ttl` seconds from now (default: its own ttl).
 
-        Never shortens it, and never beyond `max_hold`. Raise LockLost if it is gone,
-        BackendError if the engine does not answer: then it is ours until `expires_in` is 0.
+        Never shortens it, and never exceeds `max_hold`. Raise LockLost if it is gone,
+        BackendError if the backend does not answer: then it is ours until `expires_in` is 0.
         """
         self._check_extend()
         asked_at = monotonic()
@@ -90,11 +90,11 @@ class Hold(Ending):
         self._extended(seconds, asked_at, answer)
 
     def leave_for(self, seconds: float) -> None:
-        """Give the hold up, but leave the lock taken for `seconds`, by the engine's clock.
+        """End the hold, but keep the lock taken for `seconds`, by the backend's clock.
 
-        It stays so when this process ends. Other holds of the claim lose no time by it: with
-        `owner=`, or while it is held here once more, it may last up to one ttl longer. Does not
-        wait for an open transaction. Raise what `extend` raises; after a BackendError it lasts
+        The lock stays taken even if this process ends. Other holds of the claim are not cut short:
+        with `owner=`, or inside another hold, it may last up to one ttl longer. Does not wait
+        for an open transaction. Raise what `extend` raises; after a BackendError the lock lasts
         until its ttl is over.
         """
         lease = self._lease
@@ -104,19 +104,19 @@ class Hold(Ending):
         ttl = lease.capped(checked_ttl(max(seconds, MIN_TTL)))
         grant, ask = self._leave_claim(), lease.backend.extend
         if lease.ended and not grant.claim.stable:
-            renewer.await_renewal(lease)  # it would prolong the claim again
+            renewer.await_renewal(lease)  # it would extend the claim again
             ask = lease.backend.end_in
         if not ask(grant, ttl):
             releaser.lose(lease, GONE, at_release=True)
             raise self._lost_error()
 
     def dump(self, ttl: float | None = None) -> str:
-        """Hand the lock over: return a text by which `Lock.resume` goes on holding it elsewhere.
+        """Hand the lock over: return a text with which `Lock.resume` takes it over elsewhere.
 
-        This hold ends without a release: the lock stays taken for `ttl` seconds from now
-        (default: its own ttl), in which it has to be resumed. The text is a secret:
-        it is enough to release the lock. Raise what `extend` raises, and LockError if
-        the lock cannot be handed over now or on this engine.
+        This hold ends, but the lock stays taken for `ttl` seconds from now (default: its own
+        ttl), within which it must be resumed. The text is secret: it is enough to release the
+        lock. Raise what `extend` raises, and LockError if the lock cannot be handed over now or
+        on this backend.
         """
         self._check_dump()
         self.extend(ttl)
@@ -129,13 +129,13 @@ class Hold(Ending):
         return self._dumped()
 
     def pin(self) -> None:
-        """Keep the lock, whatever happens, until the open transaction has ended.
+        """Keep the lock, whatever happens, until the open transaction ends.
 
-        Locks the row of the lock in that transaction: no other owner can take it over before the
+        Locks the row of the lock in that transaction: no other owner can take the lock before the
         commit, even if this process is stopped for longer than the ttl. Only for a lock table
-        in the database of the data. A rollback, of a savepoint too, ends it.
+        in the database of the data. A rollback, also to a savepoint, ends it.
 
-        Raise LockLost if the lock is gone already, and LockError if it cannot be pinned here.
+        Raise LockLost if the lock is already gone, LockError if it cannot be pinned.
         """
         self.check()
         lease = self._lease
@@ -149,7 +149,7 @@ class Hold(Ending):
         blocks = connection.atomic_blocks
         if all(getattr(block, "_from_testcase", False) for block in blocks):
             raise LockError(f"pin() needs a transaction: open atomic() on {backend.using!r} first")
-        if not transactions.is_open(connection):  # in a TestCase, whose end would come too late
+        if not transactions.is_open(connection):  # in a TestCase, which ends too late
             self.extend()
             return
         asked_at = monotonic()
@@ -166,9 +166,9 @@ class Hold(Ending):
         )
 
     def on_lost(self, callback: Callable[[Hold], object]) -> None:
-        """Call `callback(hold)` when the lock is lost, on a thread of its own.
+        """Call `callback(hold)` on a separate thread when the lock is lost.
 
-        At once if it is lost already; never after the release.
+        At once if it is already lost; never after the release.
         """
         if self.released:
             return
@@ -178,9 +178,9 @@ class Hold(Ending):
     def guarded_set(
         self, key: str, value: str | bytes, *, ttl: float | None = None, release: bool = False
     ) -> None:
-        """Write `key` in the lock's own store, only if the lock is still ours; Redis only.
+        """Write `key` in the lock's store if the lock is still ours, in one step; Redis only.
 
-        With `release=True` the same request gives the lock up. Raise LockLost if it is gone.
+        With `release=True` the same request releases the lock. Raise LockLost if it is gone.
         """
         self.check()
         backend = self._lease.backend
@@ -200,7 +200,7 @@ class Hold(Ending):
                 send(lock_released, lease_facts(self._lease))
 
     def enter(self, *, inside: bool = True) -> Hold:
-        """Let the running thread or task take the lock again, until the release; or no longer."""
+        """Let the running thread or task take the lock again until the release, or no longer."""
         self._lease.enter(self, inside=inside)
         return self
 
@@ -221,7 +221,7 @@ class Hold(Ending):
         return packed(self._lease.alias, self._leave_claim())
 
     def _leave_claim(self) -> Grant:
-        """End the hold without a release, and let go of what the engine keeps with it here."""
+        """End the hold without releasing the lock; drop the backend's session data."""
         lease = self._lease
         grant = lease.grant
         if lease.remove_hold(self):

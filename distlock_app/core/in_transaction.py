@@ -1,13 +1,14 @@
-"""`lock_in_transaction`: a lock that is a locked row of the lock table, until the transaction ends.
+"""`lock_in_transaction`: a locked row of the lock table, until the transaction ends.
 
-`Lock` writes into the row who has it until when. Here the row is locked, in the caller's own
-transaction, and the server frees it with the commit, the rollback, or the end of the connection.
-A leased row keeps transactions out, a locked row keeps `Lock` out: the two exclude each other.
+`Lock` writes an owner and an expiry into the row (a lease). Here the row itself is locked in the
+caller's transaction, and the server unlocks it with the commit, the rollback, or the end of the
+connection. A leased row excludes transactions, a locked row excludes `Lock`.
 
-1. SELECT ... FOR UPDATE of the row, unless it is leased, and its fence moves on: one request.
-2. If it is leased or missing, take it as a `Lock` does, on another connection and in turn with
-   all others. Then release it in the caller's transaction: that UPDATE locks the row, and nobody
-   sees the release before the commit.
+1. SELECT ... FOR UPDATE of the row, unless it is leased, and advance its fencing token: one
+   request.
+2. If it is leased or missing, take a lease as `Lock` does, on another connection and in turn with
+   all other callers. Then release it in the caller's transaction: that UPDATE locks the row, and
+   the release is invisible before the commit.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from .releasing import releaser
 from .waiting import acquired, busy_error
 from .wakers import Waker
 
-# Seconds of the lease by which it waits for a `Lock`; what a crash just then would leave behind.
+# Seconds of the lease in step 2; after a crash just then, the lock stays taken for the rest of it.
 LEASE = 1.0
 
-# Those in memory are for tests.
+# The backends in memory are for tests.
 IN_DATABASE_OR_MEMORY = (InTransaction, LocMemBackend, DummyBackend)
 
 
 def lock_in_transaction(name: str, *, wait: float | None = UNSET, using: str = "default") -> int:
-    """Lock `name` until the open transaction ends, by its row in the lock table; return the fence.
+    """Lock `name` until the open transaction ends, as a row of the lock table; return its token.
 
     It and `Lock` of the same name exclude each other. There is no ttl, no renewal and nothing
-    to release. `using`: an alias whose lock table is in the database of the transaction.
-    Inside the same transaction it may be called again.
+    to release. `using`: an alias whose lock table is in the database of the transaction. It may
+    be called again in the same transaction.
 
-    Raise LockBusy (wait=0) or LockTimeout: the transaction goes on. Raise
-    TransactionManagementError outside of `atomic()`, LockError for an alias without a lock
-    table, LockLost if the transaction cannot go on, and the database's OperationalError after
-    a deadlock (see `retry_on_deadlock`).
+    Raise LockBusy (wait=0) or LockTimeout: the transaction can continue. Raise
+    TransactionManagementError outside `atomic()`, LockError for an alias without a lock table,
+    LockLost if the transaction must be rolled back, and the database's OperationalError after a
+    deadlock (see `retry_on_deadlock`).
     """
     return begun_under_lock(name, wait=wait, using=using, warn=True)
 
@@ -61,7 +62,7 @@ def lock_in_transaction(name: str, *, wait: float | None = UNSET, using: str = "
 def begun_under_lock(
     name: str, *, wait: float | None = UNSET, using: str = "default", warn: bool = False
 ) -> int:
-    """Do as `lock_in_transaction` at the begin of a transaction, that is, by default: not warn."""
+    """Like `lock_in_transaction`, by default at the beginning of a transaction: no warning."""
     if asyncio._get_running_loop() is not None:
         identity.refuse_to_block("a synchronous function that opens atomic()")
     lock = Lock(name, ttl=LEASE, wait=wait, renew=False, using=using)
@@ -87,7 +88,7 @@ def begun_under_lock(
     lease_key = (using, attempt.key)
     backend = attempt.backend
     if not isinstance(backend, InTransaction) or not transactions.is_open(connection):
-        # For tests: a lock in memory, or a TestCase, which would keep the row until its end.
+        # In tests: a lock in memory, or a TestCase, which would keep the row until its end.
         hold = Lock(name, wait=attempt.wait, using=using).acquire()
         hold.release()  # at the end of the transaction, but not in a TestCase
         held[lease_key] = hold.fence or 0, blocks[0]
@@ -105,9 +106,9 @@ def begun_under_lock(
 
 
 def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
-    """Lock the row, in one request if nobody has the name as a `Lock`."""
+    """Lock the row, in one request if it is not leased."""
     deadline = Deadline(attempt.wait)
-    # Not on a snapshot: InnoDB keeps a row locked then that turns out to be leased, and PostgreSQL
+    # Not on a snapshot: there InnoDB keeps a row locked that turns out to be leased, and PostgreSQL
     # refuses a row that changed while we waited for it.
     if not transactions.keeps_snapshot(connection):
         answer = backend.lock_row(attempt.key, attempt.wait)
@@ -118,16 +119,16 @@ def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
             return answer
     left = deadline.remaining()
     if attempt.wait and left is not None:
-        left = max(left, 0.001)  # 0 is not the end of a wait, but no wait at all
+        left = max(left, 0.001)  # 0 would mean a single try, not the end of a wait
 
     def release(grant: Grant) -> bool:
-        """Release it with the commit: until then the UPDATE keeps the row locked."""
+        """Release at the commit: until then the UPDATE keeps the row locked."""
         dropped = partial(releaser.give_back, attempt.backend, grant)
         transactions.call_at_end(
             connection, committed=lambda: None, dropped=dropped, savepoints=True
         )
         released = backend.release_at_commit(grant)
-        if not released:  # and the row, which has another owner by now, may be locked
+        if not released:  # the row has another owner by now, and may be locked
             connection.set_rollback(True)
         return released
 
@@ -135,7 +136,7 @@ def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
 
 
 def _lease(attempt: Attempt, wait: float | None, release: Callable[[Grant], bool]) -> int:
-    """Wait for the name in turn with every `Lock`, take it as one, and release it by `release`."""
+    """Wait for the name in turn with every `Lock`, take a lease, and call `release` with it."""
     waker = Waker()
     claim = attempt.claim(waker)
     try:
@@ -165,7 +166,7 @@ def transaction_under_lock(name: str, *, using: str = "default", **wait: Any) ->
 
 
 def held_in_transaction(name: str, using: str) -> bool:
-    """Tell whether the open transaction of this thread has `name`."""
+    """Whether the open transaction of this thread has locked `name`."""
     backend = registry[using].backend
     if not isinstance(backend, IN_DATABASE_OR_MEMORY):
         return False

@@ -1,4 +1,4 @@
-"""`Latch`: wait until a number of others are done."""
+"""`Latch`: wait until a number of parties are done."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .wakers import AsyncWaker, Waker
 class Latch:
     """A gate that opens when `count` parties have counted down, and stays open.
 
-    Only a description, free of I/O, to be shared. Everybody gives the same name and count. What
-    was counted is forgotten `ttl` seconds after the last count_down(): then it is closed again,
-    so a new round wants a new name. A latch and a lock of one name have nothing in common.
+    A description, free of I/O and safe to share. All parties use the same name and count. The
+    count is deleted `ttl` seconds after the last count_down(), which closes the latch again, so
+    use a new name for each round. A latch is independent of a lock of the same name.
 
-    Raise TypeError, ValueError or ImproperlyConfigured when it is made.
+    Raise TypeError, ValueError or ImproperlyConfigured when it is created.
     """
 
     name: str
@@ -48,8 +48,7 @@ class Latch:
     def count_down(self, *, by: str | None = None) -> int:
         """Count one more as done; return how many are left.
 
-        `by` names the party that is done, and counts once however often it is given, such as by
-        a task that is run again.
+        Calls with the same `by` count once, so a task may be run again.
         """
         return self._left(self._backend.count_down(self._claim(by)))
 
@@ -60,7 +59,7 @@ class Latch:
     def wait(self, timeout: float | None = UNSET) -> bool:
         """Wait until it is open; return whether it is within `timeout` seconds.
 
-        By default as long as the alias's WAIT, with None for ever. Raise BackendError.
+        By default the alias's WAIT; None waits forever. Raise BackendError.
         """
         if asyncio._get_running_loop() is not None:
             identity.refuse_to_block("`await latch.await_()`")
@@ -91,7 +90,7 @@ class Latch:
         return True
 
     def left(self) -> int:
-        """Ask the engine how many have to count down yet."""
+        """Return how many have yet to count down."""
         return self._left(self._backend.counted(names.key_of(self.name, b"latch")))
 
     async def aleft(self) -> int:

@@ -1,4 +1,4 @@
-"""`Lease`: a granted claim in this process; until when it is trusted, and whether it was lost."""
+"""`Lease`: a granted claim in this process, until when it is trusted, and whether it is lost."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-# By which its runner finds it: backend, key and mode (shared, limit).
+# The runner's key for it: backend, key and mode (shared, limit).
 LeaseKey = tuple[BaseLockBackend, str, bool, int]
 
-# A hold, weakly: else its callback would keep it from being dropped, and renewed for ever.
+# Weak: otherwise the callback would keep its hold alive, and renewed forever.
 Callback = tuple["weakref.ref[Any]", Callable[[Any], object]]
 
 
 class Lease:
     """The claim behind one or several holds of the same runner.
 
-    Its runner may take it again only inside a `with`. A hold without one may have been passed
-    on: a worker that began its next job would have the lock beside its new holder.
+    Its runner can take it again only inside a `with`. A hold without one may have been passed
+    on, and a worker that starts its next job would share the lock with the new holder.
 
-    It is *trusted* while the engine cannot have given the claim to another owner, by this
-    process's monotonic clock. It ends by release or by loss, once.
+    It is *trusted* as long as, by this process's monotonic clock, the backend cannot have granted
+    the lock to another owner. It ends once, by release or by loss.
     """
 
-    # Defaults of the class: most leases never change these.
+    # Class defaults: most leases never change these.
     ends_by = float("inf")
-    due: float | None = None  # see Timed: when the renewer looks at it next
+    due: float | None = None  # see Timed: when the renewer checks it next
     holds = 1  # holds that need it
-    entered = 0  # those of them that are in a `with`: only there it may be taken again
-    # One of those in a `with`, for the code inside: weakly, as a dropped one ends the lease.
+    entered = 0  # those of them that are in a `with`, where it can be taken again
+    # A hold in a `with`, for current_hold(). Weak, because a dropped one ends the lease.
     hold: Callable[[], Any] = staticmethod(lambda: None)
-    pins = 0  # transactions that keep all others from the claim
-    # Whose end the release waits for: id(connection).
+    pins = 0  # transactions that exclude other owners
+    # The release waits for the end of these: id(connection).
     open_transactions: set[int] = cast("set[int]", frozenset())
-    ended = False  # released or given up: nothing more to renew
+    ended = False  # released or given up; no longer renewed
     release_pending = False  # on a worker thread
-    release_asked = False  # in time, but the answer did not come
+    release_asked = False  # sent in time, but the answer was lost
     lost_because: str | None = None
     _callbacks: tuple[Callback, ...] | None = ()
 
@@ -86,7 +86,7 @@ class Lease:
         self.lock = runner.lock
         self.ttl = grant.claim.ttl
         self.since = monotonic()
-        self.term = grant.ttl or self.ttl  # what it was given last
+        self.term = grant.ttl or self.ttl  # granted last
         self.trusted_until = asked_at + trusted_for(self.term)
         self.renews = renew
         if max_hold is not None:
@@ -100,7 +100,7 @@ class Lease:
 
     @property
     def foreign(self) -> bool:
-        """Whether a parent process took it: then it is not ours to renew or release."""
+        """Whether a parent process took it, so this process must not renew or release it."""
         return self.process.foreign
 
     @property
@@ -112,13 +112,13 @@ class Lease:
 
     @property
     def doubtful(self) -> bool:
-        """Whether it is lost, or its release was asked for and may have been done."""
+        """Whether it is lost, or may have been released by a request whose answer was lost."""
         return self.release_asked or self.lost
 
     def extended(self, ttl: float, *, asked_at: float) -> None:
-        """Trust it for `ttl` seconds from `asked_at`: engines never shorten a claim.
+        """Trust it for `ttl` seconds from `asked_at`; backends never shorten a claim.
 
-        An answer that comes when the trust is over changes nothing: what was lost stays so.
+        An answer that comes after the end of trust changes nothing: a lost lease stays lost.
         """
         with self.lock:
             if not self.lost:
@@ -126,7 +126,7 @@ class Lease:
                 self.term = self.ttl
 
     def pin(self) -> None:
-        """Trust it, whatever the time, until `unpin`."""
+        """Trust it regardless of time until `unpin`."""
         with self.lock:
             self.pins += 1
 
@@ -135,11 +135,11 @@ class Lease:
             self.pins -= 1
 
     def capped(self, ttl: float) -> float:
-        """Return `ttl`, or what `max_hold` leaves of it."""
+        """Return `ttl`, limited by `max_hold`."""
         return max(0.001, min(ttl, self.ends_by - monotonic()))
 
     def lose(self, reason: str, *, at_release: bool = False) -> tuple[Callback, ...] | None:
-        """Note the loss, once; return the callbacks to run, None if it was noted before."""
+        """Record the loss; return the callbacks to run, or None if it was recorded before."""
         with self.lock:
             if self.lost_because is not None or (self.ended and not at_release):
                 return None
@@ -154,7 +154,7 @@ class Lease:
             self.leave_runner()
 
     def leave_runner(self) -> None:
-        """Let its runner take the lock anew."""
+        """Let its runner take the lock afresh."""
         runner = self.runner
         if runner.held.get(self.lease_key) is self:
             runner.held.pop(self.lease_key, None)
@@ -166,16 +166,16 @@ class Lease:
         with self.lock:
             if self.ended:
                 return False
-            # No call in between: a signal must not leave one without the other.
+            # No call in between: a signal must not separate these.
             self.holds += 1
             self.entered += hold.entered
             hold.released = False
             return True
 
     def remove_hold(self, hold: Any, *, blocks: Iterable[int] = ()) -> bool | None:
-        """Take a hold away; return whether it was the last, and the lease has ended with it.
+        """Remove a hold; return whether it was the last and ended the lease.
 
-        None: it was, but now the release waits for `blocks` too, which were not waited for.
+        None: it was the last, but the release now also waits for `blocks`.
         """
         with self.lock:
             self.holds -= 1
@@ -185,7 +185,7 @@ class Lease:
             if self.holds > 0 or (self.open_transactions and (self.ended or not blocks)):
                 answer = False
             elif blocks and not self.ended:
-                # A set of its own, of which a finalizer may take something at any time.
+                # A separate set, because a finalizer may remove items at any time.
                 self.__dict__.setdefault("open_transactions", set()).update(blocks)
             else:
                 self.ended = True
@@ -196,7 +196,7 @@ class Lease:
             return answer
 
     def enter(self, hold: Any, *, inside: bool) -> None:
-        """Note that the running thread or task is in the `with` of a hold, or no longer."""
+        """Record that the running thread or task is inside the `with` of a hold, or no longer."""
         with self.lock:
             if hold.released or hold.entered is inside:
                 return
@@ -213,7 +213,7 @@ class Lease:
                 identity.keep_call(runner)
 
     def restore_hold(self) -> None:
-        """Add the hold again whose release failed; the lease has ended all the same."""
+        """Add back a hold whose release failed; the lease has still ended."""
         with self.lock:
             self.holds += 1
             self.entered = 0
@@ -221,7 +221,7 @@ class Lease:
     def end_if_unused(self) -> bool:
         """End it after the last transaction; False if it was taken again or ended meanwhile.
 
-        It stays with its runner, who waits for the release before it takes the lock anew.
+        It stays with its runner, which waits for the release before taking the lock afresh.
         """
         with self.lock:
             if self.holds > 0 or self.open_transactions or self.ended or self.foreign:
@@ -230,7 +230,7 @@ class Lease:
             return True
 
     def call_when_lost(self, hold: Any, callback: Callable[[Any], object]) -> bool:
-        """Keep `callback` for the loss, as long as `hold` is; False: it is lost already."""
+        """Keep `callback` while `hold` exists; False: the lease is already lost."""
         with self.lock:
             if self._callbacks is None:
                 return False

@@ -1,4 +1,4 @@
-"""`Lock`: a named lock and its options; acquire it by `with`, `async with` or `acquire()`."""
+"""`Lock`: a named lock and its options; acquire it with `with`, `async with` or `acquire()`."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .wakers import AsyncWaker, Waker
 
 @dataclass(frozen=True, slots=True)
 class Lock(WithBlock[Hold]):
-    """A named lock: only a description, free of I/O, to be shared by threads and modules.
+    """A named lock: a description, free of I/O, that threads and modules can share.
 
-    `ttl`, `wait`: seconds; by default what the alias says. `wait=None` waits for ever, 0 is
-    one try. `renew=False` makes it a fixed lease; `max_hold` caps the renewal. `atomic`
-    (True, or the alias of a database) opens `transaction.atomic(durable=True)` inside the
-    lock, and commits only if the lock is still held. `owner` names a stable owner instead
-    of a random one: all that use the same name share the lock. `release="now"` does not
-    wait for the end of an open transaction.
+    `ttl`, `wait`: seconds, by default those of the alias. `wait=None` waits forever, 0 is one
+    try. `renew=False` makes it a fixed lease; `max_hold` limits renewal. `atomic` (True, or the
+    alias of a database) opens `transaction.atomic(durable=True)` inside the lock, and commits
+    only if the lock is still held. `owner` is a stable owner instead of a random one: callers
+    with the same `owner` share the lock. `release="now"` does not wait for the end of an open
+    transaction.
 
-    Raise TypeError, ValueError or ImproperlyConfigured when it is made.
+    Raise TypeError, ValueError or ImproperlyConfigured when it is created.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Lock(WithBlock[Hold]):
             (self.shared, backend.shares, "shared=True"),
             (self.fair, backend.queues, "fair=True"),
             (self.limit > 1, backend.limits, "limit above 1"),
-            # No other process can take a session over.
+            # Another process cannot take over a session.
             (self.owner is not None, backend.expires, "owner="),
         ):
             if wanted and not able:
@@ -125,12 +125,12 @@ class Lock(WithBlock[Hold]):
                 send(lock_busy, attempt.facts())
             raise
         except BaseException as error:
-            # It may have been granted without our hearing of it.
+            # It may have been granted although the answer was lost.
             if hold is not None:
                 hold.leave(error, unused=True)
             elif isinstance(error, Exception):
                 releaser.give_back(attempt.backend, Grant(claim))
-            else:  # Ctrl-C: the process may end before a worker could do it
+            else:  # Ctrl-C: the process may end before a worker does it
                 with suppress(Exception):
                     attempt.backend.release(Grant(claim))
             raise
@@ -167,7 +167,7 @@ class Lock(WithBlock[Hold]):
                 await asend(lock_busy, attempt.facts())
             raise
         except BaseException as error:
-            if hold is not None:  # cancelled meanwhile: no time to wait for an engine
+            if hold is not None:  # cancelled meanwhile: do not wait for the backend
                 hold.abandon()
             elif isinstance(error, Exception):
                 give_back()
@@ -177,12 +177,12 @@ class Lock(WithBlock[Hold]):
 
     @classmethod
     def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
-        """Go on holding, here, the lock that `Hold.dump()` handed over; only once.
+        """Take over the lock that `Hold.dump()` handed over; only once.
 
-        A second resume is not noticed: both would have the lock, with the same fence.
+        A second resume is not detected: both would have the lock, with the same fencing token.
 
-        Raise LockLost if it was not resumed in time, ValueError for any other text, and
-        BackendError if the engine does not answer: then try again.
+        Raise LockLost if it is too late, ValueError for an invalid text, and BackendError if the
+        backend does not answer: then try again.
         """
         attempt, grant = cls._resuming(text, renew, max_hold)
         return attempt.resumed(grant, attempt.backend.extend(grant, attempt.ttl))
@@ -202,18 +202,18 @@ class Lock(WithBlock[Hold]):
         return attempt, Grant(replace(attempt.claim(Waker()), **token), fence, session=session)
 
     def locked(self) -> bool:
-        """Ask the engine whether the lock is held."""
+        """Ask the backend whether the lock is held."""
         return bool(self.holders())
 
     def holders(self) -> list[Holding]:
-        """Ask the engine for the holders of the lock."""
+        """Ask the backend for the holders of the lock."""
         return list(registry[self.using].backend.holders(names.key_of(self.name)))
 
     def clear(self, *, if_version: str | None = None, user: str = "", reason: str = "") -> int:
-        """Take the lock away from its holders; return from how many.
+        """Take the lock away from its holders; return how many.
 
-        With `if_version` only from the holding of that `version`. The next renewal of a holder
-        fails, and its fence is stale at once.
+        With `if_version` only from the holding with that `version`. The holder's renewal fails,
+        and its fencing token is stale at once.
         """
         return clear(self.using, names.key_of(self.name), self.name, if_version, user, reason)
 
@@ -232,7 +232,7 @@ def _check_max_hold(seconds: Any) -> None:
 
 
 def clear(alias: str, key: str, name: str, version: str | None, user: str, reason: str) -> int:
-    """Take the lock of `key` away; return from how many holders. Logged and signalled."""
+    """Take the lock of `key` from its holders; return how many. Logged and signalled."""
     cleared = registry[alias].backend.clear(key, version)
     if cleared:
         facts = {"alias": alias, "name": name, "version": version, "user": user, "reason": reason}
@@ -260,7 +260,7 @@ def prolong(alias: str, key: str, name: str, version: str, ttl: float, user: str
 
 
 def release_half_taken(lock: Lock, held_before: Lease | None) -> None:
-    """Release what was granted when a signal came before we had it in our hands.
+    """Release a lock that was granted when a signal came before the caller got its hold.
 
     The traceback of the signal's exception still refers to it.
     """

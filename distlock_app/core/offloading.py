@@ -1,4 +1,4 @@
-"""Calls of backends for event loops: in a few threads of each backend, or in one of their own."""
+"""Backend calls for event loops: in a few threads per backend, or in a thread of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..backends.base import BaseLockBackend
 from ..claims import Claim
 
-THREADS = 8  # of each backend: one that hangs holds up no other
+THREADS = 8  # per backend, so a backend that hangs does not delay the others
 
 # Of a backend, a function and its arguments.
 Begin = Callable[..., Future[Any]]
@@ -27,7 +27,7 @@ async def in_thread(
 ) -> Any:
     """Call `function` in the threads of `backend`.
 
-    A cancellation does not wait for the call; `cancelled` is called when it has ended.
+    A cancellation does not wait for the call; `cancelled` is called when the call has ended.
     """
     return await ended(begin(backend, function, *args), cancelled)
 
@@ -35,10 +35,10 @@ async def in_thread(
 async def ended(
     request: Future[Any], cancelled: Callable[[], None] | None, *, at_once: bool = False
 ) -> Any:
-    """Wait for the end of a call. `cancelled`: see `in_thread`; `at_once`: it ends the call."""
+    """Wait for a call. `cancelled`: see `in_thread`; with `at_once`, it ends the call."""
     if cancelled is not None:
         loop = asyncio.get_running_loop()
-        # The answer is dropped without a word if the loop was closed.
+        # If the loop was closed, the answer is dropped silently.
         request.add_done_callback(lambda _: cancelled() if loop.is_closed() else None)
     try:
         return await asyncio.wrap_future(request)
@@ -60,7 +60,7 @@ _first_tries = weakref.WeakKeyDictionary()
 
 
 def begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Have one of the threads of `backend` make the call."""
+    """Make the call in one of the threads of `backend`."""
     pool = _pools.get(backend)
     if pool is None:
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="distlock-io")
@@ -72,15 +72,15 @@ def begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) ->
 
 
 class Seen(NamedTuple):
-    """What a look said instead of a first try."""
+    """The result of `look()` instead of a first try."""
 
     busy: Any
 
 
 def begin_first(backend: BaseLockBackend, *call: Any) -> Future[Any]:
-    """Do as `begin` with the first try of a task: a try of a locked row may take a second.
+    """Like `begin`, for a task's first try, which may take a second on a locked row.
 
-    Half of the threads are there for tries of other locks; beyond them a look answers, `Seen`.
+    Half of the threads are reserved for other locks; beyond the other half, `look()` answers.
     """
     return begin(backend, _try_first, backend, *call)
 
@@ -100,7 +100,7 @@ def _try_first(
 
 
 def begin_alone(_: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call it in a daemon thread: in the pool, waiters would keep the holder from releasing."""
+    """Call it in a daemon thread: in the pool, waiters could block the holder's release."""
     request: Future[Any] = Future()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""The setting DISTLOCK: one backend for each alias and process, with its ttl and wait."""
+"""The setting DISTLOCK: one backend per alias and process, with its ttl and wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_SETTING: dict[str, dict[str, Any]] = {
     }
 }
 KEYS = frozenset({"BACKEND", "LOCATION", "TTL", "WAIT", "OPTIONS"})
-# The extra of distlock_app that installs what an engine imports.
+# The extra of distlock_app that installs a backend's dependency.
 EXTRAS = {
     "redis": "redis",
     "django_redis": "redis",
@@ -36,13 +36,13 @@ EXTRAS = {
 DEFAULT_TTL = 30.0
 DEFAULT_WAIT = 10.0
 
-# Engines count milliseconds, and a renewal has to fit in several times: no ttl below that.
-# The upper bound keeps a mistake (milliseconds for seconds) from locking for ever.
+# Backends count milliseconds, and several renewals must fit into a ttl. The upper bound limits
+# the damage of a mistake (milliseconds for seconds).
 MIN_TTL = 0.1
 MAX_TTL = 31 * 24 * 3600.0
 
 
-# A longer one is more likely a mistake than meant: renewal covers longer work.
+# A longer one is probably a mistake: renewal covers longer work.
 LONG_TTL = 3600.0
 
 
@@ -68,7 +68,7 @@ def checked_wait(wait: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One alias of the setting, ready for use."""
+    """One alias of the setting, ready to use."""
 
     alias: str
     backend: BaseLockBackend
@@ -88,7 +88,7 @@ def check_deployed(entry: Entry) -> Iterator[checks.CheckMessage]:
 
 
 class Registry:
-    """The aliases of `settings.DISTLOCK`; backends are made at first use, once per process."""
+    """The aliases of `settings.DISTLOCK`; backends are created at first use, once per process."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -100,8 +100,8 @@ class Registry:
         except TypeError:  # no hash
             raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r}.") from None
         if entry is None:
-            # Not under a lock: it imports a module, which may make locks or be imported by
-            # another thread. Of two that were made at once, neither connected yet.
+            # Not under a mutex: it imports a module, which may create locks or be imported by
+            # another thread. If two threads create the entry, neither has connected yet.
             entry = self._entries.setdefault(alias, self._make(alias))
         return entry
 
@@ -109,16 +109,16 @@ class Registry:
         return iter(self.setting())
 
     def misconfigured(self, alias: Any) -> bool:
-        """Whether settings name `alias`, and are wrong: `manage.py check` says how (E001)."""
+        """Whether the settings of `alias` are wrong: `manage.py check` reports it (E001)."""
         try:
             if alias in list(self.setting()):  # not in the dict: an alias without a hash is wrong
                 self[alias]
-        except Exception:  # whatever an engine's own code raises
+        except Exception:  # raised by a backend's own code
             return True
         return False
 
     def made(self) -> list[Entry]:
-        """Return the entries in use so far, without making any."""
+        """Return the entries in use so far, without creating any."""
         return list(self._entries.values())
 
     def setting(self) -> dict[str, dict[str, Any]]:
@@ -144,7 +144,7 @@ class Registry:
             _robustly(entry.backend.after_fork, entry.alias)
 
     def add(self, alias: str, params: dict[str, Any]) -> None:
-        """Make an alias that settings do not name, for this process."""
+        """Add an alias that is not in settings, for this process."""
         if alias not in self._entries:
             self._entries[alias] = self._entry(alias, params)
 
@@ -172,7 +172,7 @@ class Registry:
 def _robustly(call: Callable[[], None], alias: str) -> None:
     try:
         call()
-    except Exception:  # the other backends have to do it all the same
+    except Exception:  # do it for the other backends all the same
         logger.exception(
             "the lock backend of alias %r failed", alias, extra=fields("backend_failed", alias)
         )
@@ -183,7 +183,7 @@ def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
         cls = import_string(params["BACKEND"])
     except KeyError:
         raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.") from None
-    except (ImportError, AttributeError, TypeError) as error:  # the last two of what is no text
+    except (ImportError, AttributeError, TypeError) as error:  # the last two if it is not a str
         raise ImproperlyConfigured(
             f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
         ) from error
@@ -208,7 +208,7 @@ def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
 
 
 def _why(error: Exception) -> str:
-    """Return what it says, and what to install."""
+    """Return the message, and what to install."""
     missing = (getattr(error, "name", None) or "").partition(".")[0]
     extra = EXTRAS.get(missing) if isinstance(error, ModuleNotFoundError) else None
     return f"{error}" + (f": install distlock_app with the extra {extra!r}" if extra else "")

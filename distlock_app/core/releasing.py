@@ -1,7 +1,7 @@
-"""Every way in which a lease ends but the caller's own `release()`: later, at a commit, by loss.
+"""All ways a lease ends other than the caller's `release()`: later, at a commit, or by loss.
 
-Requests go to a few worker threads of each backend in use, so that a backend that hangs delays no
-other, and no renewal waits for a release. What fails is tried again until the claim's time is over.
+Requests go to a few worker threads per backend, so that a backend that hangs does not delay the
+others, and renewals do not wait for releases. Failed releases are retried until the claim expires.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .lease import Lease
 from .reporting import report_lost, report_released
 from .timer import timer
 
-THREADS = 4  # of each backend
-# Seconds until a release that failed is tried again, and when the claim's time is over.
+THREADS = 4  # per backend
+# Seconds until a failed release is retried, before and after the end of the claim.
 RETRY = 0.25
 RETRY_LATE = 1.0
-EXIT_PATIENCE = 2.0  # seconds that the end of the process waits for releases under way
+EXIT_PATIENCE = 2.0  # seconds that process exit waits for pending releases
 
 
 @dataclass(slots=True, eq=False)
 class Release:
-    """A claim to be given back, tried until it arrives or until `until`."""
+    """A claim to release, retried until it succeeds or until `until`."""
 
     backend: BaseLockBackend
     grant: Grant
@@ -42,31 +42,31 @@ class Release:
 
 
 class Releaser:
-    """Releases what no caller waits for."""
+    """Makes releases that no caller waits for."""
 
     def __init__(self) -> None:
         self._under_way: set[Release] = set()
-        # Without a reference to the backend, which lives on with them otherwise.
+        # Weak: otherwise the workers would keep the backend alive.
         self._workers: weakref.WeakKeyDictionary[BaseLockBackend, Worker]
         self._workers = weakref.WeakKeyDictionary()
-        # Until when no other release is tried, after one that failed: they may be very many.
+        # After a failed release, none is tried until this time: there may be very many.
         self._quiet: weakref.WeakKeyDictionary[BaseLockBackend, float]
         self._quiet = weakref.WeakKeyDictionary()
 
     def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
-        """Release what may have been granted; not for a stable owner, which may have it again."""
+        """Release what may have been granted, except for a stable owner, which may own it again."""
         if not grant.claim.stable:
             self._give_back(backend, grant)
 
     def release_later(self, lease: Lease) -> None:
-        """Release `lease` unless it is taken again meanwhile; never blocks. Safe in a finalizer."""
+        """Release `lease` unless it is taken again first. Never blocks; safe in a finalizer."""
         release = Release(lease.backend, lease.grant, 0.0, lease)
         self._under_way.add(release)
         lease.release_pending = True
         timer.soon(partial(self._end, release, lease))
 
     def let_expire(self, lease: Lease) -> None:
-        """Release a dropped lease when its time is up, if its backend does not; never blocks.
+        """Release a dropped lease when its time is over, if its backend does not; never blocks.
 
         Safe in a finalizer.
         """
@@ -75,7 +75,7 @@ class Releaser:
             timer.soon(partial(self._at_its_end, lease))
 
     def lose(self, lease: Lease, reason: str, *, at_release: bool = False) -> None:
-        """End `lease` as lost, once, and report that."""
+        """End `lease` as lost and report it, once."""
         callbacks = lease.lose(reason, at_release=at_release)
         if callbacks is None:
             return
@@ -91,7 +91,7 @@ class Releaser:
             self.lose(lease, "it was lost before the transaction ended", at_release=True)
 
     def drain(self, lease: Lease | None = None) -> None:
-        """Wait for the releases under way, or one; but not for a backend that does not answer."""
+        """Wait for pending releases, or one, but not for a backend that does not answer."""
         end = monotonic() + EXIT_PATIENCE
         while (lease.release_pending if lease else self._under_way) and monotonic() < end:
             sleep(0.001)
@@ -136,7 +136,7 @@ class Releaser:
                 raise BackendError("its lease has ended")
             was_ours = backend.release(release.grant)
         except BaseException as error:
-            # A claim without an end stays, and the backend says when its session is over.
+            # A claim without expiry is retried: its backend says when the session is over.
             if release.grant.claim.stable or (late and backend.expires):
                 self._done(release)
                 logger.warning(
@@ -160,7 +160,7 @@ class Releaser:
 
 
 def release_at_end(lease: Lease, block: int) -> None:
-    """Release `lease` after the last commit, unless it was taken again meanwhile."""
+    """Release `lease` after the last commit, unless it was taken again."""
     lease.open_transactions.discard(block)
     if not lease.end_if_unused():
         return
@@ -178,7 +178,7 @@ def release_at_end(lease: Lease, block: int) -> None:
 
 
 def drop_at_end(lease: Lease, block: int) -> None:
-    """Have `lease` released after the last rollback; runs in a finalizer."""
+    """Release `lease` after the last rollback; runs in a finalizer."""
     lease.open_transactions.discard(block)
     if not lease.open_transactions:
         releaser.release_later(lease)

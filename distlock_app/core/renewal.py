@@ -1,7 +1,7 @@
-"""Keeps leases: extends them in time, in batches, and notices when one can be trusted no longer.
+"""Renews leases in time, in batches, and detects when one can no longer be trusted.
 
-One thread for each backend in use asks it: one that hangs delays no other, and the timer goes on,
-so that a loss is reported on time.
+One thread per backend sends the requests: a backend that hangs does not delay the others or the
+timer, so losses are reported on time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .releasing import releaser
 from .timer import timer
 
 RENEW_AT = 1 / 3  # of the ttl
-# Renewals begin at multiples of this, also of the ttl: those of many holds go together.
+# As a part of the ttl. Renewals start at multiples of this, so those of many holds coincide.
 RENEW_STEP = 1 / 100
-# What is held for longer than this, of the ttl before its end, goes onto the timer's heap.
+# Leases with less than this part of the ttl left go onto the timer's heap.
 YOUNG_UNTIL = 1 - RENEW_AT + RENEW_STEP
-# After an error: tried again this often in what is left of the trust, within these bounds.
+# After an error: the number of retries in the time left, with pauses within these bounds.
 RETRIES_LEFT = 8
 RETRY_MIN = 0.02
 RETRY_MAX = 1.0
 
 
 class Renewer:
-    """Looks at each lease when the timer says so, and has its backend extend it."""
+    """Checks each lease when it is due, and has its backend extend it."""
 
     def __init__(self) -> None:
         # Without a reference to the backend, which lives on with them otherwise.
@@ -41,7 +41,7 @@ class Renewer:
         self._workers = weakref.WeakKeyDictionary()
 
     def watch(self, lease: Lease) -> None:
-        """Keep `lease` renewed, and report its loss, until it has ended."""
+        """Keep `lease` renewed, and report its loss, until it ends."""
         timer.young[lease] = self._schedule_first
         first_look = lease.trusted_until - lease.term * YOUNG_UNTIL
         if lease.backend.heartbeat is not None:
@@ -55,15 +55,15 @@ class Renewer:
         return [lease for lease in known if not (lease.ended or lease.lost)]
 
     def await_renewal(self, lease: Lease) -> None:
-        """Wait for the end of a renewal of `lease`, which has ended, if one is under way."""
+        """Wait for a renewal of `lease`, which has ended, if one is in flight."""
         if (worker := self._workers.get(lease.backend)) is None:
             return
         done = threading.Event()
-        worker.put(done)  # it is set when those before have ended
+        worker.put(done)  # set after the jobs before it
         done.wait(max(0.0, lease.trusted_until - monotonic()))
 
     def unpin(self, lease: Lease, ttl: float, asked_at: float) -> None:
-        """Go on renewing after the commit of a pinned transaction, which has extended the lease."""
+        """Resume renewal after the commit of a pinned transaction, which extended the lease."""
         try:
             if lease.ended or lease.foreign:
                 return
@@ -74,7 +74,7 @@ class Renewer:
                 try:
                     answer = lease.backend.extend(lease.grant, ttl)
                 except BackendError:
-                    return  # unknown: trusted as long as it was
+                    return  # unknown: trusted as long as before
                 if answer:
                     lease.extended(ttl, asked_at=asked_at)
                 else:
@@ -94,7 +94,7 @@ class Renewer:
 
     def _next_look(self, lease: Lease, asked_at: float | None = None) -> float:
         beat = lease.backend.heartbeat
-        if beat is not None:  # all at the same beat, so that the engine looks at them together
+        if beat is not None:  # the same beat for all, so that the backend checks them together
             return min(lease.trusted_until, (monotonic() // beat + 1) * beat)
         if not lease.renews:
             return lease.trusted_until
@@ -107,7 +107,7 @@ class Renewer:
         now = monotonic()
         if lease.ended or lease.foreign:
             return
-        if lease.pins:  # no other owner can have it, and the row is locked for us as well
+        if lease.pins:  # no other owner can have it, and we could not lock the row either
             self._schedule(lease, now + lease.ttl * RENEW_AT / 4)
             return
         renews = _renews(lease, now)
@@ -146,7 +146,7 @@ class Renewer:
         for lease, ttl, answer in zip(leases, ttls, answers, strict=True):
             if lease.ended or lease.lost_because is not None:
                 continue
-            if answer is True or answer is None:  # None: the engine saw no need to ask
+            if answer is True or answer is None:  # None: the backend needed no request
                 if answer and _renews(lease, asked_at):
                     lease.extended(ttl, asked_at=asked_at)
                 self._schedule(lease, self._next_look(lease, asked_at))
@@ -157,7 +157,7 @@ class Renewer:
 
     def _retry(self, lease: Lease, error: Any) -> None:
         if lease.pins:
-            return  # `_look_at` has it in view
+            return  # `_look_at` watches it
         name = shown(lease.grant.claim.name)
         left = lease.trusted_until - monotonic()
         logger.warning(

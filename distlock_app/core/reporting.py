@@ -18,13 +18,13 @@ from .lease import Callback, Lease
 
 
 def report_released(lease: Lease) -> None:
-    """Send the signal of a release that nobody waited for."""
+    """Send the signal of a release that no caller waited for."""
     if lock_released.receivers:
         _notifier.put(partial(send, lock_released, lease_facts(lease)))
 
 
 def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> None:
-    """Log the loss, send its signal, and run each callback on a thread of its own: it may block."""
+    """Log the loss, send its signal, and run each callback, which may block, on its own thread."""
     for callback in callbacks:
         work = partial(_call_back, *callback)
         if not started(work, "distlock-lost"):
@@ -35,7 +35,7 @@ def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> N
 
 
 def lease_facts(lease: Lease) -> dict[str, Any]:
-    """Return what the signals of its end say of `lease`."""
+    """Return the arguments of the signals about the end of `lease`."""
     return {
         "sender": type(lease.backend),
         "alias": lease.alias,
@@ -61,7 +61,7 @@ def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], object]) ->
         return
     try:
         callback(hold)
-    except BaseException:  # also SystemExit, which ends no process from here
+    except BaseException:  # also SystemExit, which does not end the process here
         logger.exception("an on_lost() callback failed", extra=hold.log_fields("callback_failed"))
     finally:
         connections.close_all()  # those of this thread

@@ -1,4 +1,4 @@
-"""One daemon thread for what is due at a time: renewals, ends of leases, releases to try again."""
+"""One daemon thread for everything due at a time: renewals, ends of leases, retried releases."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..primitives.logs import fields, logger
 from ..primitives.threads import Gate, started, threads_are_greenlets
 from ..primitives.timing import monotonic
 
-# Seconds after which the thread goes on after an error of its own.
+# Seconds until the thread continues after an internal error.
 RECOVERY = 0.02
-# It sleeps in slices, as some platforms limit a timed wait.
+# It sleeps in slices, because some platforms limit timed waits.
 LONGEST_SLEEP = 3600.0
 
 
 class Timed(Protocol):
-    """What can be due, at one time: the timer notes it on the thing itself."""
+    """Something that can be due at one time, which the timer stores on it."""
 
     due: float | None
 
 
 class Timer:
-    """Calls functions when something is due, on one thread: they must not wait for a backend."""
+    """Calls functions when due, on one thread, so they must not wait for a backend."""
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may release in the middle of any of the methods below.
         self.lock = threading.RLock()
-        # Most leases are released before they are due the first time, and never come onto the heap:
-        # what is to be called for them when the thread next wakes. Add, then look at `wakes_at`.
+        # Most leases are released before they are first due, and never get onto the heap. Here are
+        # the calls for them when the thread next wakes. Add first, then check `wakes_at`.
         self.young: dict[Timed, Callable[[Any], None]] = {}
         self.wakes_at = float("inf")
         self._heap: list[tuple[float, int, Timed, Callable[[Any], None]]] = []
@@ -46,7 +46,7 @@ class Timer:
         self._running = False
 
     def at(self, due: float, what: Timed, call: Callable[[Any], None]) -> None:
-        """Call `call(what)` at `due`, by `monotonic()`, and no more when it was due before."""
+        """Call `call(what)` at `due` (by `monotonic()`) instead of any earlier due time."""
         with self.lock:
             self.cancel(what)
             what.due = due
@@ -54,7 +54,7 @@ class Timer:
             self.wake_at(due)
 
     def wake_at(self, due: float) -> None:
-        """Have the thread wake at `due`, or sooner."""
+        """Wake the thread at `due` or sooner."""
         with self.lock:
             if due >= self.wakes_at:
                 return
@@ -65,7 +65,7 @@ class Timer:
                 self._running, self.wakes_at = True, due
 
     def cancel(self, what: Timed) -> None:
-        """Do not call for `what`; its entry goes now and then, or when it would have been due."""
+        """Do not call for `what`; its entry is removed later."""
         self.young.pop(what, None)
         if what.due is None:
             return
@@ -83,7 +83,7 @@ class Timer:
             return [*self.young, *(what for due, _, what, _ in self._heap if what.due == due)]
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call `call()` now. Safe in a finalizer, which may run in the middle of anything."""
+        """Call `call()` now. Safe in a finalizer, which may interrupt any code."""
         self._inbox.append(call)
         self._gate.open()
 
@@ -102,7 +102,7 @@ class Timer:
                 sleep(RECOVERY)
 
     def _turn(self) -> None:
-        self._gate.wait(self._call_due())  # no lease is to live on in this frame
+        self._gate.wait(self._call_due())  # this frame must not keep a lease alive
         while self._inbox:
             self._inbox.popleft()()
 
@@ -111,7 +111,7 @@ class Timer:
         for call in calls:
             try:
                 call()
-            except Exception:  # the others must not be lost for it
+            except Exception:  # the other calls must still be made
                 logger.exception("a call by the lock timer failed", extra=_FAILED)
         return 0.0 if calls else max(0.0, min(self.wakes_at - monotonic(), LONGEST_SLEEP))
 
@@ -120,7 +120,7 @@ class Timer:
         calls: list[Callable[[], None]] = []
         with self.lock:
             if now >= self.wakes_at:
-                self.wakes_at = float("inf")  # first: what comes from now on wakes it again
+                self.wakes_at = float("inf")  # first: additions from now on wake the thread again
                 for what, call in self.young.copy().items():
                     self.young.pop(what, None)
                     calls.append(partial(call, what))

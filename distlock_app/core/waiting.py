@@ -1,8 +1,8 @@
 """The waiting loop: retries, wake-ups and time limits, for threads and event loops.
 
-The loop is a generator that does nothing itself: it yields calls to make and pauses to take.
-`run` does both in the calling thread; `arun` makes the calls in threads (offloading.py) and takes
-the pauses in the event loop, so that a waiting task occupies no thread.
+The loop is a generator that yields calls and pauses. `run` executes both in the calling thread;
+`arun` makes the calls in threads (offloading.py) and pauses in the event loop, so that a waiting
+task occupies no thread.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..primitives.timing import Deadline, full_jitter, monotonic, trusted_for
 from .offloading import Begin, Seen, begin, begin_alone, begin_first, ended
 from .wakers import AsyncWaker, Waker
 
-# A claim that ends by itself is asked for this much later than the engine said, in seconds.
+# Seconds between the expected expiry of a claim and the next try.
 AFTER_EXPIRY = 0.005
-# A waiter that the server will wake looks this often all the same, in seconds: a lock that was
-# cleared, or whose owner hangs, wakes no waiter.
+# Seconds between checks of a waiter that the server will wake: clearing a lock, or an owner that
+# hangs, wakes no waiter.
 LOOK_EVERY = 1.0
 
 
 class Call(NamedTuple):
-    """Answers what the function returns; for an event loop `begin` makes it in a thread."""
+    """Call a function and send back its result; for an event loop, `begin` uses a thread."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Answers the grant that was pushed meanwhile, if any; ends when `wake_fd` is readable."""
+    """Pause until woken or `wake_fd` is readable; send back a pushed grant, if any."""
 
     seconds: float
     wake_fd: int | None
@@ -52,20 +52,20 @@ os.register_at_fork(after_in_child=waiting.clear)
 def acquired(
     backend: BaseLockBackend, claim: Claim, wait: float | None, waker: Waker
 ) -> tuple[Grant, float]:
-    """Run `acquiring` in this thread: a free lock is granted without any of its steps."""
+    """Run `acquiring` in this thread; a free lock needs none of its steps."""
     if backend.blocks:  # it waits in its first try
         return _waited(backend, claim, acquiring(backend, claim, wait), waker)
     asked_at = monotonic()
     answer: Any = backend.acquire(claim, wait)
     if answer:
         began = asked_at if answer.asked_at is None else answer.asked_at
-        # Surely trusted; else asked exactly.
+        # Certainly trusted; otherwise compute it exactly.
         if answer.ttl is None and monotonic() < began + claim.ttl / 2:
             return answer, began
         if (exactly := _trusted(answer, asked_at)) is not None:
             return answer, exactly
     steps = acquiring(backend, claim, wait, first=(asked_at, answer))
-    del answer  # it may hold a ticket of a queue, which the steps alone keep or drop
+    del answer  # it may hold a queue ticket, which only the steps may keep or drop
     return _waited(backend, claim, steps, waker)
 
 
@@ -87,18 +87,18 @@ def acquiring(
     *,
     first: tuple[float, Any] | None = None,
 ) -> Generator[Step, Any, tuple[Grant, float]]:
-    """Get the claim granted; return the grant and a time before which its lease cannot begin.
+    """Wait for the claim; return the grant and a time before which its lease cannot begin.
 
-    Raise LockBusy (wait=0), LockTimeout, or BackendError: at once if the first try fails so,
-    and if it still does at the deadline when the engine had answered before. `first`: when
-    the first try was made already, and its answer.
+    Raise LockBusy (wait=0) or LockTimeout. Raise BackendError if the first try fails, or if the
+    backend still fails at the deadline. `first`: time and answer of a first try that was
+    already made.
     """
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
-    tried = first is not None  # not merely looked, because too many others try
+    tried = first is not None  # or only look(), because too many others try
     failures: list[LockError] = []
     answer: Any = None
-    refusal: Any = None  # kept, for it may hold a ticket of a queue
+    refusal: Any = None  # kept, because it may hold a queue ticket
     while True:
         left = deadline.remaining()
         last = left == 0
@@ -117,7 +117,7 @@ def acquiring(
                 answer = yield Call(backend.acquire, (claim, left), how)
                 tried = not isinstance(answer, Seen)
                 answer = refusal = answer if tried else answer.busy
-            # Such as a row that is locked: to ask again would take as long again.
+            # A locked row, say: another try would take as long again.
             last = last or (_keeps_nothing(backend, refusal) and deadline.remaining() == 0)
         except BackendError as error:
             if attempt == 0 or last:
@@ -132,16 +132,16 @@ def acquiring(
         if answer:
             if (began := _trusted(answer, asked_at)) is not None:
                 return answer, began
-            # The process or the network slept for longer than the lease: it may be over.
+            # The process or the network stalled for longer than the lease, which may be over.
             failures += yield from _giving_back(backend, answer)
         if last:
-            # Taken out: its traceback will refer to this frame.
+            # Removed from the list: its traceback refers to this frame.
             raise (failures or [busy_error(claim.name, wait, free_in)]).pop()
         attempt += 1
 
 
 def _keeps_nothing(backend: BaseLockBackend, refusal: Any) -> bool:
-    """Return whether the engine keeps nothing of the claim that a last try would take away."""
+    """Whether the backend stores nothing about the claim that a last try would remove."""
     polled = not (backend.blocks or backend.pushes or backend.queues)
     return polled and getattr(refusal, "ticket", None) is None
 
@@ -150,14 +150,14 @@ def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any,
     try:
         yield Call(backend.release, (grant,))
     except BackendError as error:
-        return [error]  # the same owner is granted again
+        return [error]  # the same owner will be granted again
     return []
 
 
 def _trusted(grant: Grant, asked_at: float) -> float | None:
-    """Return a time before which the lease cannot begin; None: it may be over already."""
+    """Return a time before which the lease cannot begin; None: it may already be over."""
     began = asked_at if grant.asked_at is None else grant.asked_at
-    ttl = grant.ttl or grant.claim.ttl  # an engine may give less than it was asked for
+    ttl = grant.ttl or grant.claim.ttl  # a backend may grant less than requested
     return began if monotonic() < began + trusted_for(ttl) else None
 
 
@@ -219,8 +219,8 @@ async def arun(
 ) -> Any:
     """Run the generator in the event loop; its calls are made in threads.
 
-    `cancelled` is called when the task was cancelled and no call is under way any more, and
-    at once if that call waits: to end it. Also when its turn comes after its loop was closed.
+    When the task is cancelled, `cancelled` is called after the call in flight, or at once if that
+    call waits, to end it. It is also called if the waiter's turn comes after its loop was closed.
     """
     waker.on_loop_closed = cancelled
     answer: Any = None

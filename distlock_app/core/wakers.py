@@ -1,4 +1,4 @@
-"""Wakers end the pause of a waiter: a thread's, or a task's."""
+"""Wakers end the pause of a waiting thread or task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..primitives.threads import Gate
 class Waker:
     """Ends the pause of a waiting thread."""
 
-    # Defaults of the class: most locks are free, and nobody sleeps.
+    # Class defaults: most locks are free, and most wakers are never used.
     _grant: Grant | None = None
     _woken = False  # before the first sleep
     _gate: Gate | None = None
@@ -23,7 +23,7 @@ class Waker:
         """Wake the waiter; may be called from any thread, any number of times."""
         if grant is not None:
             self._grant = grant
-        self._woken = True  # first: `wait` looks the other way round
+        self._woken = True  # first: `wait` checks in the opposite order
         if self._gate is not None:
             self._gate.open()
 
@@ -35,7 +35,7 @@ class Waker:
                 if self._woken:
                     seconds = 0.0
             self._gate.wait(seconds)
-        else:  # an engine that has one calls no wake()
+        else:  # a backend with a wake_fd does not call wake()
             with selectors.DefaultSelector() as selector:
                 selector.register(wake_fd, selectors.EVENT_READ)
                 selector.select(seconds)
@@ -57,7 +57,7 @@ class AsyncWaker:
     def wake(self, grant: Grant | None) -> None:
         """Wake the waiter; may be called from any thread, any number of times.
 
-        Raise RuntimeError if its loop is closed: there is no waiter any more to take a grant.
+        Raise RuntimeError if its loop is closed: no waiter is left to take a grant.
         """
         if grant is not None:
             self._grant = grant
@@ -73,7 +73,7 @@ class AsyncWaker:
         # Not wait_for(): before Python 3.12 it swallows a cancellation as it is woken.
         timer = self._loop.call_later(seconds, self._woken.set)
         if wake_fd is not None:
-            with suppress(NotImplementedError):  # the default loop of Windows: it looks later
+            with suppress(NotImplementedError):  # the default loop of Windows: it polls
                 self._loop.add_reader(wake_fd, self._woken.set)
         try:
             await self._woken.wait()

@@ -1,4 +1,4 @@
-"""`locked_command`: management commands that run once at a time, on all hosts together."""
+"""`locked_command`: management commands that run one at a time across all hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CommandT = TypeVar("CommandT", bound=type[BaseCommand])
 
 
 class Terminated(SystemExit):
-    """SIGTERM came while the command ran."""
+    """SIGTERM arrived while the command was running."""
 
 
 @overload
@@ -66,17 +66,16 @@ def locked_command(
     at_least: float = 0.0,
     **lock_options: Any,
 ) -> Any:
-    """Let a management command run once at a time: a decorator for its class.
+    """Run a management command one at a time: a decorator for its class.
 
-    The fields of the template are the command's options: `"settle:{shop}"`. `name=` is a
-    function of them (as keyword arguments). Without either the name is the command's.
-    Adds --lock-wait, --lock-ttl and --no-lock. Busy: a message that names the holder, and
-    exit code `busy_exit`; 0 skips the run in silence. With the backend down: exit code 69.
-    `call_command` gets a CommandError.
-    `at_least` seconds after its start nobody runs it again, however soon it ends, by the
-    backend's clock: for jobs that are quicker than the clocks of hosts are alike.
-    SIGTERM and Ctrl-C release the lock. Further options are those of Lock; `using=` may be a
-    function of the command's options, too.
+    The fields of the template are the command's options: `"settle:{shop}"`. `name=` is a function
+    of them (as keyword arguments). Without either, the name is the command's. Adds --lock-wait,
+    --lock-ttl and --no-lock. If busy, print the holder and exit with `busy_exit`; 0 exits
+    quietly. If the backend is down, exit with 69. `call_command` raises CommandError.
+    `at_least`: keep the lock for this many seconds from the start, by the backend's clock, for
+    jobs that are shorter than the difference between the hosts' clocks. SIGTERM and Ctrl-C
+    release the lock. Other options are those of Lock; `using=` may be a function of the
+    command's options.
     """
     template, name, command = sorted_out(template, name, bool(lock_options))
     using = lock_options.get("using", "default")
@@ -182,12 +181,12 @@ def _checked(check: Callable[[Any], float | None]) -> Callable[[str], float]:
 
 
 class _Busy(Exception):
-    """Our own lock is busy; not one that the command itself wanted."""
+    """This lock is busy, not one that the command itself takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guard:
-    """The arguments of `locked_command`; shared by all runs, and never changed."""
+    """The arguments of `locked_command`; shared by all runs and never changed."""
 
     template: NameTemplate | None
     name: Callable[..., str] | None
@@ -208,14 +207,14 @@ class _Guard:
         return f"command:{app.label}.{_command_name(command)}"
 
     def run(self, lock: Lock, handle: Callable[[], Any]) -> Any:
-        """Call `handle` under the lock, and give the lock up whatever happens."""
+        """Call `handle` under the lock, and release the lock in any case."""
         if self.at_least and open_blocks():
             raise LockError("at_least= is not possible inside atomic()")
         held_before = lease_of_runner(lock.using, lock.name, shared=lock.shared)
         hold: Hold | None = None
         with _Termination() as termination:
             started = monotonic()
-            # Twice, since the signal may come on the way into the first `finally`.
+            # Twice, since the signal may arrive on the way into the first `finally`.
             try:
                 try:
                     hold = lock.acquire()
@@ -277,8 +276,8 @@ def _committed_under(hold: Hold, alias: str | None) -> Iterator[None]:
 class _Termination:
     """Turns SIGTERM into an exception while a command runs, so that it can release its lock.
 
-    Only where the signal would end the process: a handler of the project's own, and a
-    parent that ignores it, go before. Only in the main thread: others cannot have handlers.
+    Only if the signal would end the process: the project's own handlers, and a parent that ignores
+    the signal, take precedence. Only in the main thread: others cannot have handlers.
     """
 
     def __init__(self) -> None:
@@ -294,7 +293,7 @@ class _Termination:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *args: Any) -> None:
-        # The command may have put a handler of its own in its place.
+        # The command may have installed its own handler.
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._came and exc_type is None:
@@ -309,7 +308,7 @@ class _Termination:
 def held_by(lock: Lock) -> str:
     try:
         holding = lock.holders()[0]
-    except Exception:  # it may be free, or its backend down, by now: no reason not to say the rest
+    except Exception:  # by now it may be free or its backend down: report the rest
         return "another process has its lock"
     holder = holding.holder
     who = [f"host {holder['host']}"] if "host" in holder else []

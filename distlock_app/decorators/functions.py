@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 OnBusy = Literal["raise", "skip"] | Callable[..., Any]
 
-# What the tasks of Django, Celery, RQ, Dramatiq and Huey have, and functions have not.
+# Methods of the tasks of Django, Celery, RQ, Dramatiq and Huey.
 _TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_local")
 
 
@@ -77,13 +77,13 @@ def locked(
 ) -> Any:
     """Run a function, coroutine or generator under a lock: `@locked("invoice:{invoice_id}")`.
 
-    The fields are the call's arguments; instead, `name=` is a function of them that returns
-    the name (a lambda may stand in its place), and without either the name is the
-    function's dotted path. A generator is locked while it runs, until it ends or is closed.
-    `on_busy`: "raise" LockBusy, "skip" the call (it returns None), or a function that gets
-    the LockBusy and the call's arguments and returns the result. Further options are
-    those of Lock; `atomic=` is for plain functions only. So is `in_transaction=True`: the function
-    runs in `atomic()`, under lock_in_transaction(), whose options are `wait` and `using`.
+    The fields are the call's arguments. Instead, `name=` (or a lambda in place of the template)
+    is a function of the arguments that returns the name; without either, the name is the
+    function's dotted path. A generator holds the lock until it ends or is closed. `on_busy` is
+    "raise" (LockBusy), "skip" (the call returns None), or a function that receives the LockBusy
+    and the call's arguments and returns the result. Other options are those of Lock. `atomic=`
+    and `in_transaction=True` are for plain functions only; with the latter, the function runs in
+    `atomic()` under lock_in_transaction(), with the options `wait` and `using`.
     """
     options = bool(lock_options or in_transaction)
     template, name, function = sorted_out(template, name, options, on_busy)
@@ -113,12 +113,12 @@ def locked(
 
 
 def assert_locked(name: str, *, using: str = "default", shared: bool = False) -> None:
-    """Raise NotHeld unless the running thread or task is inside a `with` of the lock.
+    """Raise NotHeld unless the current thread or task is inside a `with` of the lock.
 
-    LockLost if it lost it meanwhile. The decorators are such a `with`; a bare acquire() is none.
-    Its transaction may have it, too, by lock_in_transaction().
-    With `shared=True` a shared hold is enough, too. A permit (`limit=`) excludes no other and
-    does not count. Asks no backend.
+    Raise LockLost if the lock was lost. The decorators count as a `with`, a bare acquire() does
+    not; a lock of the open transaction, by lock_in_transaction(), counts too. With `shared=True`
+    a shared hold is enough. A semaphore permit (`limit=`) does not exclude others and does not
+    count. Sends no request.
     """
     if held_in_transaction(name, using):
         return
@@ -134,7 +134,7 @@ def assert_locked(name: str, *, using: str = "default", shared: bool = False) ->
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How the calls of one function name their locks."""
+    """How calls of one function name their locks."""
 
     name: NameTemplate | Callable[..., str] | str
     signature: inspect.Signature | None
@@ -165,7 +165,7 @@ class Naming:
 def sorted_out(
     first: Any, name: Callable[..., str] | None, options: bool, on_busy: Any = "raise"
 ) -> tuple[str | None, Callable[..., str] | None, Any]:
-    """Return template, naming function and what to decorate, of a decorator's arguments."""
+    """Return the template, the naming function and the decorated object from the arguments."""
     if first is None or isinstance(first, str):
         if first is not None and name is not None:
             raise TypeError("pass a template or name=, not both")
@@ -173,7 +173,7 @@ def sorted_out(
     if getattr(first, "__name__", "") == "<lambda>" and name is None:
         return None, first, None
     if name is not None or options or on_busy != "raise":
-        # Used as a naming function it would be wrong half of the time: which one is it?
+        # Ambiguous: it may be the naming function or the decorated one.
         raise TypeError(
             "use name= for the function that returns the name, and add options as "
             "locked(...)(function)"
@@ -182,10 +182,10 @@ def sorted_out(
 
 
 def probe(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None:
-    """Raise what Lock raises for `lock_options`, where there are settings; connect to nothing.
+    """Raise what Lock raises for `lock_options`, without connecting to anything.
 
-    Not what is wrong in the settings of the alias: the system checks say that, if the modules of
-    the project can be imported.
+    Do nothing without settings. Errors in the alias's settings are left to the system checks,
+    which run only if the project's modules can be imported.
     """
     if in_transaction and (others := set(lock_options) - {"wait", "using"}):
         raise TypeError(f"in_transaction=True allows only wait= and using=, not {min(others)}=")
@@ -194,7 +194,7 @@ def probe(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None
     try:
         Lock("probe", **lock_options)
     except AppRegistryNotReady:
-        pass  # decorated in a models.py: the first call says
+        pass  # decorated in a models.py: the first call reports it
     except ImproperlyConfigured:
         if not registry.misconfigured(lock_options.get("using", "default")):
             raise
@@ -210,7 +210,7 @@ def path_of(function: Any) -> str:
 
 
 def refuse_what_is_no_function(function: Any) -> None:
-    """Raise TypeError, with a hint where the decorators stand in the wrong order."""
+    """Raise TypeError, with a hint if the decorators are in the wrong order."""
     if any(hasattr(function, method) for method in _TASK_METHODS):
         raise TypeError(
             f"{function!r} is a task: a queue would call it without the lock. Swap the "
@@ -230,9 +230,8 @@ def _kind_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return _generator if inspect.isgeneratorfunction(function) else _call
 
 
-# One wrapper for each kind of function. The lock of a call is made in the call: nothing of it
-# is kept on the decorator, which all threads share. `on_busy` answers for our own lock only,
-# not for one that the function itself finds busy.
+# One wrapper per kind of function. Each call creates its own lock, because all threads share the
+# decorator. `on_busy` handles only this lock, not one that the function itself finds busy.
 
 
 def _call(
@@ -318,7 +317,7 @@ def _answer(on_busy: OnBusy, busy: LockBusy, args: tuple[Any, ...], kwargs: dict
 
 
 def refuse_undone(result: Any, function: Any) -> Any:
-    """Return `result`; raise TypeError if the work that it stands for is not done yet."""
+    """Return `result`; raise TypeError if its work is still to be done."""
     pending = inspect.isawaitable(result) or inspect.isgenerator(result)
     if not pending and not inspect.isasyncgen(result):
         return result

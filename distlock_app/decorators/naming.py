@@ -21,16 +21,16 @@ from ..primitives.names import Made
 _FIELD = re.compile(r"(?P<root>[^\W\d]\w*)(?P<rest>(\.\w+|\[[^\[\]{}]+\])*)")
 _STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
 
-# Their text says all of them, and is the same in every process.
+# Types whose text is complete and the same in every process.
 _PLAIN = (str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time)
 
 
 class NameTemplate:
     """A template whose fields are names, attributes and items: `{request.user.pk}`, `{items[0]}`.
 
-    Two calls with different values never get the same name: "%", ":" and the characters that
-    stand between the fields are written as %XX inside of values. Raise ValueError for a
-    template that cannot keep that promise, and TypeError for what is no text.
+    Two calls with different values never get the same name: "%", ":" and the characters between
+    fields are written as %XX inside values. Raise ValueError for a template that cannot
+    guarantee this, and TypeError if it is not a str.
     """
 
     def __init__(self, template: str) -> None:
@@ -104,9 +104,9 @@ class NameTemplate:
 def named(template: str, /, **values: Any) -> str:
     """Return the name of a lock: `named("invoice:{pk}", pk=42)` is "invoice:42".
 
-    As in the decorators: different values never give the same name, an object is its primary
-    key, and metrics are labelled by the template. Raise ValueError for a value that names
-    nothing.
+    As in the decorators, different values never give the same name, a model instance stands for its
+    primary key, and metrics are labelled by the template. Raise ValueError for a value that
+    cannot name a lock.
     """
     parsed = NameTemplate(template)
     parsed.check(values, "values")
@@ -116,14 +116,14 @@ def named(template: str, /, **values: Any) -> str:
 def text_of(value: Any) -> str:
     """Return the text of `value` in a lock name; a model instance is its primary key.
 
-    Raise ValueError, whose message goes on after the field's name.
+    Raise ValueError with a message that continues after the field's name.
     """
     if isinstance(value, models.Model):
         if value.pk is None:
             raise ValueError("is not saved yet, so it has no primary key to lock by")
         return text_of(value.pk)
     if value is None:
-        # Else all anonymous visitors, or all unsaved objects, would share one lock.
+        # Otherwise all anonymous visitors, or all unsaved objects, would share one lock.
         raise ValueError("is None, which cannot name a lock")
     if isinstance(value, enum.Enum):
         return text_of(value.value)
@@ -143,7 +143,7 @@ def quoted(text: str, characters: Collection[str]) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of `function` beneath its decorators; None: it tells none.
+    """Return the signature of `function` beneath its decorators; None: it has none.
 
     `method_decorator` presents a method as a `partial` that wraps the function with `self`:
     there the partial's own signature counts.
@@ -156,7 +156,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def parameters_of(signature: inspect.Signature | None) -> set[str] | None:
-    """Return what `arguments` can give for any call; None: it takes whatever it is given."""
+    """Return the argument names of every call; None: the function accepts any."""
     if signature is None:
         return None
     parameters = signature.parameters.values()
@@ -228,7 +228,7 @@ def _value(field: str, values: Mapping[str, Any]) -> Any:
 
 
 def _has_own_text(value: Any) -> bool:
-    """Whether the class says what its text is; `repr` often shows an address."""
+    """Whether the class defines its own text; `repr` often shows an address."""
     texts: list[Any] = [type(value).__str__, object.__str__]
     return texts[0] is not texts[1] and not isinstance(value, (bytes, BaseException, type))
 

@@ -1,4 +1,4 @@
-"""Fencing tokens in rows: a write with a smaller fence than the row's last is refused."""
+"""Fencing tokens in rows: a write with a smaller token than the row's is refused."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def fence_of(hold: Any) -> int:
-    """Return the number of a hold that is still trusted, or the number that was given.
+    """Return the fencing token of a hold that is still trusted, or the given number.
 
-    Raise LockLost or NotHeld, and LockError if the backend of the hold has no fences.
+    Raise LockLost or NotHeld, and LockError if the hold has no token.
     """
     if isinstance(hold, int):
         return hold
@@ -32,17 +32,16 @@ def fence_of(hold: Any) -> int:
 
 
 class FencedQuerySet(models.QuerySet[M]):
-    """`fenced(hold)` lets a queryset write only what no later holder has written."""
+    """A queryset whose `fenced(hold)` refuses to write rows that a later holder has written."""
 
     _fence: int | None = None
 
     def fenced(self, hold: Any) -> Self:
-        """Return the queryset so that it writes under the fence of `hold` (or a number).
+        """Return a queryset that writes with the fencing token of `hold` (or a number).
 
-        `update()`, `bulk_update()` and `delete()` then raise StaleFenceError, and write
-        nothing, if one of the rows has a greater fence; they and `create()` leave this one.
-        `update()` without a value leaves it and writes nothing else: before rows are read,
-        that shuts out every earlier holder.
+        Its `update()`, `bulk_update()` and `delete()` raise StaleFenceError, and write nothing, if
+        one of the rows has a greater token; they and `create()` store this one. `update()`
+        without values only stores it: done before reading, that excludes all earlier holders.
         """
         rows = self.all()
         rows._fence = fence_of(hold)
@@ -60,7 +59,7 @@ class FencedQuerySet(models.QuerySet[M]):
         self._for_write = True
         with transaction.atomic(using=self.db):
             if self._of_one_table() and kwargs:
-                # One statement asks and writes. What it left out is looked at afterwards.
+                # One statement checks and writes; the rows that it skipped are checked afterwards.
                 rows = self.filter(fence__lte=fence)
                 updated = super(FencedQuerySet, rows).update(**kwargs, fence=fence)
                 refuse_newer(self.all(), fence)
@@ -82,9 +81,8 @@ class FencedQuerySet(models.QuerySet[M]):
     delete.queryset_only = True  # type: ignore[attr-defined]
 
     def _of_one_table(self) -> bool:
-        """Whether Django updates these rows by one statement with their conditions in it.
-
-        Where it has to read other tables, or to write them, it updates by key alone.
+        """Whether Django updates these rows with one statement that contains their conditions.
+        If it has to read or write other tables, it updates by key alone.
         """
         query = self.query.clone()
         query.get_initial_alias()
@@ -93,12 +91,12 @@ class FencedQuerySet(models.QuerySet[M]):
         return not inherits and query.count_active_tables() == 1
 
     def _claimed(self, fence: int) -> Any:
-        """Leave the fence in the rows, and return them: locked now until the transaction ends."""
+        """Store the token in the rows and return them, now locked until the transaction ends."""
         owner = self._fenced_model
         key = owner._meta.pk.name
         keys = list(self.values_list(key, flat=True))
         rows = owner._base_manager.using(self.db).filter(pk__in=keys)
-        # Of the rows alone: another queryset's update() would move a version on.
+        # The plain update(): that of another queryset would increment a version.
         models.QuerySet.update(rows.filter(fence__lte=fence), fence=fence)
         refuse_newer(rows, fence)
         return self.filter(**{f"{key}__in": keys})
@@ -150,11 +148,11 @@ else:
 class FencedModel(models.Model):
     """A model whose `save(fence=hold)` is refused once a later holder has written the row.
 
-    A write without `fence=`, of the admin for example, asks nothing and leaves the fence as
-    it is; `FencedVersionedModel` refuses those that are stale.
+    A write without `fence=`, by the admin for example, compares no token and does not change
+    it; `FencedVersionedModel` refuses such writes if they are stale.
     """
 
-    # Also a default of the database: the column can be added while an old release is running.
+    # Also a database default, so that the column can be added while an old release is running.
     fence = models.BigIntegerField(default=0, db_default=0, editable=False)
     fence.creation_counter += LAST
 
@@ -164,16 +162,16 @@ class FencedModel(models.Model):
         abstract = True
 
     def save(self, *args: Any, fence: Any = None, **kwargs: Any) -> None:
-        """Do as Django does; with a hold, or its number, raise StaleFenceError if it is late.
+        """Save as Django does; with a hold or its number, raise StaleFenceError if it is late.
 
-        The row is refused too if it is gone: nobody knows by whose hand. An object that was
-        never saved is inserted.
+        Also refused if the row is gone, since a later holder may have deleted it. An object
+        that was never saved is inserted.
         """
         if fence is None:
             return super().save(*args, **kwargs)
         state: Any = self._state
         before = self.__dict__.get("fence", MISSING)
-        outer = getattr(state, "fencing", None)  # of the save whose receiver calls this one
+        outer = getattr(state, "fencing", None)  # of a save whose receiver calls this one
         self.fence = state.fencing = fence_of(fence)
         if kwargs.get("update_fields"):
             kwargs["update_fields"] = {*kwargs["update_fields"], "fence"}
@@ -198,9 +196,9 @@ class FencedModel(models.Model):
     def delete(
         self, using: str | None = None, keep_parents: bool = False, *, fence: Any = None
     ) -> tuple[int, dict[str, int]]:
-        """Do as Django does; with a hold, or its number, raise StaleFenceError if it is late.
+        """Delete as Django does; with a hold or its number, raise StaleFenceError if it is late.
 
-        A row that is gone already is no error: what was asked for is done.
+        A missing row is not an error.
         """
         if fence is None:
             return super().delete(using=using, keep_parents=keep_parents)
@@ -208,7 +206,7 @@ class FencedModel(models.Model):
         number = fence_of(fence)
         with transaction.atomic(using=using):
             rows = self._fenced_row(using)
-            # Of the row alone: another queryset's update() would move a version on.
+            # The plain update(): that of another queryset would increment a version.
             if not models.QuerySet.update(rows.filter(fence__lte=number), fence=number):
                 refuse_newer(rows, number, obj=self)
             return super().delete(using=using, keep_parents=keep_parents)
@@ -226,11 +224,11 @@ class FencedModel(models.Model):
             return super()._do_update(base_qs, using, pk_val, values, *args)
         number = getattr(self._state, "fencing", None)
         if number is None:
-            # An old object must not take the fence of its row back.
+            # An old object must not lower the token of its row.
             values = [value for value in values if value[0] is not field]
         else:
             base_qs = base_qs.filter(fence__lte=number)
-            # Forced: `select_on_save` takes a row that an old snapshot still shows for written.
+            # Forced: `select_on_save` treats a row in an old snapshot as written.
             args = args[0], True, *args[2:]
         updated = super()._do_update(base_qs, using, pk_val, values, *args)
         if not updated and number is not None:
@@ -238,7 +236,7 @@ class FencedModel(models.Model):
         return updated
 
     def _find_version(self, using: str, expected: int | None) -> int | None:
-        """Blame the fence first, where a VersionedModel looks for what was in the way."""
+        """Check the token first when a VersionedModel looks for the cause of a conflict."""
         number = getattr(self._state, "fencing", None)
         if number is not None:
             refuse_newer(self._fenced_row(using), number, obj=self)
@@ -258,7 +256,7 @@ class FencedModel(models.Model):
 
 
 class FencedVersionedQuerySet(FencedQuerySet[M], VersionedQuerySet[M]):  # type: ignore[override]
-    """Both guards."""
+    """A queryset of models with fencing tokens and versions."""
 
 
 if TYPE_CHECKING:
@@ -270,11 +268,11 @@ if TYPE_CHECKING:
 else:
 
     class FencedVersionedManager(models.Manager.from_queryset(FencedVersionedQuerySet)):
-        """The manager of models with both guards."""
+        """The manager of models with fencing tokens and versions."""
 
 
 class FencedVersionedModel(FencedModel, VersionedModel):
-    """Both guards: no late holder, and no stale object either, overwrites what others wrote."""
+    """A model that refuses writes by late holders and by stale objects."""
 
     objects: ClassVar[FencedVersionedManager[Self]] = FencedVersionedManager()  # type: ignore[assignment]
 
@@ -286,7 +284,7 @@ MISSING = object()
 
 
 def refuse_newer(rows: Any, fence: int, *, obj: Any = None) -> None:
-    """Raise StaleFenceError if one of the rows has a fence greater than `fence`."""
+    """Raise StaleFenceError if one of the rows has a token greater than `fence`."""
     connection = connections[rows.db]
     newer = rows.filter(fence__gt=fence).order_by()
     if connection.vendor == "mysql" and connection.in_atomic_block:

@@ -29,37 +29,37 @@ from .retrying import (
 WAIT = 3.0
 # Pauses between tries where a server knows whole seconds only, in seconds.
 POLL, MAX_POLL = 0.002, 0.05
-# How many rows of others `next_unlocked` looks past on MySQL and MariaDB.
+# The number of locked rows that `next_unlocked` skips on MySQL and MariaDB.
 SPARE = 100
 # The longest that PostgreSQL and SQLite accept, in milliseconds: 24 days.
 LONGEST_MS = 2**31 - 1
-# The least, in seconds: to a server, 0 is for ever.
+# The shortest wait in seconds: to a server, 0 means forever.
 SHORTEST = 0.001
-# What a server says when a row was not to be had. PostgreSQL: NOWAIT, and the time of a statement.
-# MySQL and MariaDB: the time of a lock, or NOWAIT; NOWAIT; the time of a statement.
+# Error codes for a row that was not available. PostgreSQL: NOWAIT; statement timeout. MySQL and
+# MariaDB: lock timeout or NOWAIT; NOWAIT; statement timeout.
 REFUSED = frozenset({"55P03", "57014", 1205, 3572, 1969})
 
 
 def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M]:
-    """Lock rows until the transaction ends; return them as they are now, by primary key.
+    """Lock rows until the transaction ends; return them freshly read, ordered by primary key.
 
-    They are locked in that order too, so that two callers do not wait for each other. `wait`:
-    seconds for all of them; 0 does not wait, None waits as long as the database lets it. On
-    SQLite, which has no row locks, the whole file is locked for writing.
+    They are locked in that order too, so that two callers do not deadlock. `wait`: seconds for
+    all of them; 0 does not wait, None waits as long as the database allows. On SQLite, which
+    has no row locks, the whole file is locked for writing.
 
-    Raise LockBusy (wait=0) or LockTimeout: the transaction goes on, but on MySQL and MariaDB it
-    keeps the rows that it had got already. Raise TransactionManagementError outside of
-    `atomic()`, and the database's OperationalError if the transaction is over: after a
-    deadlock, or if it has read what others changed since (see `retry_on_deadlock`).
+    Raise LockBusy (wait=0) or LockTimeout: the transaction can continue, but on MySQL and
+    MariaDB it keeps the rows locked so far. Raise TransactionManagementError outside
+    `atomic()`, and the database's OperationalError if the transaction was aborted: after a
+    deadlock, or if rows changed since its snapshot (see `retry_on_deadlock`).
     """
     rows = rows.order_by("pk").select_related(None)
     locking = _locking(rows)
     connection = _in_atomic(locking.db)
     if connection.vendor != "mysql" or connection.isolation_level != "read committed":
         return _locked(locking, wait)
-    # InnoDB locks in the order of whatever index it reads by. So the keys are locked, by
-    # themselves, and the conditions are asked again under the lock. (At a higher isolation
-    # level the first of these reads would fix what all later ones see.)
+    # InnoDB locks in the order of the index that it reads. So the rows are locked by key, and the
+    # conditions are checked again under the lock. (At a higher isolation level the first read
+    # would fix the snapshot of the later ones.)
     rows = rows.using(locking.db)
     keys = list(rows.values_list("pk", flat=True))
     by_key = rows.model._base_manager.using(locking.db).filter(pk__in=keys)
@@ -68,10 +68,10 @@ def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M
 
 
 def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
-    """Lock the next `n` rows, in the order of `rows`, that nobody else has locked; never wait.
+    """Lock the next `n` rows, in the order of `rows`, that are not locked; never wait.
 
-    For queues: take rows, do the work, mark them as done, commit. Return fewer, or none, if
-    there are no more. Raise TransactionManagementError outside of `atomic()`, LockTimeout on
+    For queues: take rows, process them, mark them as done, commit. Return fewer, or none, if
+    there are no more. Raise TransactionManagementError outside `atomic()`, LockTimeout on
     SQLite, where one transaction at a time can write.
     """
     rows = rows if rows.ordered else rows.order_by("pk")
@@ -83,8 +83,8 @@ def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
     locking = _locking(rows, skip_locked=True)
     if connection.vendor != "mysql":
         return list(locking[:n])
-    # InnoDB locks all rows that it sorts, also those that LIMIT leaves out: one worker would
-    # have the whole queue. So one by one, by their keys.
+    # InnoDB locks all rows that it sorts, even those beyond LIMIT: one worker would lock the whole
+    # queue. So lock one by one, by key.
     found: list[M] = []
     rows = rows.using(locking.db)
     by_key = _locking(rows.model._base_manager.using(locking.db), skip_locked=True)
@@ -103,7 +103,7 @@ class LockingQuerySet(models.QuerySet[M]):
     """Adds `for_update(pk)` and `next_unlocked(n)`."""
 
     def for_update(self, pk: Any, *, wait: float | None = WAIT) -> M:
-        """Lock one row until the transaction ends; return it as it is now.
+        """Lock one row until the transaction ends; return it freshly read.
 
         Raise the model's DoesNotExist, and what the function `for_update` raises.
         """
@@ -115,7 +115,7 @@ class LockingQuerySet(models.QuerySet[M]):
         if joined:
             found = for_update(row, wait=wait)
         elif wait is not None and features.has_select_for_update_skip_locked:
-            # One query instead of up to five, if nobody else has it.
+            # One query instead of up to five, if the row is not locked.
             found = list(_locking(row, skip_locked=True))
         if not found and not joined:
             found = _locked(locking, wait)
@@ -125,7 +125,7 @@ class LockingQuerySet(models.QuerySet[M]):
         return found[0]
 
     def next_unlocked(self, n: int = 1) -> list[M]:
-        """Do as the function `next_unlocked`."""
+        """Like the function `next_unlocked`."""
         return next_unlocked(self, n)
 
 
@@ -184,7 +184,7 @@ def retry_on_deadlock(
 
 
 def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:
-    """Have the rows of the model locked, not those that its conditions join, if there is a way."""
+    """Lock the model's rows, but not rows joined by conditions, if the database can."""
     locking = rows.select_for_update(**how)
     if connections[locking.db].features.has_select_for_update_of:
         locking = rows.select_for_update(of=tuple(_tables(rows.model)), **how)
@@ -192,7 +192,7 @@ def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:
 
 
 def _tables(model: Any, path: str = "self") -> Iterator[str]:
-    """Yield the names of a model's own table and of those that it inherits from."""
+    """Yield the names of a model's own table and of its parents' tables."""
     yield path
     for parent, link in model._meta.concrete_model._meta.parents.items():
         if link is not None:
@@ -201,10 +201,10 @@ def _tables(model: Any, path: str = "self") -> Iterator[str]:
 
 
 def _locks_joined(locking: models.QuerySet[Any]) -> bool:
-    """Whether this locking queryset locks joined rows too, and their condition can be left out.
+    """Whether this locking queryset would also lock joined rows, and locking by key avoids that.
 
-    On MariaDB, which locks all that a query reads. At READ COMMITTED a plain read under the lock
-    of the row sees what is true now; at any other level only a locking one does.
+    On MariaDB, which locks everything that a query reads. At READ COMMITTED a plain read under the
+    row lock sees the current state; at other levels only a locking read does.
     """
     connection: Any = connections[locking.db]
     if connection.vendor != "mysql" or connection.features.has_select_for_update_of:
@@ -226,7 +226,7 @@ def _in_atomic(using: str) -> Any:
 
 
 def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
-    """Evaluate a locking queryset, with a bounded wait."""
+    """Evaluate a locking queryset with a limited wait."""
     wait = _bounded(wait)
     deadline = Deadline(wait)
     connection = connections[rows.db]
@@ -264,16 +264,16 @@ def _bounded(wait: float | None) -> float | None:
 def _was_refused(error: OperationalError) -> bool:
     code = code_of(error)
     if str(code).startswith("database is locked"):
-        # A snapshot that is too old does not get newer by waiting. (Python 3.10 does not say.)
+        # Waiting does not renew an old snapshot. (Python 3.10 does not have the name.)
         return getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_BUSY_SNAPSHOT"
     return code in REFUSED
 
 
 @contextmanager
 def _postgresql_time(connection: Any, wait: float) -> Iterator[None]:
-    """Bound the statements of the block, within a savepoint: a failed one spoils what it is in.
+    """Limit the statements of the block, in a savepoint, since a failed one breaks its transaction.
 
-    By statement_timeout, because lock_timeout counts anew for each row.
+    With statement_timeout, because lock_timeout restarts for each row.
     """
     with transaction.atomic(using=connection.alias):
         if not wait:
@@ -287,16 +287,16 @@ def _postgresql_time(connection: Any, wait: float) -> Iterator[None]:
             )
             before = cursor.fetchone()[0]
             yield
-            # After a failure, the rollback to the savepoint has put it back.
+            # After a failure, the rollback to the savepoint restores it.
             cursor.execute("SELECT set_config('statement_timeout', %s, true)", [before])
 
 
 @contextmanager
 def _mariadb_time(connection: Any, wait: float) -> Iterator[None]:
-    """Bound the statements of the block, to a fraction of a second; lock waits are in whole ones.
+    """Limit the statements of the block by fractions of a second; lock timeouts are in seconds.
 
-    The end of a statement's time undoes that statement only (that of a lock's time the whole
-    transaction, under innodb_rollback_on_timeout).
+    A statement timeout undoes that statement only (a lock timeout the whole transaction, with
+    innodb_rollback_on_timeout).
     """
     with connection.cursor() as cursor:
         cursor.execute(
@@ -313,7 +313,7 @@ def _mariadb_time(connection: Any, wait: float) -> Iterator[None]:
 
 
 def _poll(rows: models.QuerySet[M], deadline: Deadline) -> list[M]:
-    """Try with NOWAIT until the deadline: MySQL counts in whole seconds, and for each row."""
+    """Try with NOWAIT until the deadline: MySQL's timeout is in whole seconds, for each row."""
     rows = _locking(rows, nowait=True)
     attempt = 0
     while True:
@@ -329,7 +329,7 @@ def _poll(rows: models.QuerySet[M], deadline: Deadline) -> list[M]:
 
 
 def _lock_file(connection: Any, model: Any, wait: float | None) -> None:
-    """Let this transaction be the only one that writes: SQLite knows no other lock."""
+    """Make this transaction the only writer: SQLite has no other lock."""
     table = connection.ops.quote_name(model._meta.db_table)
     fields = model._meta.concrete_model._meta.local_concrete_fields
     column = connection.ops.quote_name(fields[0].column)

@@ -22,29 +22,29 @@ M = TypeVar("M", bound=models.Model, covariant=True)
 
 ATTEMPTS = 5
 LOCK_FROM = 2
-# A row that had to be locked is locked at once for so many seconds: else each change of a hot row
-# would begin with an attempt in vain. 32 processes on one row, MariaDB and PostgreSQL: 238 and 226
-# changes a second without, 469 and 293 if all lock at once; 339 and 274, but up to 1.4 s for one,
-# if four attempts with pauses come before the one that locks.
+# For this many seconds after a row had to be locked, first attempts lock it too: otherwise each
+# change of a hot row would waste an attempt. 32 processes on one row, MariaDB and PostgreSQL: 238
+# and 226 changes a second without this, 469 and 293 if all lock at once; 339 and 274, but up to
+# 1.4 s for one change, if four attempts with pauses come before the one that locks.
 HOT_SECONDS = 1.0
 HOT_ROWS = 1000  # that a process remembers
-# Seconds, doubled with each attempt, unless the next one locks. 8 processes on one row, two cores:
+# Seconds, doubled after each attempt, unless the next one locks. 8 processes on one row, two cores:
 # 55 to 143 successes a second with 0.005, 366 to 405 with 0.05 (110 to 222 without a pause).
 PAUSE = 0.05
 MAX_PAUSE = 1.0
-# The first pause is at least this many times what the attempt took: where a query is slow, 50 ms
-# let nobody finish. 32 processes on a machine under load, PostgreSQL: 2.1 retries for each
-# success without, 1.4 with 8; MariaDB 3.0 and 0.9.
+# The first pause is at least this many times the duration of the attempt: if a query is slow,
+# no attempt finishes within 50 ms. 32 processes on a machine under load, PostgreSQL: 2.1 retries
+# for each success without, 1.4 with 8; MariaDB 3.0 and 0.9.
 PATIENCE = 8
 
-# What a server says when it gave up one of two transactions in favour of the other:
-# serialization failure and deadlock by SQLSTATE (PostgreSQL), by number (MySQL, MariaDB; 1020
-# is MariaDB's for a row that changed after the snapshot).
+# Error codes for a transaction aborted in favour of another: serialization failure and deadlock,
+# as SQLSTATE (PostgreSQL) or number (MySQL, MariaDB; 1020 is MariaDB's for a row that changed
+# after the snapshot).
 SACRIFICED = frozenset({"40001", "40P01", 1213, 1020})
 
 
 def code_of(error: BaseException) -> Any:
-    """Return what the driver calls an error of the database."""
+    """Return the driver's code for a database error."""
     cause = error.__cause__ or error
     # psycopg 3, psycopg 2, MySQLdb and SQLite.
     code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
@@ -52,26 +52,26 @@ def code_of(error: BaseException) -> Any:
 
 
 def was_sacrificed(error: BaseException) -> bool:
-    """Whether the database rolled the transaction back only because of another one."""
+    """Whether the database aborted the transaction only because of another one."""
     code = code_of(error)
     # SQLite: another connection wrote, and may go on writing.
     return code in SACRIFICED or str(code).startswith("database is locked")
 
 
-# The rows that had to be locked lately, and until when they are locked at once.
+# Rows that recently had to be locked, and until when first attempts lock them.
 _hot: dict[tuple[str, type, str], float] = {}
 
 
 def _remember(row: tuple[str, type, str]) -> None:
     if len(_hot) >= HOT_ROWS:
-        _hot.clear()  # those that are still hot come back by a conflict each
+        _hot.clear()  # rows that are still hot return after one conflict each
     _hot[row] = time.monotonic() + HOT_SECONDS
 
 
 class Retrying(Generic[M]):
-    """One change to one row, until it is saved.
+    """One change to one row, retried until it is saved.
 
-    `read(lock)` returns the fresh object, locked until the end of the transaction if asked.
+    `read(lock)` returns the fresh object, with `lock` locked until the end of the transaction.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Retrying(Generic[M]):
         raise _exhausted(self.attempts, conflict) from conflict
 
     async def arun(self) -> M:
-        """Do the same; only the queries and the change occupy a thread, not the pauses."""
+        """Like `run`; queries and the change use a thread, pauses do not."""
         for attempt in range(1, self.attempts + 1):
             obj, conflict, pause = await sync_to_async(self._once)(attempt)
             if conflict is None:
@@ -122,7 +122,7 @@ class Retrying(Generic[M]):
         raise _exhausted(self.attempts, conflict) from conflict
 
     def _once(self, attempt: int) -> tuple[M, Exception | None, float]:
-        """Try once; return the object, what was in the way, and how long to pause then."""
+        """Try once; return the object, the error if it failed, and how long to pause."""
         started = time.monotonic()
         connection = connections[self.using]
         inside = connection.in_atomic_block
@@ -140,7 +140,7 @@ class Retrying(Generic[M]):
                 raise
             failure: Exception = conflict
         except OperationalError as error:
-            # The whole transaction is gone: only the block that began it may begin it again.
+            # The whole transaction was aborted: only its outermost block can be restarted.
             if inside or not was_sacrificed(error):
                 raise
             failure = error
@@ -158,16 +158,16 @@ class Retrying(Generic[M]):
 
     def _locks(self, attempt: int, *, inside: bool) -> bool:
         if inside and attempt > 1:
-            # Under REPEATABLE READ a plain read would show the old snapshot for ever; a locking
-            # read shows the row as it is. Where there is none (SQLite), the UPDATE that found
-            # nothing has made this transaction the only writer, on a snapshot that is current.
+            # Under REPEATABLE READ a plain read would always show the old snapshot; a locking read
+            # shows the current row. Without locking reads (SQLite), the UPDATE that matched no
+            # row has made this transaction the only writer, on a current snapshot.
             return bool(connections[self.using].features.has_select_for_update)
         return attempt >= self.lock_from
 
 
 @contextmanager
 def _locking_transaction(using: str) -> Iterator[None]:
-    """Open a transaction whose locking read waits for the row, and then sees it as it is."""
+    """Open a transaction whose locking read waits for the row, and then sees its current state."""
     with transaction.atomic(using=using):
         connection = connections[using]
         if connection.vendor == "postgresql":
@@ -193,10 +193,10 @@ def retry_on_conflict(
     pause: float = PAUSE,
     max_pause: float = MAX_PAUSE,
 ) -> Any:
-    """Call the function again when its save met a conflict or its transaction was sacrificed.
+    """Call the function again after a conflict, or when the database aborted its transaction.
 
-    The function has to read what it changes itself. Inside an open transaction it is called
-    once: what it would read again may be as old as before. Works on `async def` as well.
+    The function must read the rows that it changes. Inside an open transaction it is called
+    once, because reading again may return the same old rows. Works on `async def` too.
     """
     options: dict[str, Any] = {"attempts": attempts, "pause": pause, "max_pause": max_pause}
     if function is None:
@@ -215,7 +215,7 @@ def calling_again(
     attempts: int,
     begin: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return the function, or coroutine function, so that it is called again after `errors`.
+    """Wrap a function or coroutine function so that it is called again after `errors`.
 
     `begin()` comes first; `seconds_after(error, attempt)` returns the pause, or raises.
     """
@@ -250,7 +250,7 @@ def calling_again(
 def _pause_after(
     error: Exception, attempt: int, *, attempts: int, pause: float, max_pause: float
 ) -> float:
-    """Return the seconds to sleep before the next call; raise what the caller is to see."""
+    """Return the seconds to sleep before the next call, or raise the error for the caller."""
     final = isinstance(error, RetriesExhausted) or in_transaction()
     if final or not (_may_pass(error) or was_sacrificed(error)):
         raise error
@@ -260,9 +260,9 @@ def _pause_after(
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it is a conflict that the same call may not meet again.
+    """Whether it is a conflict that a retry can resolve.
 
-    It will if the object was read without its version, or if a client named another one.
+    It cannot if the object was read without its version, or if a client named another one.
     """
     if not isinstance(error, StaleObjectError):
         return False
@@ -279,7 +279,7 @@ def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
 
 
 def _refuse_coroutine(result: Any) -> None:
-    """Raise TypeError if a change returned a coroutine: it was not made."""
+    """Raise TypeError if a change returned a coroutine: it was not applied."""
     if iscoroutine(result):
         result.close()
         raise TypeError("the change returned a coroutine: pass the async function itself")

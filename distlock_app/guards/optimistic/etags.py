@@ -19,17 +19,17 @@ Answer = TypeVar("Answer")
 
 
 class PreconditionFailed(StaleObjectError):
-    """The client named another version than the one that is there."""
+    """The client named a version other than the current one."""
 
 
 class PreconditionRequired(Exception):
-    """The client has to name the version that it changes, by `If-Match`."""
+    """The client must name the version that it changes, with `If-Match`."""
 
 
 def etag_of(obj: Any) -> str:
-    """Return the version of an object as an entity tag, with its quotes.
+    """Return the version of an object as an entity tag, including quotes.
 
-    It names a state of the row. A page that depends on more than that needs another tag.
+    It identifies a state of the row. A page that depends on more needs another tag.
     """
     return f'"{obj._version_field.text_of(obj)}"'
 
@@ -43,15 +43,15 @@ def with_etag(response: Answer, obj: Any) -> Answer:
 def require_match(request: Any, obj: Any, *, required: bool = True) -> None:
     """Raise PreconditionFailed unless `If-Match` names the version that `obj` was read with.
 
-    Without the header, raise PreconditionRequired if it is `required`. Change and save this
-    same `obj`: its guard refuses what another request does between now and then.
+    Without the header, raise PreconditionRequired if it is `required`. Change and save this same
+    `obj`: its save then detects changes by other requests after this check.
     """
     header = request.headers.get("If-Match")
     if header is None:
         if required:
             raise PreconditionRequired(PreconditionRequired.__doc__)
         return
-    # Proxies and GZipMiddleware weaken tags. Theirs are about bytes; a version is the same.
+    # Proxies and GZipMiddleware weaken tags because the bytes differ; the version is the same.
     named = [tag.removeprefix("W/") for tag in parse_etags(header)]
     if "*" not in named and etag_of(obj) not in named:
         found = getattr(obj, obj._version_field.attname)
@@ -60,10 +60,10 @@ def require_match(request: Any, obj: Any, *, required: bool = True) -> None:
 
 
 def guarded_view(view: Callable[..., Any]) -> Any:
-    """Answer 412, 428 or 409 when the view raises what this module or a stale save raises.
+    """Turn the errors of this module and of stale saves into 412, 428 or 409 responses.
 
-    409 is for a stale save where the client named no version. For function views, async ones,
-    and what `as_view()` returns; `method_decorator(guarded_view, name="dispatch")` for classes.
+    409 is for a stale save if the client named no version. For function views, sync and async, and
+    the result of `as_view()`; `method_decorator(guarded_view, name="dispatch")` for classes.
     """
 
     @functools.wraps(view)
@@ -91,7 +91,7 @@ async def _awaited(request: Any, answer: Awaitable[Any]) -> Any:
 
 
 def _refusal(request: Any, error: Exception) -> HttpResponse:
-    # What the view did is in the innermost transactions around it, which see no exception.
+    # Roll back the innermost transactions around the view, which see no exception.
     for connection in connections.all(initialized_only=True):
         blocks = connection.atomic_blocks
         if blocks and not getattr(blocks[-1], "_from_testcase", False):

@@ -13,7 +13,9 @@ from django.db.models.query_utils import DeferredAttribute
 from django.db.models.sql.where import ExtraWhere
 from django.utils import timezone
 
-# Puts a column of the guards behind the model's own: Django takes positional values in the order
+# in which fields were made, and Author(None, "Ann") means the name.
+# Puts these columns after the model's own fields: Django assigns positional arguments in the order
+# in which fields were created, and in Author(None, "Ann") the second is the name.
 # in which fields were made, and Author(None, "Ann") means the name.
 LAST = 10**9
 
@@ -21,8 +23,8 @@ LAST = 10**9
 class VersionAttribute(DeferredAttribute):
     """Shows a deferred version without keeping it.
 
-    A version that is read later than the fields says nothing of them: kept, it would let a
-    save through that overwrites another one.
+    A version that was read later than the fields does not belong to them: kept, it would allow a
+    save that overwrites another change.
     """
 
     def __get__(self, instance: Any, cls: Any = None) -> Any:
@@ -39,17 +41,17 @@ class VersionAttribute(DeferredAttribute):
 
 
 class AnyVersionField(models.Field):  # type: ignore[type-arg]
-    """What the guard asks of its column.
+    """The interface of a version column.
 
-    A version never comes back: `after(version)` is later than `version`, in any process.
+    Versions never repeat: `after(version)` is later than `version`, in any process.
     """
 
     descriptor_class = VersionAttribute
     # Every insert writes it; nothing has to be read back.
     db_returning = False
-    # Whether the version before can be computed from the one after it.
+    # Whether the previous version follows from the current one.
     counts = False
-    # What is the same for every field of the kind: given to __init__, and not in migrations.
+    # Arguments that are the same for all such fields, and left out of migrations.
     fixed: dict[str, Any] = {"default": None, "editable": False, "blank": True}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +70,7 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
         self.guards: dict[str, str] = {}
 
     def guard(self, version: Any, using: str) -> ExtraWhere:
-        """Return `version = ...` for a WHERE: built by filter() it costs a quarter of a save."""
+        """Return `version = ...` for a WHERE; with filter() it costs a quarter of a save."""
         try:
             condition = self.guards[using]
         except KeyError:
@@ -78,9 +80,9 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
         return ExtraWhere([condition], [self.parameter(version, using)])
 
     def text_of(self, obj: Any) -> str:
-        """Return the version in memory as text that is the same wherever it is written.
+        """Return the version in memory as text that is the same everywhere.
 
-        One that would have to be read now is a conflict: it may be later than what is shown.
+        A version that is not in memory is a conflict: read now, it may be later than the fields.
         """
         version = obj._version_read()
         if isinstance(version, datetime) and timezone.is_aware(version):
@@ -100,7 +102,7 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
         raise NotImplementedError
 
     def next(self) -> Any:
-        """Return the expression by which an UPDATE of any row moves its version on."""
+        """Return the expression with which an UPDATE increments the version of any row."""
         raise NotImplementedError
 
     def pre_save(self, model_instance: Any, add: bool) -> Any:
@@ -108,7 +110,7 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
             setattr(model_instance, self.attname, self.first())
             return model_instance.__dict__[self.attname]
         if not hasattr(model_instance, "_save_guarded"):
-            # A historical model in a migration: nothing is refused, but others will notice.
+            # A historical model in a migration: refuses nothing, but others will notice.
             return self.next()
         return model_instance._state.written
 
@@ -134,13 +136,13 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
 
 
 class VersionField(AnyVersionField, models.BigIntegerField):  # type: ignore[type-arg]
-    """How often the row was saved: 1 when inserted, one more with every change.
+    """The number of saves: 1 when inserted, incremented with every change.
 
-    None on an object that was not saved yet.
+    None on an object that has not been saved yet.
     """
 
-    # The default in the database serves inserts of code that does not know the column, so that
-    # it can be added while the old release is still running.
+    # The database default is for inserts by code that does not know the column, so that it can be
+    # added while the old release is still running.
     fixed = AnyVersionField.fixed | {"db_default": 1}
     counts = True
 
@@ -158,11 +160,11 @@ class VersionField(AnyVersionField, models.BigIntegerField):  # type: ignore[typ
 
 
 class TimestampVersionField(AnyVersionField, models.DateTimeField):  # type: ignore[type-arg, misc]
-    """When the row was last saved, for a table that has such a column and no number.
+    """The time of the last save, for a table with such a column.
 
-    Each save writes the time of this host, but at least one `resolution` more than it read: two
-    saves in one microsecond, or with a clock that was set back, still get two versions. So
-    `resolution` is what the column keeps: a second for DATETIME(0) of MySQL.
+    Each save writes this host's time, but at least one `resolution` later than it read: two saves
+    in one microsecond, or after a clock was set back, still get different versions. Set
+    `resolution` to the precision of the column: a second for MySQL's DATETIME(0).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`VersionedModelForm`: refuses a save if the row has changed since the form was shown."""
+"""`VersionedModelForm`: refuses to save if the row has changed since the form was shown."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ else:
 # The hidden field with the version, and the radio buttons of a conflict.
 VERSION = "distlock_version"
 TAKE = "distlock_take_{}"
-# A longer text is kept as its digest only: it can be compared then, but not shown.
+# Of a longer text only a digest is kept: it can be compared, but not shown.
 LONGEST = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A field that another user changed while the form was open; values are texts to read."""
+    """A field that another user changed while the form was open; values are readable texts."""
 
     name: str
     label: str
-    # None: not known any more.
+    # None: no longer known.
     old: str | None
     theirs: str
-    # None: left as it was.
+    # None: not changed.
     yours: str | None
-    # The name of the radio buttons "theirs" and "yours", where one has to be chosen.
+    # The name of the radio buttons "theirs" and "yours", if the user has to choose.
     choice: str | None
     take: str = "yours"
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Why the form was refused: another user saved the object since the form was made."""
+    """Why the form was refused: another user has saved the object since the form was shown."""
 
     changes: list[Change] = field(default_factory=list)
-    # Whether the state that the form had shown is known.
+    # Whether the state that the form showed is known.
     known: bool = True
 
 
 class Token(forms.CharField):
-    """Carries a version; that is no change of the user's."""
+    """Carries a version, which does not count as a change by the user."""
 
     def has_changed(self, initial: Any, data: Any) -> bool:
         return False
 
 
 class BesideKey(forms.HiddenInput):
-    """The key of a row and, after it, the version: the admin's list shows no other hidden field."""
+    """Renders a row's key and version: the admin's list renders no other hidden field."""
 
     def __init__(self, form: VersionedModelForm) -> None:
         super().__init__()
@@ -78,13 +78,12 @@ class BesideKey(forms.HiddenInput):
 
 
 class VersionedModelForm(_ModelForm):
-    """A form of a VersionedModel that notices a save while it was open.
+    """A form of a VersionedModel that detects saves while it was open.
 
-    It carries what it shows, signed for this object and `user`. If another user saved since
-    then, it is not valid: `form.conflict` says what they changed. Shown again, it is a form of
-    the new state in which nothing is lost that the user typed. Fields that only they changed
-    show their values; where both did, the user's remain unless the answer has
-    `distlock_take_<name>` "theirs".
+    It carries what it shows, signed for this object and `user`. If another user has saved since,
+    it is invalid, and `form.conflict` describes their changes. Shown again, it is a form of the
+    new state that keeps the user's input. Fields that only the other user changed show the new
+    values; where both did, the user's input remains unless `distlock_take_<name>` is "theirs".
 
     `save()` raises StaleObjectError if another request saves between `is_valid()` and `save()`.
     """
@@ -92,11 +91,11 @@ class VersionedModelForm(_ModelForm):
     distlock_version = Token(required=False, widget=forms.HiddenInput, label="")
 
     conflict: Conflict | None = None
-    # Refuse also if nothing changed that this form shows: for forms that save other rows too.
+    # Also refuse if nothing that this form shows was changed: for forms that save other rows too.
     strict = False
-    # Refuse in any case: what was sent could not be saved, and is not there any more as a whole.
+    # Always refuse: the submission could not be saved, and part of it (files) is gone.
     spent = False
-    # The user that got the form; no other may send it.
+    # The user that got the form; no other user may submit it.
     user: Any = None
 
     error_stale = _("Another user saved this while you were working on it.")
@@ -116,19 +115,19 @@ class VersionedModelForm(_ModelForm):
         self._taken: set[str] = set()
         if self.instance._state.adding:
             return
-        # What is in the database now, before the answer is put into the instance.
+        # The current state of the database, before the submission is applied to the instance.
         self._current = self._state_of_instance()
         self._current_version = self.instance._version_field.text_of(self.instance)
         self.fields[VERSION].initial = self._token
 
     @property
     def changed_data(self) -> list[str]:
-        """The fields that this user changed, without those that are taken over from others."""
+        """The fields that this user changed, without those taken from the other user."""
         return [name for name in super().changed_data if name not in self._taken]
 
     @property
     def _compared(self) -> list[str]:
-        """The fields that show what is in the row; those of a list may be taken away later."""
+        """The fields that show values of the row; a list may remove some later."""
         return [name for name in self._current if name in self.fields]
 
     def _state_of_instance(self) -> dict[str, Any]:
@@ -137,7 +136,7 @@ class VersionedModelForm(_ModelForm):
         return {name: self._key(name, values[name]) for name in names if name in values}
 
     def _key(self, name: str, value: Any) -> Any:
-        """Return the value as JSON has it, the same for the same meaning."""
+        """Return the value as JSON data, the same for equal meanings."""
         form_field = self.fields[name]
         if isinstance(value, str):  # as browsers send it, and forms clean it
             value = value.replace("\r\n", "\n").replace("\r", "\n")
@@ -164,7 +163,7 @@ class VersionedModelForm(_ModelForm):
             return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
         return json.loads(text)
 
-    # The token: a version, and what the form showed of it.
+    # The token: a version, and the values that the form showed.
 
     def _salt(self) -> str:
         who = getattr(self.user, "pk", self.user)
@@ -175,7 +174,7 @@ class VersionedModelForm(_ModelForm):
         return signing.dumps(state, salt=self._salt(), compress=True)
 
     def _seen(self) -> Any:
-        """Return what the form had shown, or None if that cannot be known."""
+        """Return what the form showed, or None if the token is invalid."""
         try:
             return signing.loads(self[VERSION].data or "", salt=self._salt())
         except signing.BadSignature:
@@ -200,8 +199,8 @@ class VersionedModelForm(_ModelForm):
         mine = any(self._yours(name) != old.get(name) for name in self._compared)
         refuse = self.strict or self.spent or (changes and mine)
         if seen is not None and not refuse:
-            # The version moved for something that this form does not show, or that the user
-            # did not touch: there is nothing to overwrite.
+            # The other user changed only what this form does not show or this user did not
+            # touch: there is nothing to overwrite.
             for change in changes:
                 self._take_theirs(change.name)
             return
@@ -211,7 +210,7 @@ class VersionedModelForm(_ModelForm):
         self._refuse(Conflict(changes, known=seen is not None))
 
     def _change(self, name: str, old: dict[str, Any]) -> Change | None:
-        """Return what became of the field if another user changed it."""
+        """Describe the change if another user changed the field."""
         theirs, yours = self._current.get(name), self._yours(name)
         before = old.get(name)
         if theirs == before or theirs == yours:
@@ -228,7 +227,7 @@ class VersionedModelForm(_ModelForm):
         )
 
     def _yours(self, name: str) -> Any:
-        """Return the key of what the user sent; the text itself if it makes no sense."""
+        """Return the user's input as JSON data; the raw text if it is invalid."""
         if name in self.cleaned_data:
             value = self.cleaned_data[name]
             if isinstance(self.fields[name], forms.FileField) and not value:
@@ -241,7 +240,7 @@ class VersionedModelForm(_ModelForm):
         return taken
 
     def _take_theirs(self, name: str) -> None:
-        """Let the row keep its value of the field, and show that."""
+        """Keep and show the row's value of the field."""
         self._taken.add(name)
         model_field = self.instance._meta.get_field(name)
         value = getattr(self.instance, name)
@@ -255,7 +254,7 @@ class VersionedModelForm(_ModelForm):
         lines = [_line(change) for change in conflict.changes]
         message = " ".join([str(text), *lines])
         self.add_error(None, ValidationError(message, code="conflict"))
-        # Shown again, this is a form of the state that the user has seen now.
+        # Shown again, this is a form of the state that the user sees now.
         data: Any = self.data.copy()  # type: ignore[attr-defined]
         data[self.add_prefix(VERSION)] = self._token()
         self.data = data

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class VersionedModel(models.Model):
-    """A model whose `save()` raises StaleObjectError instead of overwriting another one."""
+    """A model whose `save()` raises StaleObjectError instead of overwriting another change."""
 
     _version_field: AnyVersionField
 
@@ -50,11 +50,11 @@ class VersionedModel(models.Model):
         return found
 
     def save_retrying(self, change: Callable[[Self], Any], **options: Any) -> Self:
-        """Reload this object, call `change(self)`, save; again after each conflict.
+        """Reload this object, call `change(self)`, save; repeat after each conflict.
 
-        Unsaved values of this object are dropped: what is saved is the row as it is in the
-        database and `change`, whether there was a conflict or not. Return this object. The
-        options are those of `objects.retrying()`.
+        Unsaved values of this object are dropped: even without a conflict, only `change` is applied
+        to the row in the database. Return this object. The options are those of
+        `objects.retrying()`.
         """
         return self._retrying(change, options).run()
 
@@ -85,13 +85,13 @@ class VersionedModel(models.Model):
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None
     ) -> None:
-        """Do as Django does; the version is taken only with all fields, or by its name."""
+        """Refresh as Django does; the version only together with all fields, or by its name."""
         name = self._version_field.attname
         before = self.__dict__.get(name, MISSING)
         if fields is not None:
             fields = set(fields)
         elif before is MISSING:
-            self.__dict__[name] = None  # not deferred any more: read it with the rest
+            self.__dict__[name] = None  # no longer deferred: read it with the rest
         taken = fields is None or name in fields
         try:
             super().refresh_from_db(using=using, fields=fields, from_queryset=from_queryset)
@@ -109,7 +109,7 @@ class VersionedModel(models.Model):
     ) -> tuple[int, dict[str, int]]:
         """Delete the row, or raise StaleObjectError if another writer changed it.
 
-        A row that is gone already is no conflict: what was asked for is done.
+        A missing row is not a conflict.
         """
         using = using or router.db_for_write(type(self), instance=self)
         expected = self._version_to_rely_on(using) if _has_key(self, self) else None
@@ -120,7 +120,7 @@ class VersionedModel(models.Model):
         moved = field.after(expected)
         try:
             with transaction.atomic(using=using):
-                # A write, not a read: the row is locked until it is deleted, on SQLite as well.
+                # A write, not a read: it locks the row until it is deleted, on SQLite too.
                 if rows.filter(**{field.name: expected}).update(**{field.name: moved}):
                     setattr(self, field.attname, moved)  # receivers of pre_delete may save
                 elif (found := self._find_version(using, expected)) is not None:
@@ -134,8 +134,8 @@ class VersionedModel(models.Model):
 
     delete.alters_data = True  # type: ignore[attr-defined]
 
-    # Below: the way of a save through Django. `save_base()` calls `_save_table()` for each
-    # table, parents first, which calls `_do_update()`. Their arguments are those of 5.2 to 6.1;
+    # Below: the path of a save through Django. `save_base()` calls `_save_table()` for each table,
+    # parents first, which calls `_do_update()`. The arguments are those of 5.2 to 6.1;
     # `_do_update()` got one more in 6.0: its `args` begin with `update_fields, forced_update`.
 
     def save_base(
@@ -153,8 +153,8 @@ class VersionedModel(models.Model):
             own = self._state.__dict__.pop("conflict", None) is conflict
             if own and _is_first_table(self._version_field, type(self)):
                 # Django marks the transaction as broken after any exception. But an UPDATE that
-                # matched no row, before another table was written, broke nothing: the caller
-                # may catch the conflict and go on.
+                # matched no row, before any other table was written, did no harm: the caller
+                # may catch the conflict and continue.
                 connection = connections[using]
                 if connection.in_atomic_block:
                     connection.set_rollback(False)
@@ -184,7 +184,7 @@ class VersionedModel(models.Model):
     def _save_guarded(
         self, cls: Any, force_insert: Any, force_update: bool, using: str, update_fields: Any
     ) -> Any:
-        """Save the table that has the version; the version in memory moves when that is done."""
+        """Save the table with the version, and then set the version in memory."""
         field = self._version_field
         name = field.attname
         if update_fields:
@@ -195,7 +195,7 @@ class VersionedModel(models.Model):
         try:
             if not force_insert:
                 expected = None if before is MISSING else before
-                # Read from here: nothing to look at. This is how nearly every save comes.
+                # Read from this database: the common case, nothing to check.
                 if expected is None or state.db != using:
                     expected = self._version_to_rely_on(using) if _has_key(self, cls) else None
                 if expected is not None:
@@ -222,23 +222,23 @@ class VersionedModel(models.Model):
         state: Any = self._state
         if not hasattr(state, "expected"):  # another table, or raw
             return super()._do_update(base_qs, using, pk_val, values, *args)
-        # Forced: `select_on_save` takes a row that an old snapshot still shows for written.
+        # Forced: `select_on_save` treats a row in an old snapshot as written.
         args = args[0], True, *args[2:]
         expected = state.expected
         if expected is None:
             return self._update_unread(base_qs, using, pk_val, values, *args)
-        # Its own, and empty as yet: `where.add()` would look for the same condition first.
+        # Directly, because `where.add()` would first search for an equal condition.
         base_qs.query.where.children.append(self._version_field.guard(expected, using))
         updated = super()._do_update(base_qs, using, pk_val, values, *args)
         if not updated:
             found = self._find_version(using, expected)
-            # One that was never read or saved is inserted if there is no row, as in Django.
+            # An object that was never read or saved is inserted if there is no row, as in Django.
             if found is not None or not state.adding:
                 raise self._conflict(expected, found)
         return updated
 
     def _update_unread(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
-        """Overwrite the row, whatever its version is; others will notice."""
+        """Overwrite the row whatever its version, and increment that, so that others notice."""
         field = self._version_field
         state: Any = self._state
         found = self._find_version(using, None)
@@ -256,7 +256,7 @@ class VersionedModel(models.Model):
     def _version_to_rely_on(self, using: str) -> Any:
         """Return the version that was read with this object, None if no row was read."""
         if self._state.db not in (None, using):
-            # Read from a replica, it is guarded; copied to another database, it is new there.
+            # Read from a replica, it is checked; copied to another database, it is new there.
             if router.db_for_write(type(self), instance=self) != using:
                 return None
         return self._version_read()
@@ -270,7 +270,7 @@ class VersionedModel(models.Model):
         return self.__dict__[name]
 
     def _version_row(self, using: str) -> Any:
-        """Return the queryset of this object's row in the table that has the version."""
+        """Return a queryset of this object's row in the table with the version."""
         owner = self._version_field.model
         return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
 
@@ -280,18 +280,18 @@ class VersionedModel(models.Model):
         found = next(iter(versions), None)
         connection = connections[using]
         if found is not None and found == expected and connection.in_atomic_block:
-            # The UPDATE saw another one: this is the old snapshot of REPEATABLE READ.
+            # The UPDATE saw another version: this read is of REPEATABLE READ's old snapshot.
             if connection.features.has_select_for_update:
                 found = next(iter(versions.select_for_update()), None)
         return found
 
     def _version_written(self, version: Any, before: Any, using: str) -> None:
-        """Move the version in memory."""
+        """Set the version in memory."""
         setattr(self, self._version_field.attname, version)
         watch(self, before, using)
 
     def _take_raw_version(self, using: str) -> None:
-        """Keep the version of a fixture; where it has none, move the row's on."""
+        """Keep the version of a fixture; if it has none, increment the row's."""
         field = self._version_field
         if self.__dict__.get(field.attname) is None:
             found = self._find_version(using, None)
@@ -306,7 +306,7 @@ class VersionedModel(models.Model):
         self._forget_expressions(fields)
 
     def _forget_expressions(self, fields: Iterable[Any]) -> None:
-        """Defer what was saved as an expression; saved again, F("stock") - 1 would count twice."""
+        """Defer fields saved as expressions: saved again, F("stock") - 1 would apply twice."""
         values = self.__dict__
         for field in fields:
             if hasattr(values.get(field.attname), "resolve_expression") and not field.primary_key:
@@ -329,17 +329,17 @@ class VersionedModel(models.Model):
 
 @receiver(class_prepared)
 def _write_with_versions(sender: Any, **kwargs: Any) -> None:
-    """Give the model what Django itself writes with: ON DELETE SET NULL, `related_set.add()`.
+    """Use versioned managers where Django itself writes: ON DELETE SET NULL, `related_set.add()`.
 
-    Not by `Meta.base_manager_name`: that wants a manager among those of the model, which every
-    migration of a user would repeat. An `objects` will not do, it may hide rows.
+    Not `Meta.base_manager_name`: it must name one of the model's managers, which every migration
+    would repeat. And `objects` may hide rows.
     """
     meta = sender._meta
     if issubclass(sender, VersionedModel) and meta.base_manager.auto_created:
         manager: Any = VersionedManager()
         manager.name, manager.model, manager.auto_created = "_base_manager", sender, True
         meta.base_manager = manager
-        # A cached property: Django drops it whenever a model is added.
+        # A cached property, which Django drops whenever a model is added.
         meta.FORWARD_PROPERTIES = meta.FORWARD_PROPERTIES - {"base_manager"}
 
     for field in meta.local_fields if issubclass(sender, VersionedModel) else ():
@@ -351,7 +351,7 @@ def _write_with_versions(sender: Any, **kwargs: Any) -> None:
 
 def _add_with_versions(model: Any, related: Any, field: Any) -> None:
     descriptor = related.__dict__.get(field.remote_field.get_accessor_name())
-    if descriptor is not None:  # else it is hidden
+    if descriptor is not None:  # otherwise it is hidden
         descriptor.related_manager_cls = with_versions(descriptor.related_manager_cls)
 
 

@@ -1,4 +1,4 @@
-"""Querysets and manager of versioned models, and how a rollback restores versions in memory."""
+"""Queryset and manager of versioned models; restoring versions in memory after a rollback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VersionedQuerySet(models.QuerySet[M]):
-    """Moves the version on with every write that does not go through `save()`."""
+    """Increments the version with every write that does not go through `save()`."""
 
     @property
     def _version_field(self) -> AnyVersionField:
@@ -47,33 +47,33 @@ class VersionedQuerySet(models.QuerySet[M]):
     def bulk_update(
         self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
     ) -> int:
-        """Do as Django does; raise StaleObjectError, and write nothing, if one is stale."""
+        """Update as Django does; raise StaleObjectError, and write nothing, if one is stale."""
         self._for_write = True
         using = self.db
         version = self._version_field
-        objs = tuple({id(obj): obj for obj in objs}.values())  # one given twice moves once
+        objs = tuple({id(obj): obj for obj in objs}.values())  # given twice, updated once
         fields = tuple(name for name in fields if name != version.name)
         if not objs:
             return super().bulk_update(objs, fields, batch_size)
         relied_on = [(obj, obj._version_to_rely_on(using)) for obj in objs]
-        # What the version was can be computed from what it is, if every row is written.
+        # If every row is written, the old version follows from the new one.
         computed = version.counts and not self.query.where
         with transaction.atomic(using=using):
             before = {} if computed else self._versions(objs, lock=True)
             rows = super().bulk_update(objs, fields, batch_size)
-            # In the same transaction: these rows are locked now and as they are. Those that were
-            # not written an old snapshot would show otherwise.
+            # In the same transaction: the written rows are locked and current. An old snapshot
+            # could show the others differently.
             written = self._versions(objs, lock=not computed)
             if computed:
                 before = {pk: number - 1 for pk, number in written.items()}
-            # A row that this queryset leaves out is as it was.
+            # A row outside this queryset is unchanged.
             left = {pk for pk, found in written.items() if found == before.get(pk)}
             for obj, expected in relied_on:
                 found = before.get(obj.pk)
                 if expected is not None and found != expected and obj.pk not in left:
                     raise obj._conflict(expected, found)
             for obj, expected in relied_on:
-                # Of two objects of one row Django takes the first; the other one is stale now.
+                # Of two objects of one row Django uses the first; the other one is now stale.
                 now = written.pop(obj.pk, None)
                 if now is not None and obj.pk not in left:
                     obj._version_written(now, expected, using)
@@ -83,7 +83,7 @@ class VersionedQuerySet(models.QuerySet[M]):
     bulk_update.alters_data = True  # type: ignore[attr-defined]
 
     def _versions(self, objs: Iterable[Any], *, lock: bool = False) -> dict[Any, Any]:
-        """Return the versions of these rows by key; lock the rows if asked."""
+        """Return the versions of these rows by key; with `lock`, lock the rows."""
         name = self._version_field.attname
         rows = self.model._base_manager.using(self.db)
         if lock and connections[self.db].features.has_select_for_update:
@@ -109,7 +109,7 @@ class VersionedQuerySet(models.QuerySet[M]):
             )
         created: list[Any] = super().bulk_create(objs, batch_size, ignore_conflicts)
         for obj in created:
-            if ignore_conflicts:  # it may stand for a row of another writer
+            if ignore_conflicts:  # the row may be another writer's
                 obj.__dict__.pop(self._version_field.attname, None)
             else:
                 version = obj.__dict__[self._version_field.attname]
@@ -119,12 +119,12 @@ class VersionedQuerySet(models.QuerySet[M]):
     bulk_create.alters_data = True  # type: ignore[attr-defined]
 
     def retrying(self, pk: Any, change: Callable[[M], Any], **options: Any) -> M:
-        """Read the row, call `change(obj)`, save; again on a fresh row after each conflict.
+        """Read the row, call `change(obj)`, save; repeat on a fresh row after each conflict.
 
-        Return the saved object. Options: `attempts=5`, then RetriesExhausted; `lock_from=2`,
-        the attempt from which the row is locked (-1: the last one, None: never), and for the
-        next second from the first one; before an attempt that does not lock `pause=0.05` and
-        `max_pause=1`, seconds of full-jitter back-off.
+        Return the saved object. Options: `attempts=5`, then RetriesExhausted; `lock_from=2`, the
+        first attempt that locks the row (-1: the last one, None: never), and for one second
+        after that, first attempts lock too; `pause=0.05` and `max_pause=1`, seconds of
+        full-jitter back-off before a retry that does not lock.
         """
         return self._retrying(pk, change, options).run()
 
@@ -150,7 +150,7 @@ class VersionedQuerySet(models.QuerySet[M]):
     def _locked(self, pk: Any) -> Any:
         """Return the queryset whose read locks the row until the transaction ends."""
         if not connections[self.db].features.has_select_for_update:
-            # SQLite: a transaction that begins with a write waits for its turn; one that reads
+            # SQLite: a transaction that starts with a write waits for its turn; one that reads
             # first fails with "database is locked" (19 of 80 times).
             name = self._version_field.name
             self.model._base_manager.using(self.db).filter(pk=pk).update(**{name: models.F(name)})
@@ -160,7 +160,7 @@ class VersionedQuerySet(models.QuerySet[M]):
         more = rows.query.annotations or rows.query.distinct or len(rows.query.alias_map) > 1
         if not more or connections[self.db].vendor == "mysql":
             return rows.select_for_update()
-        # The row by itself, then the read. Not on MySQL, where that may see an old snapshot.
+        # Lock the row alone, then read. Not on MySQL, where the read may see an old snapshot.
         row: Any = models.QuerySet(self.model, using=self.db).filter(pk=pk)
         next(iter(row.select_for_update()), None)
         return self
@@ -177,9 +177,9 @@ else:
 
 
 def with_versions(manager: Any) -> Any:
-    """Return the class of a related manager so that `add()` moves versions in memory as well.
+    """Return a related manager class whose `add()` also increments versions in memory.
 
-    It moves the foreign key of the objects that it is given, in their rows and in memory.
+    Django's `add()` changes the foreign key of the given objects, in their rows and in memory.
     """
 
     class VersionedRelatedManager(manager):  # type: ignore[misc]
@@ -194,7 +194,7 @@ def with_versions(manager: Any) -> Any:
                 written = rows._versions(objs)
                 for obj in objs:
                     expected = obj.__dict__.get(self.model._version_field.attname)
-                    # A stale one remains stale.
+                    # A stale object stays stale.
                     if expected is not None and before.get(obj.pk) == expected:
                         obj._version_written(written[obj.pk], expected, rows.db)
 
@@ -204,23 +204,23 @@ def with_versions(manager: Any) -> Any:
 
 
 class Undo:
-    """Puts versions back in memory when the transaction that moved them is rolled back.
+    """Restores versions in memory when the transaction that changed them is rolled back.
 
-    Django keeps callbacks of `on_commit` in a list, calls them on commit and drops them on
-    rollback, of a savepoint too. An object that lives only in that list sees both.
+    Django keeps `on_commit` callbacks in a list, calls them on commit and drops them on rollback,
+    also to a savepoint. An object that lives only in that list sees both.
     """
 
     __slots__ = ("__weakref__", "changes", "limit", "moved", "undone_with", "using")
 
-    # Those of all threads, so that a read outside of such transactions costs nothing.
+    # Of all threads, so that a read outside such transactions costs nothing.
     living: set[int] = set()
 
     def __init__(self, connection: Any, moved: dict[Any, list[weakref.ref[Undo]]]) -> None:
         self.using = connection.alias
         self.undone_with = OpenSavepoints(connection)
-        # Which rows were moved under which of them, latest last; None: any row of the model.
+        # The rows changed under each, latest last; None: any row of the model.
         self.moved = moved
-        # Objects, and what their version was before.
+        # Objects and their previous versions.
         self.changes: list[tuple[weakref.ref[Any], Any]] = []
         self.limit = 1000
         self.living.add(id(self))
@@ -248,7 +248,7 @@ class Undo:
                 now = obj.__dict__.get(name)
                 if before is UNKNOWN:
                     obj.__dict__.pop(name, None)
-                # Whatever is higher comes from this transaction: it had locked the row.
+                # A higher version comes from this transaction, which had locked the row.
                 elif now is not None and (before is None or now > before):
                     obj.__dict__[name] = before
 
@@ -257,10 +257,10 @@ UNKNOWN = object()
 
 
 def watch(obj: Any, before: Any, using: str) -> None:
-    """Put the version of `obj` back to `before` if the open transaction is rolled back.
+    """Restore the version `before` of `obj` if the open transaction is rolled back.
 
-    Otherwise an object could be ahead of its row, and overwrite the change by which another
-    writer brings the row to the same number. The blocks of a TestCase do not count.
+    Otherwise an object could be ahead of its row, and overwrite another writer's change with the
+    same number. The blocks of a TestCase do not count.
     """
     undo = _undo(using)
     if undo is not None:
@@ -269,14 +269,14 @@ def watch(obj: Any, before: Any, using: str) -> None:
 
 
 def watch_rows(model: Any, using: str) -> None:
-    """Note that the open transaction moved versions of the model, nobody knows of which rows."""
+    """Record that the open transaction changed versions of unknown rows of the model."""
     undo = _undo(using)
     if undo is not None:
         undo.note_move(model._version_field.model, None)
 
 
 def watch_read(obj: Any, using: str) -> None:
-    """Forget the version that was read if it is one that the open transaction takes back."""
+    """Forget the version that was read if the open transaction wrote it and is rolled back."""
     latest = _latest(connections[using]) if Undo.living else None
     if latest is None:
         return
@@ -303,18 +303,18 @@ def _latest(connection: Any) -> Undo | None:
 
 
 def _undo(using: str) -> Undo | None:
-    """Return what hears of a rollback of the open transaction, None if there is none open."""
+    """Return the object that observes a rollback; None if no transaction is open."""
     connection: Any = connections[using]
     if not connection.in_atomic_block or connection.atomic_blocks[-1]._from_testcase:
         return None
-    # One for all saves between two savepoints: Django pops them from the front of a list, which
-    # takes the square of their number.
+    # One for all saves between two savepoints: Django pops callbacks from the front of a list,
+    # which takes quadratic time.
     latest = _latest(connection)
     if latest is not None and latest.undone_with.last == connection.savepoint_state:
         return latest
     undo = Undo(connection, {} if latest is None else latest.moved)
-    # First: a hook that raises drops those after it, and that is no rollback. In a TestCase last:
-    # captureOnCommitCallbacks() takes what comes after the hooks that it found.
+    # First: a hook that raises drops those after it, without a rollback. In a TestCase last:
+    # captureOnCommitCallbacks() returns the hooks added after those that it found.
     in_test = any(block._from_testcase for block in connection.atomic_blocks)
     hooks = connection.run_on_commit
     hooks.insert(len(hooks) if in_test else 0, (undo.undone_with, undo, True))
