@@ -121,7 +121,7 @@ def _check_isolation() -> Iterator[checks.CheckMessage]:
 
 
 def _repeats_reads(connection: Any) -> bool:
-    """Return whether the settings ask for it; SERIALIZABLE notices what changed by itself."""
+    """Return whether the settings ask for it; SERIALIZABLE detects changes."""
     level = connection.settings_dict["OPTIONS"].get("isolation_level")
     if connection.vendor == "postgresql" and level is not None:
         from django.db.backends.postgresql.psycopg_any import IsolationLevel

@@ -209,7 +209,7 @@ class NamedLockSession(LockSession):
 
     def kill(self, key: str, number: int) -> bool:
         lock = self._lock(key)
-        try:  # NULL is no thread
+        try:  # NULL is not a thread
             self.ask("KILL CASE WHEN IS_USED_LOCK(%s) = %s THEN %s END", lock, number, number)
         except ServerError as error:
             if error.code != NO_SUCH_THREAD:

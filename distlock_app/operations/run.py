@@ -48,14 +48,14 @@ def run(lock: Lock, program: Sequence[str]) -> int:
 
     The program is killed if this process is. Raise LockBusy, LockTimeout or BackendError if it was
     not started, and LockLost if the lock was lost meanwhile: the program was terminated then, if
-    it had not ended by itself.
+    it was still running.
     """
     with _Signals() as signals:
         return _run(lock, program, signals)
 
 
 def lead(lock: Lock, program: Sequence[str], report: Callable[[Exception], None]) -> int:
-    """Do as `run`, and again after each loss, until the program ends by itself or by a signal.
+    """Like `run`, but repeat after each loss, until the program exits or a signal ends it.
 
     `report` gets the LockLost, or the BackendError of a backend that answered before: then it is
     asked until it answers. Raise BackendError if it does not answer the first time.

@@ -33,12 +33,12 @@ def main(parent: int, fd: int, program: list[str]) -> int:
 
 
 def kill_at_the_end_of(fd: int) -> None:
-    """Kill the parent, which becomes the program, when nobody can write to the pipe any more."""
+    """Kill the parent, which becomes the program, when no process can write to the pipe."""
     program = os.getppid()
     for number in signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)
     os.read(fd, 1)
-    if os.getppid() == program:  # else it has ended by itself
+    if os.getppid() == program:  # otherwise it has exited
         os.kill(program, signal.SIGKILL)
     os._exit(0)
 

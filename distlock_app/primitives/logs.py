@@ -18,7 +18,7 @@ SLOW_WAIT = 1.0
 def fields(event: str, alias: str, grant: Grant | None = None, **more: Any) -> dict[str, Any]:
     """Return the `extra` of a record: `lock_event`, `lock_alias`, and what else is known.
 
-    Durations are seconds. The owner's token is no field.
+    Durations are seconds. The owner token is never included.
     """
     known: dict[str, Any] = {"event": event, "alias": alias}
     if grant is not None:

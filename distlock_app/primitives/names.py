@@ -59,7 +59,7 @@ def bucket(name: str, value: object, *, buckets: int = 16) -> str:
 def key_of(name: str, kind: bytes = b"") -> str:
     """Return the 40 lower-case hex digits under which backends keep `name`.
 
-    A `kind` keeps what is no lock apart from every lock.
+    A `kind` separates other things from locks of the same name.
 
     160 bits of SHA-256: no backend folds case or accents, strips blanks, stops at NUL or cuts
     them, and names of any length fit (64 characters is MySQL's limit for named locks).

@@ -19,7 +19,7 @@ WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connect
 
 def started(work: Callable[[], None], name: str) -> bool:
     """Start a daemon thread; return False if the process cannot."""
-    if sys.is_finalizing():  # before Python 3.12, start() would wait for the thread for ever
+    if sys.is_finalizing():  # before Python 3.12, start() would wait for the thread forever
         return False
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
@@ -38,7 +38,7 @@ def threads_are_greenlets() -> bool:
 class Gate:
     """Lets a waiting thread through; may be opened from anywhere, also in a finalizer.
 
-    Not a SimpleQueue: before Python 3.13 its get(timeout) waits for ever if a short timeout is over
+    Not a SimpleQueue: before Python 3.13 its get(timeout) waits forever if a short timeout is over
     before it sleeps.
     """
 

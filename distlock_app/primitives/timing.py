@@ -35,7 +35,7 @@ class Deadline:
         self.at = None if wait is None else (since or monotonic()) + wait
 
     def remaining(self) -> float | None:
-        """Seconds left, never below 0; None: for ever."""
+        """Seconds left, never below 0; None: forever."""
         return None if self.at is None else max(0.0, self.at - monotonic())
 
     def cap(self, seconds: float) -> float:

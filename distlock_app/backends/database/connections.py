@@ -116,7 +116,7 @@ class QueuedConnection:
         return self.wake_fd is None or _readable(self.wake_fd, within)
 
     def detach(self) -> None:
-        """Leave the connection to others: it neither has nor wants the queue lock any more."""
+        """Leave the connection to others: it no longer has or wants the queue lock."""
         session, self.session = self.session, None
         if session is not None:
             session.parked = False

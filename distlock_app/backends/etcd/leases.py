@@ -11,7 +11,7 @@ from .gateway import Gateway
 # A lease lasts this much longer than the claim needs, so that the next claims of this process
 # can have it too: a lease of its own for each is a third request (1.5 times as long).
 SPARE = 0.1
-KEEP_FREE = 64  # free leases of one length; each ends by itself
+KEEP_FREE = 64  # free leases of one length; each expires
 
 
 class Lease:
@@ -74,7 +74,7 @@ class Leases:
         return self._used.get(id) or Lease(id)
 
     def give_back(self, id: int) -> None:
-        """Keep a lease of ours for other claims: no key has it any more."""
+        """Keep a lease of ours for other claims: no key uses it now."""
         if (lease := self._used.pop(id, None)) is not None:
             self._free[lease.asked].append(lease)
 

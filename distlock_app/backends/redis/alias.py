@@ -16,7 +16,7 @@ from redis.cluster import RedisCluster
 from redis.connection import ConnectionPool
 from redis.retry import Retry
 
-# The default of redis-py since 8.0; older ones wait for ever.
+# The default of redis-py since 8.0; older ones wait forever.
 SOCKET_TIMEOUT = 5.0
 
 # Names of this host; what else leads to one server (DNS, a socket) only the servers could tell.

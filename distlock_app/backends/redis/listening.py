@@ -124,7 +124,7 @@ class Listener:
     ) -> None:
         """`connect` makes a connection; `refused` gets a grant that its caller failed to take.
 
-        With `grants=False` a message is no grant yet: the claim that it is for tries again.
+        With `grants=False` a message is not a grant: its claim tries again.
         """
         self.channel = channel
         self._alias = alias
@@ -199,7 +199,7 @@ class Listener:
             waiter.armed = True
 
     def forget(self, claim: Claim) -> None:
-        """Expect no message for the claim any more."""
+        """Stop expecting messages for the claim."""
         if self._waiters:
             with self._lock:
                 self._waiters.drop(claim)

@@ -93,7 +93,7 @@ class Listener:
             return waiter.ticket
 
     def forget(self, claim: Claim) -> None:
-        """Expect no call for the claim any more."""
+        """Stop expecting calls for the claim."""
         if self._waiters:
             with self._lock:
                 waiter = self._waiters.find(claim)

@@ -29,7 +29,7 @@ from ...primitives.timing import monotonic
 ANSWER_WAIT = 5
 
 # The server ends a session that asked nothing for the ttl of its lock and so much longer: a
-# client that is cut off or stopped keeps no lock for ever. Beyond the ttl, because the answer
+# client that is cut off or stopped cannot keep a lock forever. Beyond the ttl, because the answer
 # that brings a lock after a wait may have been under way.
 GRACE = 2.0
 
@@ -124,7 +124,7 @@ class ServerSession:
     def receive(self) -> Rows:
         """Return the whole answer, which has begun to arrive, or raise it as ServerError.
 
-        When it was read to its end no reply is awaited any more.
+        When it was read to its end no reply is expected.
         """
         raise NotImplementedError
 

@@ -169,7 +169,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        """Add the user in the way; the page of a conflict is no success."""
+        """Add the other user; a conflict page is not a success (409)."""
         conflict = getattr(context["adminform"].form, "conflict", None)
         if conflict is None:
             return super().render_change_form(request, context, *args, **kwargs)

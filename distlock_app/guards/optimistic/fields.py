@@ -13,10 +13,8 @@ from django.db.models.query_utils import DeferredAttribute
 from django.db.models.sql.where import ExtraWhere
 from django.utils import timezone
 
-# in which fields were made, and Author(None, "Ann") means the name.
 # Puts these columns after the model's own fields: Django assigns positional arguments in the order
 # in which fields were created, and in Author(None, "Ann") the second is the name.
-# in which fields were made, and Author(None, "Ann") means the name.
 LAST = 10**9
 
 

@@ -44,7 +44,7 @@ def _plain(form: Any, name: str, key: Any) -> str:
 
 
 def _rows(field: Any, keys: list[Any]) -> str:
-    """Return the labels of these rows; the key where there is no such row any more."""
+    """Return the labels of these rows; the key of a row that no longer exists."""
     name = field.to_field_name or "pk"
     keys = [key for key in keys if key not in ("", None)]
     try:

@@ -35,7 +35,7 @@ CROWDED = frozenset({"40001", "40P01", "55P03"})
 # The longest statement_timeout, in seconds: 24 days.
 LONGEST_WAIT = 2_147_483.0
 
-# A session that waits in a queue sees by itself that its client has died. (Not on Windows.)
+# A session that waits in a queue detects that its client has died. (Not on Windows.)
 NOTICE_THE_DEAD = """
     DO $$ BEGIN
         PERFORM set_config('client_connection_check_interval', '2s', false);
@@ -340,7 +340,7 @@ def _code(error: Exception) -> str | None:
 
 
 def _wait(connection: Any, steps: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do as psycopg's Connection.wait(), but not for ever: a server that is frozen says nothing."""
+    """Like psycopg's Connection.wait(), with a time limit for a server that is frozen."""
     try:
         return _answer(connection, steps)
     except BackendError:
