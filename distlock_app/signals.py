@@ -35,7 +35,7 @@ def _log(facts: dict[str, Any]) -> None:
 
 
 async def asend(signal: Signal, facts: dict[str, Any]) -> None:
-    """Do as `send`, in an event loop."""
+    """Like `send`, in an event loop."""
     try:
         await signal.asend_robust(**facts)
     except Exception:

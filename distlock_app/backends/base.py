@@ -1,4 +1,4 @@
-"""The backend contract: `BaseLockBackend`, and protocols that only some backends implement."""
+"""The backend contract: `BaseLockBackend`, and base classes for what only some backends do."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class BaseLockBackend:
     """One backend under one alias: created once per process, shared by all of its threads.
 
     Nothing connects in `__init__`. Server errors are raised as `BackendError` (chained), never
-    returned as busy or free. The core handles waiting, trust, renewal, re-entrancy, signals
-    and logging.
+    returned as busy or free. The core handles waiting, validity, renewal, re-entrancy,
+    signals and logging.
     """
 
     blocks = False  # acquire() itself waits on the server; the core does not sleep
@@ -116,7 +116,7 @@ class BaseLockBackend:
     def end_in(self, grant: Grant, ttl: float) -> bool:
         """Like extend(), but let the claim end after `ttl` seconds even if that is sooner.
 
-        Without this, a backend keeps the claim for longer.
+        This default may keep it for longer.
         """
         return self.extend(grant, ttl)
 

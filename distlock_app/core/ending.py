@@ -62,7 +62,7 @@ class Ending(Entered):
             raise
 
     async def arelease(self) -> None:
-        """Do as `release`, without blocking the event loop."""
+        """Like `release`, without blocking the event loop."""
         if self._begin_release():
             backend, grant = self._lease.backend, self._lease.grant
             kept = await in_thread(
@@ -93,7 +93,7 @@ class Ending(Entered):
             self._left_badly(error, exc)
 
     async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
-        """Do as `leave`, without blocking the event loop."""
+        """Like `leave`, without blocking the event loop."""
         self._release_now |= unused
         if self.released or self._lease.process.foreign:
             return

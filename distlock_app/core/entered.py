@@ -97,7 +97,7 @@ class WithBlock(Generic[HeldT]):
             return None
 
     async def atry_acquire(self: Any) -> HeldT | None:
-        """Do as `try_acquire`, without blocking the event loop."""
+        """Like `try_acquire`, without blocking the event loop."""
         try:
             return await self.aacquire(wait=0)  # type: ignore[no-any-return]
         except LockBusy:

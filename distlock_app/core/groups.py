@@ -32,7 +32,7 @@ class Holds(tuple[Hold, ...], Entered):
         self.leave(None)
 
     async def arelease(self) -> None:
-        """Do as `release`, without blocking the event loop."""
+        """Like `release`, without blocking the event loop."""
         await self.aleave(None)
 
     def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
@@ -47,7 +47,7 @@ class Holds(tuple[Hold, ...], Entered):
             raise error
 
     async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
-        """Do as `leave`, without blocking the event loop."""
+        """Like `leave`, without blocking the event loop."""
         error: BaseException | None = None
         for hold in reversed(self):
             try:
@@ -58,7 +58,7 @@ class Holds(tuple[Hold, ...], Entered):
             raise error
 
     def enter(self) -> Holds:
-        """Do as `Hold.enter` with each."""
+        """Like `Hold.enter` with each."""
         for hold in self:
             hold.enter()
         self.runner = identity.current_runner()
@@ -105,7 +105,7 @@ class AllOf(WithBlock[Holds]):
             raise _as_timeout(error, deadline) from error.__cause__
 
     async def aacquire(self, wait: float | None = UNSET) -> Holds:
-        """Do as `acquire`, without blocking the event loop."""
+        """Like `acquire`, without blocking the event loop."""
         taken_at = identity.caller_location()
         return (await self._aacquire(wait)).bare(taken_at)
 
@@ -140,7 +140,7 @@ class AllOf(WithBlock[Holds]):
             raise
 
     async def _aat_once(self) -> Holds | None:
-        """Do as `_at_once`, without blocking the event loop."""
+        """Like `_at_once`, without blocking the event loop."""
         together = Together.of(self.locks)
         if together is None:
             return None

@@ -81,7 +81,7 @@ class Hold(Ending):
         self._extended(seconds, asked_at, self._lease.backend.extend(self._lease.grant, seconds))
 
     async def aextend(self, ttl: float | None = None) -> None:
-        """Do as `extend`, without blocking the event loop."""
+        """Like `extend`, without blocking the event loop."""
         self._check_extend()
         lease = self._lease
         asked_at = monotonic()
@@ -123,7 +123,7 @@ class Hold(Ending):
         return self._dumped()
 
     async def adump(self, ttl: float | None = None) -> str:
-        """Do as `dump`, without blocking the event loop."""
+        """Like `dump`, without blocking the event loop."""
         self._check_dump()
         await self.aextend(ttl)
         return self._dumped()

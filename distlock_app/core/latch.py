@@ -53,7 +53,7 @@ class Latch:
         return self._left(self._backend.count_down(self._claim(by)))
 
     async def acount_down(self, *, by: str | None = None) -> int:
-        """Do as `count_down`, without blocking the event loop."""
+        """Like `count_down`, without blocking the event loop."""
         return self._left(await in_thread(self._backend, self._backend.count_down, self._claim(by)))
 
     def wait(self, timeout: float | None = UNSET) -> bool:
@@ -75,7 +75,7 @@ class Latch:
         return True
 
     async def await_(self, timeout: float | None = UNSET) -> bool:
-        """Do as `wait`, without blocking the event loop: a waiting task costs no thread."""
+        """Like `wait`, without blocking the event loop: a waiting task costs no thread."""
         waker = AsyncWaker()
         claim = self._claim(None, waker)
         give_back = partial(releaser.give_back, self._backend, Grant(claim))
@@ -94,7 +94,7 @@ class Latch:
         return self._left(self._backend.counted(names.key_of(self.name, b"latch")))
 
     async def aleft(self) -> int:
-        """Do as `left`, without blocking the event loop."""
+        """Like `left`, without blocking the event loop."""
         key = names.key_of(self.name, b"latch")
         return self._left(await in_thread(self._backend, self._backend.counted, key))
 

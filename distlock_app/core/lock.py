@@ -136,7 +136,7 @@ class Lock(WithBlock[Hold]):
             raise
 
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
-        """Do as `acquire`, without blocking the event loop: a waiting task costs no thread."""
+        """Like `acquire`, without blocking the event loop: a waiting task costs no thread."""
         taken_at = identity.caller_location()
         hold = await self._aacquire(wait)
         hold.taken_at = taken_at
@@ -189,7 +189,7 @@ class Lock(WithBlock[Hold]):
 
     @classmethod
     async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
-        """Do as `resume`, without blocking the event loop."""
+        """Like `resume`, without blocking the event loop."""
         attempt, grant = cls._resuming(text, renew, max_hold)
         backend = attempt.backend
         return attempt.resumed(grant, await in_thread(backend, backend.extend, grant, attempt.ttl))

@@ -97,8 +97,8 @@ def locked(
         if (in_transaction or lock_options.get("atomic")) and kind is not _call:
             option = "in_transaction" if in_transaction else "atomic"
             raise TypeError(
-                f"locked({option}=) on {path_of(function)}: only a plain function can run in a "
-                "transaction from its start to its end"
+                f"locked({option}=) on {path_of(function)}: only a plain function can run inside a "
+                "transaction"
             )
         naming = Naming.of(function, template, name)
         if in_transaction:

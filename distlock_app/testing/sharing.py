@@ -20,12 +20,12 @@ from ..primitives.timing import monotonic
 # Why a backend without a flag is spared a test.
 WITHOUT = {
     "expires": "its claims end with their session",
-    "fences": "it hands out no fences",
+    "fences": "it has no fencing tokens",
     "shares": "it has no shared claims",
-    "limits": "it counts no permits",
-    "queues": "it keeps no order of arrival",
+    "limits": "it has no semaphore permits",
+    "queues": "it does not keep the order of arrival",
     "latches": "it has no latches",
-    "prolongs": "people cannot prolong its claims",
+    "prolongs": "its claims cannot be extended by hand",
     "lists": "it cannot list its locks",
 }
 

@@ -104,7 +104,7 @@ class ForPeople(BaseLockBackend):
         return script.template(*self._keys(key), key.encode())
 
     def _ask(self, requests: Sequence[bytes]) -> list[Any]:
-        """Do as the pool's `ask`, in round trips of a fair size."""
+        """Like the pool's `ask`, in round trips of a fair size."""
         batches = (requests[at : at + BATCH] for at in range(0, len(requests), BATCH))
         return [answer for batch in batches for answer in self._pool.ask(*batch)]
 

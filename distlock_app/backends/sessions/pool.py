@@ -137,7 +137,7 @@ class ServerSession:
         return self.wait(question, ANSWER_WAIT, *values)[0]
 
     def wait(self, question: str, seconds: float, *values: Value) -> tuple[Rows, float]:
-        """Do as `ask`, for a statement that waits; also return a time before the answer came."""
+        """Like `ask`, for a statement that waits; also return a time before the answer came."""
         if self.awaiting_reply:
             self._discard_reply()
         asked_at = began = monotonic()

@@ -13,7 +13,7 @@ from django.utils.translation import gettext
 
 
 def shown(form: Any, name: str, key: Any) -> str:
-    """Return the text of a value that is given as JSON has it."""
+    """Return a value, given as JSON data, as readable text."""
     field = form.fields[name]
     if isinstance(key, dict) and set(key) == {"sha256"}:
         return gettext("(a long text)")
