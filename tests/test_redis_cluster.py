@@ -48,7 +48,7 @@ def one_of_each_master(backend):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"location": "locks", "cluster": ["redis://a"]}, "instead"),
+        ({"location": "locks", "cluster": ["redis://a"]}, "unless OPTIONS has a CLUSTER"),
         ({"cluster": "redis://a"}, "list of URLs"),
         ({"cluster": ["redis://a/1"]}, "only database 0"),
         ({"cluster": ["redis://:s3cret@a", "http://:s3cret@b"]}, "its list of URLs"),
