@@ -92,7 +92,7 @@ def test_a_greenlet_that_computes_for_longer_than_the_ttl_is_told_that_it_lost_i
     seen, log = greenlets(COMPUTE, "locmem")
 
     assert seen == "lost"
-    assert log.count("threads are greenlets of gevent here") == 1
+    assert log.count("gevent has patched threads") == 1
 
 
 def fetched(url):

@@ -1,4 +1,4 @@
-"""`LocMemBackend`: locks in this process's memory; exact, but other processes are not excluded."""
+"""`LocMemBackend`: locks in this process's memory; does not exclude other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..primitives.logs import fields, logger
 from ..primitives.timing import monotonic
 from .base import BaseLockBackend
 
-# A waiter asks again at least every `poll_max`; one not heard of for longer has died.
+# A waiter polls at least every `poll_max`; one that has not for longer has died.
 HEARD_LATELY = 3.0
 
 AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
@@ -50,11 +50,12 @@ class _Latch:
 
 
 def _alone(method: AnyMethod) -> AnyMethod:
-    """Let only one thread run it at a time; but a signal handler of that thread may come between.
+    """Let one thread at a time run the method, but allow a signal handler of that thread.
 
-    What it does is done before the interrupted method goes on: that one finds things changed
-    between any two steps. So a waiter leaves the queue only when it holds, and what is dropped
-    because it is empty is looked at again; a handler drops nothing, which may be in use.
+    The handler finishes before the interrupted method continues, so that method may find changes
+    between any two steps. So a waiter leaves the queue only when it holds the lock, and empty
+    objects are checked again before they are dropped; a handler drops nothing, because it may
+    be in use.
     """
 
     @wraps(method)
@@ -71,10 +72,10 @@ def _alone(method: AnyMethod) -> AnyMethod:
 
 
 class LocMemBackend(BaseLockBackend):
-    """For tests and single-process development, and the model that other backends follow.
+    """For tests and single-process development; the model for other backends.
 
-    Readers and writers, permits and mutexes share one queue in order of arrival: nobody
-    overtakes, so `fair` changes nothing.
+    Readers, writers, semaphore permits and mutexes share one queue in order of arrival, without
+    overtaking, so `fair` makes no difference.
     """
 
     local = True
@@ -152,7 +153,7 @@ class LocMemBackend(BaseLockBackend):
         return cleared
 
     def after_fork(self) -> None:
-        """Start empty: the parent's holds are not seen from here, and not ours."""
+        """Start empty: the parent's holds are invisible here, and not ours."""
         self._lock = threading.RLock()
         self._depth = 0
         self._states = {}
@@ -169,7 +170,7 @@ class LocMemBackend(BaseLockBackend):
 
     @_alone
     def _ask(self, claim: Claim, wait: float | None) -> tuple[Grant | Busy, list[Grant]]:
-        """Return the answer, and whom to wake."""
+        """Return the answer and the waiters to wake."""
         state = self._states.setdefault(claim.key, _State())
         now = monotonic()
         held = state.held.get(claim.owner)
@@ -179,7 +180,7 @@ class LocMemBackend(BaseLockBackend):
         state.queue.setdefault(claim.owner, _Waiter(claim, now)).heard = now
         woken = self._hand_over(claim.key, state, now)
         if wait == 0 and state.queue.pop(claim.owner, None) is not None:
-            woken += self._hand_over(claim.key, state, now)  # those behind may fit
+            woken += self._hand_over(claim.key, state, now)  # later waiters may fit
         held = state.held.get(claim.owner)
         if held is not None:
             return Grant(claim, held.fence), woken
@@ -188,7 +189,7 @@ class LocMemBackend(BaseLockBackend):
 
     @_alone
     def _take_away(self, key: str, if_version: str | None) -> tuple[int, list[Grant]]:
-        """Return from how many it was taken, and whom to wake."""
+        """Return the number of cleared claims and the waiters to wake."""
         state = self._states.get(key)
         if state is None:
             return 0, []
@@ -201,7 +202,7 @@ class LocMemBackend(BaseLockBackend):
 
     @_alone
     def _count(self, claim: Claim) -> tuple[int, list[Grant]]:
-        """Return how many are counted, and whom to wake."""
+        """Return the count and the waiters to wake."""
         latch = self._latch(claim.key)
         latch.counted.add(claim.owner)
         latch.until = max(latch.until, monotonic() + claim.ttl)
@@ -234,7 +235,7 @@ class LocMemBackend(BaseLockBackend):
 
     @_alone
     def _give_up(self, claim: Claim) -> tuple[bool, list[Grant]]:
-        """Take away what it holds or waits for; return whether it held it, and whom to wake."""
+        """Remove its hold or wait; return whether it held the lock, and the waiters to wake."""
         if latch := self._latches.get(claim.key):
             latch.waiting.pop(claim.owner, None)
         state = self._states.get(claim.key)
@@ -246,7 +247,7 @@ class LocMemBackend(BaseLockBackend):
         return held is not None and held.until > now, self._hand_over(claim.key, state, now)
 
     def _hand_over(self, key: str, state: _State, now: float) -> list[Grant]:
-        """Give what is free to the head of the queue, as often as it fits; return the grants."""
+        """Grant the lock to as many from the head of the queue as fit; return the grants."""
         for owner in [o for o, h in list(state.held.items()) if h.until <= now]:
             state.held.pop(owner, None)
         granted = []
@@ -287,7 +288,7 @@ class LocMemBackend(BaseLockBackend):
             if grant.claim.owner != but and grant.claim.wake is not None:
                 try:
                     grant.claim.wake(grant)
-                except Exception:  # such as that its event loop was closed: to the next one
+                except Exception:  # its event loop was closed, say: pass the grant on
                     logger.exception(
                         "a waiter for a lock could not be woken",
                         extra=fields("not_woken", self.alias),

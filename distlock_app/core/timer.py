@@ -90,8 +90,8 @@ class Timer:
     def _run(self) -> None:
         if threads_are_greenlets():
             logger.warning(
-                "threads are greenlets of gevent here: while a body computes without a pause, no "
-                "lock is renewed, and after its ttl it is lost",
+                "gevent has patched threads: code that computes without yielding delays renewals, "
+                "and locks are lost after their ttl",
                 extra=fields("greenlets", ""),
             )
         while True:

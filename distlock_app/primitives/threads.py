@@ -30,7 +30,7 @@ def started(work: Callable[[], None], name: str) -> bool:
 
 
 def threads_are_greenlets() -> bool:
-    """Return whether gevent has replaced threads: they take turns, and one that computes has it."""
+    """Whether gevent has replaced threads, which then run until they yield."""
     monkey = sys.modules.get("gevent.monkey")
     return monkey is not None and monkey.is_module_patched("threading")
 
