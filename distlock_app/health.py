@@ -1,4 +1,4 @@
-"""`health`: a view for monitors that answers 200 if each backend answers, else 503."""
+"""`health`: a view for monitors that answers 200 if all backends answer, otherwise 503."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .operations.reading import ask
 @never_cache
 @require_safe
 def health(request: HttpRequest, using: str | None = None) -> HttpResponse:
-    """Ask the backend of each alias, or of `using`, within two seconds; a line for each.
+    """Ask the backend of each alias, or of `using`, for up to two seconds; one line for each.
 
-    It takes no lock, and names no server, user or lock.
+    It takes no lock, and does not name servers, users or locks.
     """
     found = [one for one, _ in ask(dict.fromkeys(registry if using is None else [using], repr))]
     lines = [f"{one.alias}: {'ok' if one.up else one.reason}\n" for one in found]

@@ -1,8 +1,8 @@
 """Metrics and traces: `use_prometheus()`, `use_opentelemetry()`, to call in `AppConfig.ready()`.
 
-They listen to the signals, and count what is held now when they are read. Locks are labelled by
-the template of their name ("invoice:{pk}"), never by the name: it would make a series of each
-invoice. A name that was not made from a template is labelled "".
+They use the signals, and count current holds when they are read. Locks are labelled by the
+template of their name ("invoice:{pk}"), never by the name, which would create a time series per
+invoice. A name without a template is labelled "".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of projects, which pytest finds by itself."""
+"""Fixtures for the tests of projects; pytest finds them without an import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# pytest loads this before there are settings: the rest is imported when it is used.
+# pytest loads this before there are settings, so the rest is imported at first use.
 
 
 @pytest.fixture

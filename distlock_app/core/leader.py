@@ -1,4 +1,4 @@
-"""`Leader`: of all processes that stand for one name, one does the work at a time."""
+"""`Leader`: leader election; of all candidate processes, one does the work at a time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .lock import Lock
 from .offloading import begin_alone
 from .registry import registry
 
-# Seconds until a candidate asks a backend again that does not answer: the first, and the longest.
+# Shortest and longest pause in seconds before retrying a backend that does not answer.
 RETRY_MIN, RETRY_MAX = 0.1, 5.0
 
 
 class Leader:
     """Runs `work` in one process at a time: `Leader("beat", work).run()` in each of them.
 
-    A function gets an Event that is set when it has to end: the lock is lost, or stop() was
-    called. It runs in a thread of its own. A coroutine function gets nothing, and is cancelled
-    then. `ttl`: seconds until the next one leads after this process was killed.
+    A function runs in its own thread and receives an Event that is set when it must end: after a
+    loss of the lock, or stop(). A coroutine function takes no argument and is cancelled instead.
+    `ttl`: seconds until the next process leads after this one was killed.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class Leader:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process leads; False before another one can. Asks no backend."""
+        """Whether this process leads; turns False before another one can. Sends no request."""
         hold = self.hold
         return hold is not None and not (hold.lost or hold.released)
 
     def run(self) -> None:
-        """Wait for the turn and do the work; again after a loss, until it returns, or stop().
+        """Wait for the turn and do the work; repeat after a loss, until the work returns or stop().
 
-        Raise what the work raises. A backend that does not answer is asked until it does.
+        Exceptions of the work pass through. A backend that does not answer is retried.
         """
         asyncio.run(self.arun())
 
     async def arun(self) -> None:
-        """Do as `run`, in this event loop; cancelled, it ends the work and gives the lead up."""
+        """Like `run`, in this event loop; a cancellation ends the work and the lead."""
         standing = asyncio.ensure_future(self._stand())
         self._loop, self._end = asyncio.get_running_loop(), standing.cancel
         try:
@@ -72,7 +72,7 @@ class Leader:
                 raise
 
     def stop(self) -> None:
-        """Have run() end the work, give the lead up and return; from any thread, or a signal."""
+        """Make run() end the work and the lead, and return; from any thread or signal handler."""
         stopped, self._stopped = self._stopped, True
         if self._loop is not None and not stopped:
             with suppress(RuntimeError):  # the loop is closed
@@ -91,7 +91,7 @@ class Leader:
             except BackendError as error:
                 again = True
                 logger.warning(
-                    "cannot stand for %r: %s",
+                    "cannot take the lock %r to lead: %s",
                     *(shown(self._lock.name), error),
                     extra=fields("not_elected", self._lock.using, error=str(error)),
                 )
@@ -103,7 +103,7 @@ class Leader:
             failures += 1
 
     async def _lead(self, hold: Hold) -> BaseException | None:
-        """Do the work until it ends; return what it raised."""
+        """Do the work until it ends; return its exception, if any."""
         loop, standing, ended = asyncio.get_running_loop(), self._end, Event()
         work: asyncio.Future[Any]
         end: Callable[[], object]

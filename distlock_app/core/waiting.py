@@ -44,7 +44,7 @@ class Pause(NamedTuple):
 
 Step = Call | Pause
 
-# Backend and name of each lock that this process waits for now, by the waiter's waker: for metrics.
+# By waker: backend and name of the lock that it waits for, for metrics.
 waiting: dict[Waker | AsyncWaker, tuple[BaseLockBackend, str]] = {}
 os.register_at_fork(after_in_child=waiting.clear)
 

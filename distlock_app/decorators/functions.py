@@ -32,7 +32,7 @@ _TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_l
 
 
 class Skipping(Protocol):
-    """What `on_busy="skip"` makes of a function: a generator yields nothing, others return None."""
+    """A function with `on_busy="skip"`: a generator yields nothing, others return None."""
 
     @overload
     def __call__(

@@ -11,7 +11,7 @@ from .notes import note
 from .pool import ServerSession, Values
 
 # Why a session is refused: another process may ask the primary, and get the same lock.
-REPLICA = "the server is a read-only replica, whose locks exclude nobody on the primary"
+REPLICA = "the server is a read-only replica: its locks do not exclude callers on the primary"
 
 
 class LockSession(ServerSession):
