@@ -20,15 +20,7 @@ from .atomic_requests import in_transactions, mark, refuse_open
 from .busy import answer
 from .drf import as_the_view_sees_it
 from .functions import F, path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
-from .naming import (
-    NameTemplate,
-    arguments,
-    parameters_of,
-    quoted,
-    signature_of,
-    text_of,
-    visitor,
-)
+from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of, visitor
 
 # "The request was refused because the resource is locked": RFC 4918, 11.3.
 LOCKED = 423

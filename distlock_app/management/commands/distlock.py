@@ -195,12 +195,7 @@ class Command(BaseCommand):
             kind = type(entry.backend).__name__
             self.stderr.write(f"{using}: {kind} does not exclude other processes")
         try:
-            lock = Lock(
-                name,
-                using=using,
-                wait=wait,
-                ttl=entry.ttl if ttl is None else ttl,
-            )
+            lock = Lock(name, using=using, wait=wait, ttl=entry.ttl if ttl is None else ttl)
         except ValueError as error:
             raise CommandError(str(error)) from error
         # Not the arguments: there may be a password among them.
