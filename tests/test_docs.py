@@ -39,6 +39,7 @@ ENGLISH = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page not in KOREAN),
 ]
 PAGES = [*ENGLISH, *KOREAN]
+AROUND = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
 INDEXES = [ROOT / "docs/index.md", ROOT / "docs/ko/index.md"]
 # Samples that rely on what only their page's text tells; those of the backend run in
 # test_docs_backend.py.
@@ -136,7 +137,7 @@ def test_the_commands_of_a_page_exist(page):
         parser.parse_args(list(words))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=title)
+@pytest.mark.parametrize("page", [*PAGES, *AROUND], ids=title)
 def test_the_links_of_a_page_lead_somewhere(page):
     for link in LINK.findall(BLOCK.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
@@ -154,13 +155,18 @@ def test_a_page_names_nothing_of_one_machine(page):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("sphinx"), reason="Sphinx is not installed")
-def test_the_pages_are_built_without_a_warning(tmp_path):
+@pytest.mark.skipif(not find_spec("furo"), reason="furo is not installed")
+def test_the_site_is_built_without_a_warning_and_its_menu_has_the_sections_of_the_index(tmp_path):
     build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]
+
     done = subprocess.run(build, capture_output=True, text=True, timeout=200)
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "how-to/tasks.html").is_file()
+    page = (tmp_path / "how-to/tasks.html").read_text()
+    captions = re.findall(r'class="caption-text">(.+?)<', page)
+    assert captions == re.findall(r"^## (.+)$", INDEXES[0].read_text(), re.M)
+    assert f"distlock_app {distlock_app.__version__}" in page
+    assert ' lang="ko"' in (tmp_path / "ko/quickstart.html").read_text()
 
 
 def test_the_index_leads_to_every_page():
