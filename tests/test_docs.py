@@ -340,6 +340,30 @@ def test_the_reference_has_every_flag_and_every_verb_of_a_backend():
     assert [kind.__name__ for kind in few if f"`{kind.__name__}`" not in text] == []
 
 
+def messages():
+    """Return a pattern of each text in the code, and of each part that it may be quoted up to."""
+    found = set()
+    for path in (ROOT / "distlock_app").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [getattr(part, "value", "") for part in parts]
+            text = "".join(text if isinstance(text, str) else "\0" for text in texts)
+            text = re.sub(r"%[.\d]*[a-z]", "\0", text)
+            found |= {text[: end.start()] for end in re.finditer(r"[.:,](?= )|[.:]?$", text)}
+    return [re.escape(text).replace("\0", ".+") for text in found if len(text) > 15]
+
+
+def test_every_message_that_troubleshooting_explains_is_one_of_the_code():
+    table = (ROOT / "docs/how-to/troubleshooting.md").read_text()
+    cells = re.findall(r"^\| (`.+?`) \|", table, re.M)
+    quoted = [quote.rstrip(".") for cell in cells for quote in re.findall(r"`(.+?)`", cell)]
+    # The label and the key of an object may stand before it.
+    said = re.compile(f".{{0,15}}({'|'.join(messages())})")
+
+    assert len(quoted) > 30
+    assert [quote for quote in quoted if not said.fullmatch(quote)] == []
+
+
 def test_the_readme_names_every_option_of_the_two_scripts():
     readme = (ROOT / "README.md").read_text()
 
