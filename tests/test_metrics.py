@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import re
+import subprocess
+import sys
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -19,6 +23,7 @@ from distlock_app.testing import held_elsewhere, lose
 from tests import engines
 from tests.app.models import Account
 from tests.engines import running, until
+from tests.test_docs import ROOT, blocks
 
 engine = pytest.fixture(engines.install)
 SIGNALS = ("acquired", "busy", "released", "lost", "cleared")
@@ -129,6 +134,67 @@ def test_opentelemetry_sees_what_is_held_and_waited_for_now(engine):
             until(lambda: values("distlock.waiting") == [(1, "")])
             assert sorted(values("distlock.held")) == [(1, ""), (1, "invoice:{pk}")]
             hold.release()
+
+
+ASKED = [ROOT / "docs/how-to/observe.md", *sorted((ROOT / "docs/monitoring").iterdir())]
+
+
+@pytest.mark.parametrize("page", ASKED, ids=lambda page: page.name)
+def test_the_docs_ask_for_metrics_and_labels_that_there_are(engine, page):
+    registry = CollectorRegistry()
+    metrics.use_prometheus(registry)
+    use_a_lock_in_every_way()
+    signals.version_conflict.send(Account)
+    found = list(registry.collect())
+    # Gauges have samples while a lock is held or waited for.
+    labels = {metric.name: {"alias", "template"} for metric in found if metric.type == "gauge"}
+    labels |= {sample.name: set(sample.labels) for metric in found for sample in metric.samples}
+
+    queries = page.read_text().replace('\\"', '"')
+    asked = re.findall(r"\b(distlock_(?!app\b)\w+)(?:\{(.+?)\})?", queries)
+
+    assert asked
+    assert {name for name, _ in asked} <= labels.keys()
+    for name, conditions in asked:
+        assert set(re.findall(r"(\w+)=", conditions)) <= labels[name], name
+    grouped = re.findall(r"\w+", " ".join(re.findall(r"by \((.+?)\)", queries)))
+    assert set(grouped) <= set.union(*labels.values())
+    outcomes = {"acquired", "busy", "released", "lost"}
+    assert set(re.findall(r'outcome="(\w+)"', queries)) <= outcomes
+
+
+SHOP = """
+import django
+from django.conf import settings
+
+settings.configure(DISTLOCK={"default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}})
+django.setup()
+"""
+WORKER = """
+from distlock_app import Lock, metrics
+
+metrics.use_prometheus()
+with Lock("report"):
+    pass
+"""
+
+
+def test_the_page_of_metrics_in_the_docs_adds_up_what_several_processes_counted(tmp_path):
+    [page] = blocks(ROOT / "docs/how-to/deploy.md", "python")
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+
+    def run(code):
+        command = [sys.executable, "-c", SHOP + code]
+        options = {"cwd": ROOT, "env": environment, "timeout": 60}
+        return subprocess.run(command, check=True, capture_output=True, text=True, **options)
+
+    for _ in range(2):
+        run(WORKER)
+    shown = run(f"{page}\nprint(metrics(None).content.decode())").stdout
+
+    labels = 'alias="default",outcome="released",template=""'
+    assert f"distlock_hold_seconds_count{{{labels}}} 2.0" in shown
+    assert "distlock_held" not in shown  # as the page says
 
 
 def test_opentelemetry_gets_metrics_and_spans(engine):
