@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 import zipfile
@@ -32,8 +33,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted(PACKAGE.rglob("*.lua"))
 
 
-def run(command, *, cwd=ROOT, deadline=120):
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=deadline)
+def run(command, *, cwd=ROOT, deadline=120, env=None):
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=deadline, env=env
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
@@ -166,23 +169,62 @@ def test_pytest_finds_the_fixtures(tmp_path, monkeypatch):
     run([*command, *([] if installed else ["-p", plugin])], cwd=tmp_path)
 
 
+# What is beside the package in a work tree, and belongs to no release.
+LITTER = (
+    "__pycache__ *.pyc .git .venv* var build dist site *.egg-info *.sqlite3* .coverage* .*_cache"
+)
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel of the package as it is in the work tree."""
+def archives(tmp_path_factory):
+    """The work tree, and the directory with its source archive and the wheel built from that."""
     pytest.importorskip("build")
-    directory = tmp_path_factory.mktemp("wheel")
+    directory = tmp_path_factory.mktemp("archives")
     source = directory / "source"
-    source.mkdir()
-    shutil.copytree(PACKAGE, source / "distlock_app", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(directory)],
-        cwd=source,
-        deadline=300,
-    )
-    [wheel] = directory.glob("*.whl")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LITTER.split()))
+    there = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    run([sys.executable, "-m", "build", "--outdir", str(directory)], cwd=source, deadline=400)
+    return there, directory
+
+
+@pytest.fixture(scope="module")
+def wheel(archives):
+    """The wheel of the package as it is in the work tree."""
+    [wheel] = archives[1].glob("*.whl")
     return wheel
+
+
+@pytest.fixture(scope="module")
+def unpacked(archives, tmp_path_factory):
+    """The source archive, unpacked elsewhere."""
+    [archive] = archives[1].glob("*.tar.gz")
+    directory = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as files:
+        files.extractall(directory, filter="data")
+    [project] = directory.iterdir()
+    return project
+
+
+@pytest.mark.slow
+def test_the_source_archive_carries_the_whole_work_tree(archives, unpacked):
+    carried = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*")}
+
+    # What only the repository needs.
+    missing = {name for name in archives[0] - carried if not name.startswith(".git")}
+    assert missing <= {".pre-commit-config.yaml"}
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_source_archive_pass_where_it_is_unpacked(unpacked):
+    needs_no_server = ["tests/test_core_holds.py", "tests/test_core_settings.py"]
+    environment = {k: v for k, v in os.environ.items() if not re.match(r"DISTLOCK_|PYTEST_", k)}
+
+    run(
+        [sys.executable, "-m", "pytest", "-q", *needs_no_server],
+        cwd=unpacked,
+        deadline=300,
+        env=environment,
+    )
 
 
 @pytest.mark.slow
