@@ -228,6 +228,18 @@ def test_the_tests_of_the_source_archive_pass_where_it_is_unpacked(unpacked):
 
 
 @pytest.mark.slow
+def test_what_pypi_shows_has_the_address_of_the_repository_and_no_relative_link(unpacked):
+    run([sys.executable, ".ci/address", "https://example.com/shop/locks", "v1.0.0"], cwd=unpacked)
+
+    metadata = configparser.ConfigParser()
+    metadata.read(unpacked / "setup.cfg")
+    assert "Source = https://example.com/shop/locks\n" in metadata["metadata"]["project_urls"]
+    readme = (unpacked / "README.md").read_text()
+    assert "](https://example.com/shop/locks/blob/v1.0.0/docs/quickstart.md)" in readme
+    assert re.findall(r"\]\((?!https?:|#).*?\)", readme) == []
+
+
+@pytest.mark.slow
 def test_the_wheel_carries_every_file_of_the_package(wheel):
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     there = {
