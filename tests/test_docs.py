@@ -39,7 +39,7 @@ ENGLISH = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page not in KOREAN),
 ]
 PAGES = [*ENGLISH, *KOREAN]
-AROUND = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
+AROUND = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")]
 INDEXES = [ROOT / "docs/index.md", ROOT / "docs/ko/index.md"]
 # Samples that rely on what only their page's text tells; those of the backend run in
 # test_docs_backend.py.
