@@ -334,6 +334,8 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(choice, work)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    # A shell makes what it starts in the background deaf to it, and tests would inherit that.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     try:
         packages = list(missing_packages(choice.programs))
         if packages:

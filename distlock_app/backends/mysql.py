@@ -29,6 +29,8 @@ NO_SUCH_THREAD = 1094
 
 # 0 or 1, or a word where it has more than two values; the readers of Aurora say it of InnoDB only.
 WRITABLE = "CAST(@@read_only AS CHAR) IN ('0', 'OFF') AND NOT @@innodb_read_only"
+# A primary may be made a replica, and keeps its sessions.
+IS_OURS = "IS_USED_LOCK(%s) = CONNECTION_ID() AND " + WRITABLE
 
 # Not NOW(), which is the start of the statement. Zone and mode are of our own session.
 NOW_US = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', SYSDATE(6))"
@@ -149,9 +151,7 @@ class NamedLockSession(LockSession):
             raise ServerError(None, "GET_LOCK answered NULL")
 
     def question(self, claim: Claim) -> tuple[str, Values]:
-        # A primary may be made a replica, and keeps its sessions.
-        ours = f"IS_USED_LOCK(%s) = CONNECTION_ID() AND {WRITABLE}"
-        return f"SELECT {note(claim, self.fence)} {ours}", (self._lock(claim.key),)
+        return f"SELECT {note(claim, self.fence)} {IS_OURS}", (self._lock(claim.key),)
 
     def unlock(self, claim: Claim) -> bool:
         return self.ask("SELECT RELEASE_LOCK(%s)", self._lock(claim.key)) == [(1,)]
