@@ -187,6 +187,8 @@ class Pool(Servers):
     def _connect(self) -> Link:
         for _ in range(3):
             link = Link(self._recipe)
+            if self._ask_master is None:
+                return link
             # The Sentinels named its server before we reached it: it may have died meanwhile, lost
             # its place and come back, empty and a master in its own eyes. So they are asked again.
             self._master, self._ask_again = link.server, 0.0
