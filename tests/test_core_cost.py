@@ -1,8 +1,10 @@
-"""What a lock costs in Python: calls and bytecodes, which do not vary as times do."""
+"""What a lock costs in calls, bytecodes and system calls, which do not vary as times do."""
 
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
 import sys
 import threading
 from functools import partial
@@ -12,6 +14,7 @@ from django.db import connections
 
 import distlock_app
 from distlock_app import Lock, locked
+from distlock_app.core.registry import registry
 from tests.engines import running
 
 PACKAGE = distlock_app.__path__[0]
@@ -97,6 +100,46 @@ def test_a_lock_on_an_engine_that_does_nothing_costs_few_bytecodes(work, most):
     lock = Lock("a", using="dummy")
 
     assert fewest(lambda: work(lock), sys.settrace, is_bytecode) <= most
+
+
+@pytest.fixture
+def redis_lock(redis_url):
+    """A lock on Redis in a process that has not waited for one, whatever tests ran before."""
+    registry["redis"].backend.close()
+    yield Lock("a", using="redis")
+    registry["redis"].backend.close()
+
+
+@pytest.mark.parametrize(("work", "most"), [(pair, 43), (block, 45), (new, 49)])
+def test_a_lock_on_redis_costs_few_calls(work, most, redis_lock):
+    assert fewest(lambda: work(redis_lock), sys.setprofile, is_call) - 2 <= most
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 13), reason="bytecodes differ between versions")
+@pytest.mark.parametrize(("work", "most"), [(pair, 1440), (block, 1560), (new, 1760)])
+def test_a_lock_on_redis_costs_few_bytecodes(work, most, redis_lock):
+    assert fewest(lambda: work(redis_lock), sys.settrace, is_bytecode) <= most
+
+
+def test_a_lock_on_redis_costs_four_system_calls(redis_lock):
+    polls = type(select.poll())
+    done = []
+
+    def tracer(frame, event, arg):
+        if event == "c_call" and isinstance(arg.__self__, (socket.socket, polls)):
+            done.append(arg.__name__)
+            # With a time limit of Python's own, each would begin with a poll().
+            assert arg.__self__.gettimeout() is None
+
+    block(redis_lock)
+    before = sys.getprofile()
+    sys.setprofile(tracer)
+    try:
+        block(redis_lock)
+    finally:
+        sys.setprofile(before)
+
+    assert done == ["sendall", "recv"] * 2
 
 
 def test_open_locks_of_other_tasks_cost_a_coroutine_nothing():

@@ -62,14 +62,34 @@ except LockLost:
     print(json.dumps("lost"))
 """
 
+WAIT_FOR_A_SILENT_SERVER = """
+import os, signal
+from distlock_app import BackendError
+Lock("a", using=using).acquire().release()
+os.kill({pid}, signal.SIGSTOP)
 
-def greenlets(code, using):
+def asks():
+    try:
+        Lock("a", using=using).acquire(wait=0)
+    except BackendError as error:
+        seen.append(str(error))
+
+def other():
+    time.sleep(0.1)
+    seen.append("other")
+
+gevent.joinall([gevent.spawn(each) for each in (asks, other)], raise_error=True)
+print(json.dumps(seen))
+"""
+
+
+def greenlets(code, using, **env):
     """Run a program of greenlets; return what it prints, and what it logs."""
     pytest.importorskip("gevent")
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + code, using],
         cwd=ROOT,
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **env},
         capture_output=True,
         text=True,
         timeout=120,
@@ -93,6 +113,18 @@ def test_a_greenlet_that_computes_for_longer_than_the_ttl_is_told_that_it_lost_i
 
     assert seen == "lost"
     assert log.count("gevent has patched threads") == 1
+
+
+def test_a_silent_server_blocks_only_the_greenlet_that_asks_and_not_forever(own_redis):
+    code = WAIT_FOR_A_SILENT_SERVER.replace("{pid}", str(own_redis.pid))
+    try:
+        seen, _ = greenlets(
+            code, "redis", DISTLOCK_TEST_REDIS_URL=f"{own_redis.url}?socket_timeout=1"
+        )
+    finally:
+        own_redis.resume()
+
+    assert seen == ["other", "Redis 'redis' did not answer: TimeoutError."]
 
 
 def fetched(url):

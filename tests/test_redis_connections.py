@@ -1,12 +1,15 @@
-"""Connections to Redis: TCP, TLS and Unix sockets, and their time limits."""
+"""Connections to Redis: TLS, Unix sockets, time limits, split answers, and interrupts."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 
+from distlock_app.backends.redis import link, pool
+from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from tests.conftest import missing
 from tests.launching import free_port
@@ -20,7 +23,7 @@ LIMITS = {"SOCKET_TIMEOUT": 1, "SOCKET_CONNECT_TIMEOUT": 30}
 
 @pytest.fixture(params=["tcp", "unix", "tls"])
 def reached(request, private_server, tmp_path):
-    """A server, and a backend that reaches it so."""
+    """A server, and a backend that reaches it this way."""
     config, url, options = {}, "redis://127.0.0.1:{port}/0", dict(LIMITS)
     if request.param == "unix":
         config["unixsocket"] = str(tmp_path / "redis.sock")
@@ -38,7 +41,7 @@ def reached(request, private_server, tmp_path):
 
 
 def certified(directory):
-    """Return a certificate of this host that nobody else trusts, and its key."""
+    """Return a self-signed certificate for this host, and its key."""
     if shutil.which("openssl") is None:
         missing("openssl", "it makes the certificate of a server")
     files = directory / "certificate.pem", directory / "key.pem"
@@ -68,3 +71,77 @@ def test_every_kind_of_connection_has_a_time_limit(reached, verb):
     with pytest.raises(BackendError, match=r"did not answer: TimeoutError\.$"):
         backend.acquire(claim("a"), 0) if verb == "acquire" else backend.ping()
     server.resume()
+
+
+def test_an_answer_may_arrive_in_pieces(backend):
+    claims = [claim(f"name {number}") for number in range(link.RECEIVED // 10)]
+
+    grants = backend.acquire_all(claims)
+
+    assert len({grant.fence for grant in grants}) == len(claims)
+    assert backend.extend_many([(grant, 60) for grant in grants]) == [True] * len(claims)
+    assert all(backend.release(grant) for grant in grants)
+
+
+def test_a_forgotten_script_is_loaded_once_for_a_whole_batch(own):
+    backend, server = own
+    grants = [backend.acquire(claim(f"name {number}"), 0) for number in range(9)]
+    server.script_flush()
+    server.config_resetstat()
+
+    assert backend.extend_many([(grant, 60) for grant in grants]) == [True] * 9
+
+    assert server.info("commandstats")["cmdstat_script|load"]["calls"] == 1
+
+
+def test_an_error_says_that_loading_scripts_is_not_permitted(own):
+    backend, server = own
+    server.execute_command("ACL", "SETUSER", "default", "-script|load")
+
+    with pytest.raises(BackendError, match="NOPERM|NoPermission"):
+        backend.acquire(claim("a"), 0)
+
+    server.execute_command("ACL", "SETUSER", "default", "+script|load")
+    assert backend.acquire(claim("a"), 0)
+
+
+@pytest.mark.parametrize("module", [link, pool], ids=["link", "pool"])
+def test_an_interrupt_anywhere_in_an_exchange_mixes_up_no_answers(module, own):
+    """The next request never reads what an interrupted exchange left behind."""
+    backend, _ = own
+    backend.release(backend.acquire(claim("a"), 0))
+    interrupted, at = True, 0
+
+    while interrupted:
+        at, left, wanted = at + 3, at + 3, claim("a")
+        interrupted = False
+
+        def at_opcode(frame, event, arg):
+            nonlocal left, interrupted
+            left -= event == "opcode"
+            if left == 0 and not interrupted:
+                interrupted = True
+                raise KeyboardInterrupt
+            return at_opcode
+
+        def tracer(frame, event, arg):
+            if frame.f_code.co_filename != module.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            return at_opcode
+
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            backend.extend(backend.acquire(wanted, 0), 30)
+            backend.ping()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        backend.release(Grant(wanted))
+        grants = [backend.acquire(claim(name), 0) for name in "ab"]
+        assert grants[0].fence < grants[1].fence
+        assert [backend.release(grant) for grant in grants] == [True, True]
+
+    assert at > 100

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from distlock_app.backends.redis import pool as redis_pool
-from distlock_app.backends.redis.scripts import pack
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from tests.engines import until
@@ -222,13 +221,14 @@ def test_a_full_server_keeps_the_place_of_those_who_wait(own, kind):
 def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch):
     backend, server = own
     clients = len(server.client_list())
-    links = [backend._pool._connect() for _ in range(9)]  # as nine threads at once
-    for link in links:
-        backend._pool._exchange(link, None, [pack(b"PING")])
+    monkeypatch.setattr(redis_pool, "IDLE_SECONDS", 0.0)
+    backend._pool._sweep_at = float("inf")
+    for link in [backend._pool._connect() for _ in range(9)]:  # as nine threads at once
+        backend._pool._idle.append(link)
 
     backend.ping()
     before = len(server.client_list())
-    monkeypatch.setattr(redis_pool, "IDLE_SECONDS", 0.0)
+    backend._pool._sweep_at = 0.0
     backend.ping()
 
     assert before == clients + 9

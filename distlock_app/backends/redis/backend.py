@@ -23,7 +23,7 @@ from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
 from .listening import Listener
 from .people import BATCH, ForPeople, milliseconds, part_of
-from .pool import ConnectionLost, Pool, Servers
+from .pool import Pool, Servers
 from .scripts import (
     ACQUIRE,
     CLEAR,
@@ -33,9 +33,10 @@ from .scripts import (
     GUARDED_SET,
     PASS,
     RELEASE,
+    REQUEST,
     Script,
     acquire_all,
-    fill,
+    bulks,
     pack,
 )
 
@@ -90,7 +91,7 @@ class RedisBackend(ForPeople, GuardedWrites):
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: {error}") from None
         self._replicas = replicas
         self._within = replicas_timeout
-        self._template = lru_cache(maxsize=4096)(self._make_template)
+        self._head = lru_cache(maxsize=4096)(self._make_head)
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
@@ -100,14 +101,15 @@ class RedisBackend(ForPeople, GuardedWrites):
             self._forget(claim)
             return self._try(claim, asked)[0]
         if claim.wake is None:
-            return self._try(claim, asked, channel="-")[0]
-        listener = self._listener(claim.key)
-        if not listener.running:
+            return self._try(claim, asked, "-")[0]
+        listener = self._listener(claim.key) if self._listeners else None
+        if listener is None or not listener.running:
             # Most locks are free: a process that never waits needs no thread. Not a try that
             # leaves nothing behind, or a waiter would lose its place for a moment.
-            grant = self._try(claim, asked, "-", listener.arrival_of(claim))[0]
-            if grant:
+            arrived = listener.arrival_of(claim) if listener else 0
+            if grant := self._try(claim, asked, "-", arrived)[0]:
                 return grant
+            listener = listener or self._listener(claim.key)
         channel = listener.channel if listener.ensure_subscribed(SUBSCRIBE_SECONDS) else "-"
         asked = monotonic()
         waiter = listener.register(claim, asked)
@@ -135,8 +137,8 @@ class RedisBackend(ForPeople, GuardedWrites):
         words: list[bytes] = []
         for claim in claims:
             words += [claim.key.encode(), claim.owner.encode()]
-            words += [milliseconds(claim.ttl), _about(claim)]
-        granted, *fences = self._pool.run(script, fill(script.template(*keys), *words))
+            words += [milliseconds(claim.ttl), _about(claim.holder, claim.name)]
+        granted, *fences = self._pool.run(script, script.head(*keys) + bulks(*words))
         if not granted:
             return None
         pairs = zip(claims, fences, strict=True)
@@ -147,29 +149,22 @@ class RedisBackend(ForPeople, GuardedWrites):
     ) -> tuple[Grant | Busy, int, int]:
         """Return the result of one try, the server's time, and that of the claim's arrival."""
         script = PASS if claim.latch else ACQUIRE
-        answer = self._pool.run(
-            script,
-            fill(
-                self._template(script, claim.key),
-                claim.owner.encode(),
-                milliseconds(claim.ttl),
-                _about(claim),
-                channel.encode(),
-                b"%d" % arrived,
-                b"0" if claim.shared else b"%d" % claim.limit,
-            ),
-        )
+        limit = 0 if claim.shared else claim.limit
+        owner = claim.owner.encode()
+        tail = _tail(arrived, claim.ttl, claim.holder, claim.name, channel, limit)
+        request = REQUEST % (self._head(script, claim.key), len(owner), owner, tail)
+        answer = self._pool.run(script, request)
         if answer[0]:
-            return Grant(claim, fence=answer[1], asked_at=asked), answer[2], 0
-        return Busy(free_in=max(answer[1], 1) / 1000), answer[2], answer[3]
+            return Grant(claim, fence=answer[1], asked_at=asked), 0, 0
+        _, free_in_ms, server, arrived = answer
+        return Busy(free_in=max(free_in_ms, 1) / 1000), server, arrived
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        return bool(self._pool.run(EXTEND, self._extend(grant, ttl)))
+        return self._pool.run(EXTEND, self._extend(grant, ttl)) == [1]
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
-        claim, template = grant.claim, self._template(END_IN, grant.claim.key)
-        request = fill(template, claim.owner.encode(), milliseconds(ttl), b"exactly")
-        return bool(self._pool.run(END_IN, request))
+        words = milliseconds(ttl), b"exactly"
+        return self._pool.run(END_IN, self._request(END_IN, grant.claim, *words)) == [1]
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []
@@ -180,28 +175,26 @@ class RedisBackend(ForPeople, GuardedWrites):
             except BackendError as error:
                 results += [error] * len(batch)
             else:
-                results += [a if isinstance(a, Exception) else bool(a) for a in answers]
+                results += [a if isinstance(a, Exception) else a == [1] for a in answers]
         return results
 
     def release(self, grant: Grant) -> bool:
         """Give the lock to the next in the queue, or leave the queue."""
         claim = grant.claim
-        self._forget(claim)
+        if self._listeners:
+            self._forget(claim)
         if claim.latch:
             waiters = self._keys(claim.key)[2]
             self._pool.ask(pack(b"HDEL", waiters, claim.owner.encode()))
             return False
-        request = fill(self._template(RELEASE, claim.key), claim.owner.encode())
-        return self._run_once(RELEASE, request)
+        owner = claim.owner.encode()
+        request = REQUEST % (self._head(RELEASE, claim.key), len(owner), owner, b"")
+        return self._pool.run(RELEASE, request, once=True) == [1]
 
     def count_down(self, claim: Claim) -> int:
-        request = fill(
-            self._template(COUNT_DOWN, claim.key),
-            claim.owner.encode(),
-            milliseconds(claim.ttl),
-            b"%d" % claim.limit,
-        )
-        return int(self._pool.run(COUNT_DOWN, request))
+        words = milliseconds(claim.ttl), b"%d" % claim.limit
+        [counted] = self._pool.run(COUNT_DOWN, self._request(COUNT_DOWN, claim, *words))
+        return int(counted)
 
     def counted(self, key: str) -> int:
         return int(self._pool.ask(pack(b"ZCARD", self._keys(key)[5]))[0])
@@ -228,20 +221,15 @@ class RedisBackend(ForPeople, GuardedWrites):
                 f"'{{{part_of(claim.key)}}}', with no other braces before it."
             )
         data = value if isinstance(value, bytes) else str(value).encode()
-        request = fill(
-            GUARDED_SET.template(*self._keys(claim.key), key.encode(), claim.key.encode()),
-            claim.owner.encode(),
-            data,
-            b"0" if ttl is None else milliseconds(ttl),
-            b"1" if release else b"0",
-        )
-        if release:
-            return self._run_once(GUARDED_SET, request)
-        return bool(self._pool.run(GUARDED_SET, request))
+        head = GUARDED_SET.head(*self._keys(claim.key), key.encode(), claim.key.encode())
+        until = b"0" if ttl is None else milliseconds(ttl)
+        request = head + bulks(claim.owner.encode(), data, until, b"1" if release else b"0")
+        return self._pool.run(GUARDED_SET, request, once=release) == [1]
 
     def clear(self, key: str, if_version: str | None = None) -> int:
-        request = fill(self._template(CLEAR, key), (if_version or "").encode())
-        return int(self._pool.run(CLEAR, request))
+        request = self._head(CLEAR, key) + bulks((if_version or "").encode())
+        [cleared] = self._pool.run(CLEAR, request)
+        return int(cleared)
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         messages = check_sharing(self.alias, self.location)
@@ -280,7 +268,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         A script knows the subscribers of the server where it runs, so each server has a listener
         of its own, and what holds for one server holds in a Cluster.
         """
-        node = self._pool.node(self._template(ACQUIRE, key))
+        node = self._pool.node(self._head(ACQUIRE, key))
         listener = self._listeners.get(node)
         if listener is None:
             channel = self._channels + secrets.token_hex(8)
@@ -295,27 +283,22 @@ class RedisBackend(ForPeople, GuardedWrites):
         for listener in list(self._listeners.values()):
             listener.forget(claim)
 
+    def _request(self, script: Script, claim: Claim, *words: bytes) -> bytes:
+        return self._head(script, claim.key) + bulks(claim.owner.encode(), *words)
+
     def _extend(self, grant: Grant, ttl: float) -> bytes:
-        claim = grant.claim
-        template = self._template(EXTEND, claim.key)
-        return fill(template, claim.owner.encode(), milliseconds(ttl))
-
-    def _run_once(self, script: Script, request: bytes) -> bool:
-        """Run a script whose repetition finds its own work done, and so cannot say True."""
-        try:
-            return bool(self._pool.run(script, request, repeat=False))
-        except ConnectionLost as error:
-            if self._pool.run(script, request):
-                return True
-            raise BackendError(
-                f"Redis {self.alias!r} lost the answer to a release: the lock is no longer ours, "
-                "but may have been lost before."
-            ) from error
+        return self._request(EXTEND, grant.claim, milliseconds(ttl))
 
 
-def _about(claim: Claim) -> bytes:
-    """Return what is shown of the claim: its holder and name."""
-    name = claim.name
+def _about(holder: str, name: str) -> bytes:
+    """Return what is shown of a claim: its holder and name."""
     if len(name) > SHOWN_LENGTH or not name.isprintable():
         name = shown(name)
-    return f"{claim.holder} {name}".encode()
+    return f"{holder} {name}".encode()
+
+
+@lru_cache(maxsize=1024)
+def _tail(arrived: int, ttl: float, holder: str, name: str, channel: str, limit: int) -> bytes:
+    """Return the tail of an acquire request, which a thread sends again and again."""
+    about = _about(holder, name)
+    return bulks(b"%d" % arrived, milliseconds(ttl), about, channel.encode(), b"%d" % limit)

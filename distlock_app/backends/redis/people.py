@@ -9,7 +9,7 @@ from typing import Any
 from ...claims import Holding
 from ..base import BaseLockBackend
 from .pool import Servers
-from .scripts import EXTEND, Script, fill, pack
+from .scripts import EXTEND, Script, bulks, pack
 
 # Requests in one round trip: their answers fit any socket buffer, and others get a turn.
 BATCH = 500
@@ -82,8 +82,8 @@ class ForPeople(BaseLockBackend):
             fences = {}
         if (owner := fences.get(version.encode())) is None:
             return False
-        request = fill(self._make_template(EXTEND, key), owner, milliseconds(ttl))
-        return bool(self._pool.run(EXTEND, request))
+        request = self._make_head(EXTEND, key) + bulks(owner, milliseconds(ttl))
+        return self._pool.run(EXTEND, request) == [1]
 
     def _base(self, part: int) -> str:
         """Return how the keys of this part begin: with their hash tag."""
@@ -100,8 +100,8 @@ class ForPeople(BaseLockBackend):
         counter = f"{self._base(part)}fence".encode()
         return [lock, lock + b":q", lock + b":w", self._index(part), counter, lock + b":m"]
 
-    def _make_template(self, script: Script, key: str) -> bytes:
-        return script.template(*self._keys(key), key.encode())
+    def _make_head(self, script: Script, key: str) -> bytes:
+        return script.head(*self._keys(key), key.encode())
 
     def _ask(self, requests: Sequence[bytes]) -> list[Any]:
         """Like the pool's `ask`, in round trips of a fair size."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import select
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +11,6 @@ from typing import Any
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
-    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -21,6 +19,7 @@ from redis.exceptions import (
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
+from .link import Link
 from .scripts import Script, pack
 
 # Connections kept after a burst of threads; each is out only for one round trip.
@@ -29,6 +28,8 @@ KEEP_IDLE = 64
 IDLE_SECONDS = 60.0
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
+# Answers after which a connection is kept: being out of memory says nothing against it.
+KEPT_AFTER = frozenset({list, bytes, int, type(None), OutOfMemoryError})
 # The Sentinels are asked so often who the master is, and after no answer so much later.
 MASTER_SECONDS = 1.0
 SENTINELS_AWAY_SECONDS = 10.0
@@ -40,32 +41,6 @@ class ConnectionLost(BackendError):
 
 class Unreachable(BackendError):
     """There is no connection: nothing was asked."""
-
-
-class Link:
-    """One connection, and a way to see that the server has closed it."""
-
-    __slots__ = ("_poll", "connection", "used")
-
-    def __init__(self, recipe: Any) -> None:
-        self.connection: Any = recipe.connection_class(**recipe.connection_kwargs)
-        self.connection.connect()  # not left to the first command: this one asks the sentinels
-        self.used: float | None = None  # when it was kept, None: it is new
-        self._poll = None
-        if hasattr(select, "poll"):
-            self._poll = select.poll()
-            self._poll.register(self.connection._sock, select.POLLIN)
-
-    @property
-    def server(self) -> tuple[str, int]:
-        """Where it leads, over TCP."""
-        return self.connection.host, self.connection.port
-
-    def usable(self) -> bool:
-        """Return whether the idle connection is as we left it: nothing to read, no end of file."""
-        if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
-            return True
-        return self._poll is None or not self._poll.poll(0)
 
 
 class Servers:
@@ -95,16 +70,26 @@ class Servers:
         """Disconnect what is idle; what is in use is kept when it comes back."""
         raise NotImplementedError
 
-    def run(self, script: Script, request: bytes, *, repeat: bool = True) -> Any:
-        """Send one packed EVALSHA and return its answer; raise BackendError.
+    def run(self, script: Script, request: bytes, *, once: bool = False) -> list[int]:
+        """Send one packed EVALSHA and return the numbers of its answer; raise BackendError.
 
-        Every script may be repeated. `ConnectionLost` with `repeat=False`, or if that fails, too.
+        Every script may be repeated. With `once`, only its first run can answer 1.
         """
-        [answer] = self.exchange(script, (request,), repeat)
-        return self._value(answer)
+        try:
+            [answer] = self.exchange(script, (request,), not once)
+            return answer if type(answer) is list else self._value(answer)
+        except ConnectionLost as error:
+            if not once:
+                raise
+            if (answer := self.run(script, request)) == [1]:
+                return answer
+            raise BackendError(
+                f"Redis {self.name!r} lost the answer to a release: the lock is no longer ours, "
+                "but may have been lost before."
+            ) from error
 
     def run_all(self, script: Script, requests: Sequence[bytes]) -> list[Any]:
-        """Send many in one round trip; an answer is a value or a BackendError."""
+        """Send many in one round trip; each answer is a list of numbers or a BackendError."""
         answers = self.exchange(script, requests)
         return [self._refusal(a) if isinstance(a, ResponseError) else a for a in answers]
 
@@ -134,7 +119,8 @@ class Pool(Servers):
         self._replicas = replicas
         self._wait = pack(b"WAIT", b"%d" % replicas, b"%d" % max(1, int(within * 1000)))
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
-        self._ask_master = getattr(recipe, "get_master_address", None)  # behind Sentinels
+        self._sweep_at = 0.0
+        self._ask_master: Any = getattr(recipe, "get_master_address", None)  # behind Sentinels
         self._master: tuple[str, int] | None = None
         self._ask_again = 0.0
 
@@ -146,11 +132,11 @@ class Pool(Servers):
 
     def connect(self) -> Any:
         """Return a new connection for the caller alone."""
-        return self._connect().connection
+        return self._connect().for_redis_py()
 
     def close(self) -> None:
         while self._idle:
-            self._idle.pop().connection.disconnect()
+            self._idle.pop().close()
 
     def exchange(
         self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
@@ -160,21 +146,37 @@ class Pool(Servers):
         try:
             link = self._take()
             try:
-                return self._exchange(link, script, requests)
+                answers = link.talk(script, requests)
             except ConnectionError:
-                if link.used is None or not repeat:
+                if not (link.used and repeat):
                     raise
-            # The server had closed it, or was restarted, or a sentinel has a new master.
-            self.close()
-            link = None
-            link = self._connect()
-            return self._exchange(link, script, requests)
+                # The server had closed it, or was restarted, or a sentinel has a new master.
+                self.close()
+                link.close()
+                link = None
+                link = self._connect()
+                answers = link.talk(script, requests)
+            keep = KEPT_AFTER.issuperset(map(type, answers))
+            if self._replicas and script is not None and script.promises:
+                self._confirm(link, script, answers)
+            if keep:
+                kept, link = link, None
+                kept.used = monotonic()
+                self._idle.append(kept)
+                if kept.used > self._sweep_at or len(self._idle) > KEEP_IDLE:
+                    self._sweep(kept.used)
+            else:  # such as READONLY: a new connection may reach the new master
+                self.close()
+            return answers
         except RedisError as error:
             # A server that does not answer may have been replaced: a new connection asks.
             self.close()
             raise self._failure(error, sent=link is not None) from error
         except OSError as error:  # such as a name that does not resolve, at a sentinel
             raise Unreachable(f"Redis {self.name!r} could not be reached at {self._at}.") from error
+        finally:
+            if link is not None:  # the next request on it might read our answer
+                link.close()
 
     @property
     def _at(self) -> str:
@@ -194,7 +196,7 @@ class Pool(Servers):
             self._master, self._ask_again = link.server, 0.0
             if self._leads_to_master(link):
                 return link
-            link.connection.disconnect()
+            link.close()
         raise ConnectionError("the Sentinels keep naming different masters")
 
     def _take(self) -> Link:
@@ -203,17 +205,23 @@ class Pool(Servers):
                 link = self._idle.pop()
             except IndexError:
                 return self._connect()
-            if link.usable() and self._leads_to_master(link):
-                return link
-            link.connection.disconnect()
+            if monotonic() - link.used < TRUST_SECONDS or link.untouched():
+                if self._ask_master is None or self._leads_to_master(link):
+                    return link
+            link.close()
+
+    def _sweep(self, now: float) -> None:
+        """Close connections beyond KEEP_IDLE, and those idle for too long."""
+        self._sweep_at = now + IDLE_SECONDS
+        with suppress(IndexError):  # another thread has taken it
+            while len(self._idle) > KEEP_IDLE or self._idle[0].used < now - IDLE_SECONDS:
+                self._idle.popleft().close()
 
     def _leads_to_master(self, link: Link) -> bool:
-        """Return whether the Sentinels, if there are any, still call its server the master.
+        """Return whether the Sentinels still call its server the master.
 
         A live old master learns of the failover ten seconds later, and grants locks until then.
         """
-        if self._ask_master is None:
-            return True
         if monotonic() >= self._ask_again:
             self._ask_again = monotonic() + MASTER_SECONDS  # other threads do not wait for it
             try:
@@ -222,47 +230,15 @@ class Pool(Servers):
                 self._ask_again = monotonic() + SENTINELS_AWAY_SECONDS
         return link.server == self._master
 
-    def _exchange(self, link: Link, script: Script | None, requests: Sequence[bytes]) -> list[Any]:
-        """Send requests and return their answers; an error of the server is an answer."""
-        connection = link.connection
-        try:
-            answers, refused = _talk(connection, requests)
-            if refused and script is not None:
-                again = [at for at, a in enumerate(answers) if type(a) is NoScriptError]
-                if again:  # the server was restarted, or its scripts were flushed
-                    _talk(connection, [script.load])
-                    rest, refused = _talk(connection, [requests[at] for at in again])
-                    for at, answer in zip(again, rest, strict=True):
-                        answers[at] = answer
-            if self._replicas and script is not None and script.promises:
-                self._confirm(connection, answers)
-        except BaseException:  # half an exchange: what comes next would be read as our answer
-            connection.disconnect()
-            raise
-        if refused:
-            # Such as READONLY: a new connection may find the new master.
-            connection.disconnect()
-            self.close()
-            return answers
-        link.used = monotonic()
-        if len(self._idle) < KEEP_IDLE:
-            self._idle.append(link)
-        else:
-            connection.disconnect()
-        with suppress(IndexError):  # another thread has taken it
-            while (self._idle[0].used or 0.0) < link.used - IDLE_SECONDS:
-                self._idle.popleft().connection.disconnect()
-        return answers
-
-    def _confirm(self, connection: Any, answers: list[Any]) -> None:
+    def _confirm(self, link: Link, script: Script, answers: list[Any]) -> None:
         """Make errors of the promises that the replicas have not heard of in time.
 
         On the same connection: WAIT asks for what this one wrote.
         """
-        promises = [at for at, a in enumerate(answers) if (a[0] if type(a) is list else a) == 1]
+        promises = [at for at, a in enumerate(answers) if type(a) is list and a[0] == 1]
         if not promises:
             return
-        heard = self._value(_talk(connection, [self._wait])[0][0])
+        [heard] = self._value(link.talk(script, [self._wait])[0])
         if heard < self._replicas:
             error = BackendError(
                 f"Redis {self.name!r}: only {heard} of {self._replicas} replicas confirmed the "
@@ -288,16 +264,3 @@ def code_of(error: ResponseError) -> str:
     """Return what kind of refusal it is: "OOM", or "MovedError" where redis-py has a class."""
     code = re.match(r"[A-Z]+(?= )", str(error))
     return code[0] if code else type(error).__name__
-
-
-def _talk(connection: Any, requests: Sequence[bytes]) -> tuple[list[Any], bool]:
-    """Return an answer for each request, and whether one of them hints at another server."""
-    connection.send_packed_command(requests, check_health=False)
-    answers, refused = [], False
-    for _ in requests:
-        try:
-            answers.append(connection.read_response(disconnect_on_error=True))
-        except ResponseError as error:
-            answers.append(error)
-            refused |= not isinstance(error, OutOfMemoryError)
-    return answers, refused

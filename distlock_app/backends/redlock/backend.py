@@ -15,7 +15,7 @@ from ...errors import BackendError
 from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
 from ..redis.alias import recipe, server_of
-from ..redis.scripts import Script, fill
+from ..redis.scripts import Script, bulks
 from .checks import check_nodes
 from .clock import ServerClock
 from .listening import Listener
@@ -50,7 +50,7 @@ class RedlockBackend(ForPeople):
         if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
             raise ImproperlyConfigured(f"{where}: PREFIX must be text without braces or blanks.")
         self._prefix = f"{prefix}:redlock:"
-        self._template = lru_cache(maxsize=4096)(self._make_template)
+        self._head = lru_cache(maxsize=4096)(self._make_head)
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
@@ -248,14 +248,14 @@ class RedlockBackend(ForPeople):
         )
         self._clock = ServerClock()
 
-    def _make_template(self, script: Script, key: str) -> bytes:
+    def _make_head(self, script: Script, key: str) -> bytes:
         lock = f"{self._prefix}{key}".encode()
-        return script.template(lock, self._part(int(key[:4], 16) % PARTS))
+        return script.head(lock, self._part(int(key[:4], 16) % PARTS))
 
     def _request(
         self, script: Script, key: str, *words: bytes, keep: float = 0.0, once: bool = False
     ) -> QuorumRequest:
-        packed = fill(self._template(script, key), *words)
+        packed = self._head(script, key) + bulks(*words)
         return QuorumRequest(self._quorum.majority, script, packed, keep=keep, once=once)
 
 

@@ -41,7 +41,7 @@ class ForPeople(BaseLockBackend):
         size = len(self._quorum.nodes)
         words = self._prefix.encode(), key.encode()
         requests = [
-            QuorumRequest(size, LIST, LIST.template(self._part(number), *words)) for number in parts
+            QuorumRequest(size, LIST, LIST.head(self._part(number), *words)) for number in parts
         ]
         self._quorum.ask(requests)
         holdings = {}

@@ -2,7 +2,7 @@
 --
 -- KEYS  lock, queue, entries, index, counter, members, for each lock: see shared/begin.lua
 -- ARGV  1 key, 2 token, 3 ttl, 4 "holder name", for each lock
--- ->    {1, fence, ...} all are mine, or {0}: none was taken, at least one is held or waited for
+-- ->    "1 fence ..." all are mine, or 0: none was taken, at least one is held or waited for
 
 -- include: shared/begin.lua
 -- include: shared/clock.lua
@@ -19,16 +19,16 @@ end
 
 for at = 1, #KEYS / 6 do
   choose(at)
-  if not mine and (held or redis.call('EXISTS', queue, members) > 0) then return {0} end
+  if not mine and (held or redis.call('EXISTS', queue, members) > 0) then return 0 end
 end
-local answer = {1}
+local fences = ''
 for at = 1, #KEYS / 6 do
   choose(at)
   if mine then  -- a repeated request
-    answer[at + 1] = tonumber(string.match(held, '^%S+ (%d+)'))
+    fences = fences .. string.match(held, '^%S+( %d+)')
     extend_to(ARGV[4 * at - 1])
   else
-    answer[at + 1] = take(token, ARGV[4 * at - 1], '1', ARGV[4 * at])
+    fences = fences .. ' ' .. take(token, ARGV[4 * at - 1], '1', ARGV[4 * at])
   end
 end
-return answer
+return {ok = '1' .. fences}

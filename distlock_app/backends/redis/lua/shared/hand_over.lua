@@ -33,7 +33,7 @@ local function hand_over(me)
       take(head, math.min(ttl, FIRST_MS), limit, about)
     elseif there and has_subscriber(channel) then
       local first = math.min(ttl, FIRST_MS)
-      local words = {head, key, text(take(head, first, limit, about)), text(now), first}
+      local words = {head, key, take(head, first, limit, about), text(now), first}
       redis.call('PUBLISH', channel, table.concat(words, ' '))
     end
   end

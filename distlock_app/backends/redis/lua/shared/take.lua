@@ -24,7 +24,7 @@ local function add_member(owner, ttl)
   note(redis.call('ZRANGE', members, -1, -1, 'WITHSCORES')[2] - now_ms)
 end
 
--- Make `owner` an owner; return the fence, greater than all before even if they were lost.
+-- Make `owner` an owner; return the fence as text, greater than all before even if they were lost.
 local function take(owner, ttl, limit, about)
   local fence = now
   local last = tonumber(redis.call('GETSET', counter, fence) or 0)
@@ -32,12 +32,13 @@ local function take(owner, ttl, limit, about)
     fence = last + 1
     redis.call('SET', counter, fence)
   end
+  fence = text(fence)
   if limit == '1' then
-    redis.call('SET', lock, owner .. ' ' .. text(fence) .. ' ' .. about, 'PX', ttl)
+    redis.call('SET', lock, owner .. ' ' .. fence .. ' ' .. about, 'PX', ttl)
     held = true
     note(ttl)
   else
-    redis.call('HSET', entries, owner, text(fence) .. ' ' .. limit .. ' ' .. about)
+    redis.call('HSET', entries, owner, fence .. ' ' .. limit .. ' ' .. about)
     add_member(owner, ttl)
   end
   if now % 16 == 0 then  -- now and then: drop what expired unreleased from the index

@@ -1,0 +1,114 @@
+"""A connection to a Redis server: redis-py opens it, scripts run over its raw socket."""
+
+from __future__ import annotations
+
+import _socket
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import ConnectionError, NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as NoAnswer
+
+from .scripts import Script
+
+# Bytes read at once: about a hundred answers.
+RECEIVED = 4096
+
+
+class Link:
+    """A connection: redis-py opens it and parses lists; one line answers a script, read here."""
+
+    __slots__ = ("_kernel_limits", "_poll", "_socket", "connection", "used")
+
+    def __init__(self, recipe: Any) -> None:
+        self.connection: Any = recipe.connection_class(**recipe.connection_kwargs)
+        self.connection.connect()  # not left to the first command: this one asks the sentinels
+        self.used = 0.0  # when it was last returned to the pool; 0: new
+        self._socket = self.connection._sock
+        self._poll = None
+        if hasattr(select, "poll"):
+            self._poll = select.poll()
+            self._poll.register(self._socket, select.POLLIN)
+        # Kernel time limits, as in hiredis: Python's own cost a poll() before each call. A signal
+        # restarts them. TLS and gevent have a recv() of their own, and Windows other options.
+        plain = type(self._socket).recv is _socket.socket.recv
+        self._kernel_limits = plain and self._poll is not None
+        if self._kernel_limits:
+            seconds, micros = divmod(int(self.connection.socket_timeout * 1_000_000), 1_000_000)
+            for option in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
+                timeval = struct.pack("@ll", seconds, micros)
+                self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+            self._socket.settimeout(None)
+
+    def for_redis_py(self) -> Any:
+        """Return the connection with the time limit that redis-py expects."""
+        self._socket.settimeout(self.connection.socket_timeout)
+        return self.connection
+
+    @property
+    def server(self) -> tuple[str, int]:
+        """Where it leads, over TCP."""
+        return self.connection.host, self.connection.port
+
+    def untouched(self) -> bool:
+        """Return whether it is as we left it: nothing to read, no end of file."""
+        return self._poll is None or not self._poll.poll(0)
+
+    def talk(self, script: Script | None, requests: Sequence[bytes]) -> list[Any]:
+        """Return the answer to each request, or its error; a script answers a list of numbers."""
+        if script is None:
+            return self._ask(requests)
+        receive, size, answers = self._socket.recv, len(requests), []
+        try:
+            self._socket.sendall(b"".join(requests))
+            data = receive(RECEIVED)
+            while data.count(b"\r\n") < size:
+                if not (more := receive(RECEIVED)):
+                    raise EOFError
+                data += more
+            for line in data.split(b"\r\n")[:size]:
+                refused = line.startswith(b"-")
+                answers.append(self._error(line) if refused else [*map(int, line[1:].split())])
+        except (TimeoutError, BlockingIOError) as error:  # Python's limit, or the kernel's
+            raise NoAnswer from error
+        except (OSError, EOFError, ValueError) as error:
+            raise ConnectionError from error
+        if NoScriptError in map(type, answers):
+            self._teach(script, requests, answers)
+        return answers
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.connection.disconnect()
+
+    def _ask(self, requests: Sequence[bytes]) -> list[Any]:
+        connection, answers = self.for_redis_py(), []
+        connection.send_packed_command(requests, check_health=False)
+        for _ in requests:
+            try:
+                answers.append(connection.read_response(disconnect_on_error=True))
+            except ResponseError as error:
+                answers.append(error)
+        if self._kernel_limits:
+            self._socket.settimeout(None)
+        return answers
+
+    def _teach(self, script: Script, requests: Sequence[bytes], answers: list[Any]) -> None:
+        """Load the script that a restarted or flushed server forgot; repeat what needed it."""
+        again = [at for at, answer in enumerate(answers) if type(answer) is NoScriptError]
+        rest = self._ask([script.load])
+        if isinstance(rest[0], ResponseError):  # such as NOPERM
+            rest *= len(again)
+        else:
+            rest = self.talk(script, [requests[at] for at in again])
+        for at, answer in zip(again, rest, strict=True):
+            answers[at] = answer
+
+    def _error(self, line: bytes) -> ResponseError:
+        error = self.connection._parser.parse_error(line[1:].decode(errors="replace"))
+        if isinstance(error, ResponseError):
+            return error
+        raise error  # such as LOADING
