@@ -15,6 +15,7 @@ from django.db import connections
 import distlock_app
 from distlock_app import Lock, locked
 from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
 from tests.engines import running
 
 PACKAGE = distlock_app.__path__[0]
@@ -113,6 +114,13 @@ def redis_lock(redis_url):
 @pytest.mark.parametrize(("work", "most"), [(pair, 43), (block, 45), (new, 49)])
 def test_a_lock_on_redis_costs_few_calls(work, most, redis_lock):
     assert fewest(lambda: work(redis_lock), sys.setprofile, is_call) - 2 <= most
+
+
+def test_a_process_that_has_waited_pays_little_for_its_listening_thread(redis_lock):
+    backend = registry["redis"].backend
+    assert backend._listener(key_of(redis_lock.name)).ensure_subscribed(60)
+
+    assert fewest(lambda: block(redis_lock), sys.setprofile, is_own_call) <= 60
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 13), reason="bytecodes differ between versions")

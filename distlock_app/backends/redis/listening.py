@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ...claims import Claim, Grant
 from ...primitives.logs import fields, logger
@@ -70,44 +70,37 @@ class _HasClaim(Protocol):
 AnyWaiter = TypeVar("AnyWaiter", bound=_HasClaim)
 
 
-class Waiters(Generic[AnyWaiter]):
+class Waiters(dict[tuple[str, str], list[AnyWaiter]]):
     """The waiters of this process, by owner and key: what a message names.
 
     Several of a kind when threads share a stable owner. A signal handler may wait and stop
     waiting in the middle of any method: so a list is replaced, never changed.
     """
 
-    def __init__(self) -> None:
-        self._lists: dict[tuple[str, str], list[AnyWaiter]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._lists)
-
-    def __iter__(self) -> Iterator[AnyWaiter]:
-        return (waiter for waiters in list(self._lists.values()) for waiter in waiters)
-
-    def named(self, owner: str, key: str) -> list[AnyWaiter]:
-        """Return the waiters that a message is for."""
-        return self._lists.get((owner, key), [])
+    def all(self) -> Iterator[AnyWaiter]:
+        """Return every waiter."""
+        return (waiter for waiters in list(self.values()) for waiter in waiters)
 
     def find(self, claim: Claim) -> AnyWaiter | None:
         """Return the one of this very claim."""
-        waiters = self.named(claim.owner, claim.key)
-        return next((waiter for waiter in waiters if waiter.claim is claim), None)
+        for waiter in self.get((claim.owner, claim.key), ()):
+            if waiter.claim is claim:
+                return waiter
+        return None
 
     def add(self, waiter: AnyWaiter) -> None:
         """Add the waiter of a claim that has none yet."""
-        owner, key = waiter.claim.owner, waiter.claim.key
-        self._lists[owner, key] = [*self.named(owner, key), waiter]
+        name = waiter.claim.owner, waiter.claim.key
+        self[name] = [*self.get(name, ()), waiter]
 
     def drop(self, claim: Claim) -> None:
         """Forget the one of this very claim, if there is one."""
-        owner, key = claim.owner, claim.key
-        others = [waiter for waiter in self.named(owner, key) if waiter.claim is not claim]
+        name = claim.owner, claim.key
+        others = [waiter for waiter in self.get(name, ()) if waiter.claim is not claim]
         if others:
-            self._lists[owner, key] = others
+            self[name] = others
         else:
-            self._lists.pop((owner, key), None)
+            self.pop(name, None)
 
 
 class Listener:
@@ -148,6 +141,8 @@ class Listener:
 
     def ensure_subscribed(self, timeout: float) -> bool:
         """Start the thread if need be; return whether it subscribes within `timeout` seconds."""
+        if self._subscribed:
+            return True
         with self._lock:
             if self._thread is None and not self._closed.is_set():
                 self._subscribed = None
@@ -248,7 +243,7 @@ class Listener:
             if self._thread is not threading.current_thread():  # a signal handler was faster
                 return True
             if self._closed.is_set() or (idle > IDLE_SECONDS and not self._waiters):
-                self._thread = None
+                self._thread = self._subscribed = None
                 return True
         return False
 
@@ -293,7 +288,7 @@ class Listener:
         with self._lock:
             # Without a waiter of this token: its last try got the lock as an answer, or its
             # release has passed the lock on or is about to.
-            for waiter in self._waiters.named(owner, key):
+            for waiter in self._waiters.get((owner, key), ()):
                 if not waiter.armed:
                     waiter.given = message
                     waiter.again = not self._granted(waiter)
@@ -313,8 +308,8 @@ class Listener:
     def _wake_all(self) -> None:
         """Let all waiters try again: messages to the connection before this one are lost."""
         with self._lock:
-            armed = [waiter for waiter in self._waiters if waiter.armed]
-            for waiter in self._waiters:
+            armed = [waiter for waiter in self._waiters.all() if waiter.armed]
+            for waiter in self._waiters.all():
                 waiter.again = not waiter.armed
                 waiter.armed = False
                 # It may be another server's now, with another clock.

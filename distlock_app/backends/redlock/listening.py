@@ -151,7 +151,7 @@ class Listener:
     def _called(self, node: int, owner: str, key: str) -> None:
         woken = []
         with self._lock:
-            for waiter in self._waiters.named(owner, key):
+            for waiter in self._waiters.get((owner, key), ()):
                 if not waiter.called:
                     waiter.since = monotonic()
                 waiter.called.add(node)
