@@ -18,7 +18,7 @@ class Claim:
     key: str  # names.key_of(name), for backends; `name` is for display
     owner: str  # secret token, 32 hex digits; never shown, never logged
     ttl: float
-    holder: str  # ASCII JSON object for display: host, pid, thread, who
+    holder: str  # ASCII JSON object for display: host, pid, thread, who ...
     shared: bool = False
     fair: bool = False
     limit: int = 1

@@ -63,9 +63,6 @@ class LiveLock(models.Model):
 
     if TYPE_CHECKING:  # set by `admin.rows.row_of`
         holding: Holding
-        state: str
-        origin: str
-        activity: str
 
     id = models.TextField(primary_key=True, editable=False)
     name = models.CharField(_("name"), max_length=255, editable=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +26,7 @@ from distlock_app.claims import Grant, Holding
 from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
 from distlock_app.operations import reading
-from distlock_app.operations.reading import state_of
+from distlock_app.operations.people import state_of
 from distlock_app.primitives import identity, names
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
@@ -116,15 +118,47 @@ def test_the_list_shows_the_locks_of_every_alias_and_who_holds_them(viewer):
     assert html.count("dl-pill dl-held") == 2
 
 
-def test_what_explains_rows_of_one_name_comes_beside_it_and_the_holder_has_a_title(viewer):
-    with identity.activity("alice /pay/7"):
-        first, second = taken("a", limit=2), taken("a", limit=2)
-    response = viewer.get(LIST)
+def test_the_list_says_who_has_a_lock_in_full_and_leaves_the_rest_to_its_page(viewer):
+    who = "alice@example.com /reports/2026/11/" + "long/" * 15
+    with identity.activity(who):
+        grant = taken("a", limit=2)
 
-    assert response.context["cl"].list_display[:2] == ("name", "kind")
-    assert response.context["cl"].result_count == 2
-    assert re.search(r'title="[^"]*:MainThread – alice /pay/7"', response.content.decode())
-    assert first.fence != second.fence
+    row, page = html_of(viewer.get(LIST)), html_of(viewer.get(change_url(row_id("a"))))
+
+    for html in (row, page):
+        assert who in html and "permit" in html and f"{HOST}:<wbr>{os.getpid()}" in html
+    assert "MainThread" not in row and "MainThread" in page
+    assert f">{grant.fence}<" not in row and str(grant.fence) in page
+
+
+def test_the_list_leads_with_what_others_wait_for_and_then_with_what_is_held_longest(
+    viewer, monkeypatch
+):
+    held = {"old": 7200.0, "new": 3.0, "unknown": None, "wanted": 1.0}
+
+    def holders(self, key=None):
+        for name, seconds in held.items() if self.alias == "default" else ():
+            yield Holding(
+                name=name,
+                key=key_of(name),
+                alias="default",
+                version="1",
+                held_for=seconds,
+                waiters=2 if name == "wanted" else None,
+            )
+
+    monkeypatch.setattr(LocMemBackend, "holders", holders)
+
+    rows = viewer.get(LIST).context["cl"].result_list
+
+    assert [row.name for row in rows] == ["wanted", "old", "new", "unknown"]
+
+
+def test_a_lock_that_nobody_renews_is_marked(viewer):
+    with Lock("renewed"):
+        assert "not renewed" not in html_of(viewer.get(LIST))
+        with Lock("fixed", renew=False):
+            assert html_of(viewer.get(LIST)).count("not renewed") == 1
 
 
 def test_the_time_left_is_the_servers_and_counted_down_by_a_file(viewer):
@@ -178,6 +212,36 @@ def test_the_state_tells_waiters_and_whether_anybody_renews(left, held_for, wait
     assert state_of(holding) == state
 
 
+@pytest.fixture(scope="module")
+def ended():
+    """The holder of a process that ran here and has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return {**identity.holder_fields(identity.holder_text()), "pid": process.pid}
+
+
+@pytest.mark.parametrize(
+    ("left", "changes", "state"),
+    [
+        (17, {}, "orphaned"),  # of 30: it was not renewed at the last third
+        (None, {}, "orphaned"),
+        (23, {}, "held"),  # another process may have resumed it, and renew it
+        (300, {"ttl": 600}, "orphaned"),
+        (17, {"pid": os.getpid()}, "held"),
+        (17, {"machine": "00000000"}, "held"),  # its process ids are others
+        (17, {"machine": ""}, "held"),
+        *((17, {"pid": pid}, "held") for pid in (None, "7", 0, -1, 1.5, 10**30)),
+    ],
+)
+def test_a_lock_is_orphaned_if_its_process_has_certainly_ended(ended, left, changes, state):
+    holding = Holding(
+        name="a", key="0", alias="default", version="1",
+        expires_in=left, held_for=300, holder={**ended, **changes},
+    )  # fmt: skip
+
+    assert state_of(holding) == state
+
+
 def claim_of_a_waiter(lock):
     """Stand in the queue of `lock`."""
     registry["default"].backend.acquire(claim(lock.name), 5)
@@ -195,6 +259,8 @@ def claim_of_a_waiter(lock):
         ("q=bob+/reports", {"report"}),
         ("q=nothing", set()),
         ("alias=nonsense", set()),
+        ("group=invoice%3A", {"invoice:1"}),
+        ("group=order%3A", set()),
         (f"host={HOST}", {"invoice:1", "report", "nightly"}),
         ("host=elsewhere", set()),
         ("nonsense=1", {"invoice:1", "report", "nightly"}),
@@ -208,13 +274,43 @@ def test_filters_and_search(viewer, query, shown):
     assert {row.name for row in response.context["cl"].result_list} == shown
 
 
+def test_names_that_begin_alike_are_a_group_that_says_how_many_they_are(viewer):
+    for name in ("order:1", "order:2", "order:3:pdf", "nightly", "once:7"):
+        taken(name)
+
+    html = html_of(viewer.get(LIST))
+    rows = viewer.get(f"{LIST}?group=order%3A").context["cl"].result_list
+
+    assert "order:… (3)" in html
+    assert "nightly…" not in html and "once:…" not in html
+    assert len(list(rows)) == 3
+
+
+@pytest.mark.parametrize("query", ["q=nothing", "state=expiring", "group=order%3A"])
+def test_an_empty_list_says_that_it_is_because_of_a_filter(viewer, query):
+    taken("a")
+
+    html = html_of(viewer.get(f"{LIST}?{query}"))
+
+    assert "No lock matches the search and the filters." in html
+    assert '<a href="?">Clear filters</a>' in html
+
+
+def test_an_empty_list_says_that_nothing_is_held_if_that_is_known(viewer, aliases):
+    assert "Nothing is held." in html_of(viewer.get(LIST))
+
+    aliases("broken", "tests.failing_engines.DownBackend")
+
+    assert "Nothing is held, as far as the backends answered." in html_of(viewer.get(LIST))
+
+
 def test_every_column_can_be_sorted_both_ways(viewer):
     with Lock("a", ttl=5), Lock("b", ttl=15), Lock("c", using="second"):
-        for column in range(9):
+        for column in range(8):
             for sign in ("", "-"):
                 rows = viewer.get(f"{LIST}?o={sign}{column}").context["cl"].result_list
                 assert {row.name for row in rows} == {"a", "b", "c"}
-        longest = viewer.get(f"{LIST}?o=-3").context["cl"].result_list
+        longest = viewer.get(f"{LIST}?o=-6").context["cl"].result_list
 
     assert [row.name for row in longest] == ["c", "b", "a"]
 
@@ -380,7 +476,7 @@ def test_what_is_not_known_of_a_lock_is_not_shown_as_none(viewer, monkeypatch):
 
     page = html_of(viewer.get(change_url(row_id("a"))))
 
-    assert page.count("—") >= len(unknown)
+    assert page.count(">unknown<") >= len(unknown)
     assert ">None<" not in page
 
 
@@ -438,7 +534,33 @@ def test_the_detail_page_of_a_lock_that_is_free_says_so(viewer):
     response = viewer.get(change_url(pk), follow=True)
 
     assert response.redirect_chain[0][0] == LIST
-    assert "free by now" in said(response)
+    assert f"“{key_of('a')}” is free by now." in said(response)
+
+
+def test_an_old_link_of_the_list_names_the_lock_that_is_free_and_leads_to_its_history(viewer):
+    with Lock("pay:<b>7"):
+        pk = row_id("pay:<b>7")
+        [link] = re.findall(r'<a href="([^"]*)">pay:&lt;b&gt;7</a>', html_of(viewer.get(LIST)))
+
+    page = html_of(viewer.get(link.replace("&amp;", "&"), follow=True))
+    forged = html_of(viewer.get(f"{change_url(pk)}?name=another", follow=True))
+
+    assert "“pay:&lt;b&gt;7” is free by now." in page
+    [history] = re.findall(r'<a href="([^"]*)">Change history</a>', page)
+    assert history == history_url(id_of("default", key_of("pay:<b>7")))
+    assert "never forced" in html_of(viewer.get(history))
+    assert "another" not in forged
+
+
+def test_a_long_name_is_cut_in_titles_and_whole_beside_its_label(clearer):
+    name = "report:" + "0123456789" * 18
+    taken(name)
+
+    page = html_of(clearer.get(change_url(row_id(name))))
+
+    [title] = re.findall(r"<title>(.*?)</title>", page, re.S)
+    assert len(title) < 150 and "…" in title
+    assert page.count(name) == 1
 
 
 def test_the_detail_page_of_a_holder_that_is_gone_names_the_next(viewer):

@@ -12,8 +12,11 @@ from importlib.util import find_spec
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
+from django.http import HttpResponse
+from django.urls import path
+from django.views.decorators.csrf import csrf_exempt
 
-from distlock_app import Lock, LockBusy
+from distlock_app import Lock, LockBusy, locked_view
 from distlock_app.claims import Grant
 from distlock_app.core.registry import registry
 from distlock_app.models import LiveLock
@@ -23,6 +26,7 @@ from distlock_app.primitives.names import key_of
 from distlock_app.testing import held_elsewhere
 from tests.conftest import missing
 from tests.database_workers import claim
+from tests.urls import urlpatterns as test_urls
 
 try:
     from selenium import webdriver
@@ -318,8 +322,8 @@ def test_the_list_fits_its_page_and_a_phone_shows_what_is_urgent(browser, width)
     width(390)
     narrow = last_seen(page)
 
-    assert len(wide) == 10
-    assert narrow[1:4] == ["name", "kind", "state"]
+    assert len(wide) == 9
+    assert narrow[1:5] == ["name", "state", "held_for", "waiters"]
 
 
 def test_filters_and_search_pick_locks(browser):
@@ -374,6 +378,37 @@ def test_a_name_with_a_script_in_it_is_only_text(browser):
     shows(page, "<img src=x")
 
     assert page.title != "owned"
+
+
+@locked_view("pay:7")
+def pay(request):
+    raise AssertionError("not under the lock")
+
+
+def order(request):
+    """A page with a form that sends a POST, as of a shop."""
+    form = '<form method="post" action="/pay/7/"><button>Pay</button></form>'
+    return HttpResponse(f"<!doctype html><title>Order</title><h1>Order 7</h1>{form}")
+
+
+urlpatterns = [path("orders/7/", order), path("pay/7/", csrf_exempt(pay)), *test_urls]
+
+
+@pytest.mark.urls("tests.test_browser")
+def test_the_page_of_a_busy_view_goes_back_and_sends_nothing_again(chromium, site):
+    chromium.get(f"{site}/orders/7/")
+
+    with held_elsewhere("pay:7"):
+        chromium.find_element(By.TAG_NAME, "button").click()
+        shows(chromium, "Your request is already being processed.")
+        assert chromium.current_url == f"{site}/pay/7/"
+        assert (
+            chromium.find_element(By.TAG_NAME, "main").value_of_css_property("max-width") != "none"
+        )
+        WebDriverWait(chromium, WITHIN).until(lambda b: b.current_url == f"{site}/orders/7/")
+
+    shows(chromium, "Order 7")
+    assert violations(chromium) == []
 
 
 def test_the_pages_work_in_the_theme_of_unfold(chromium, processes, tmp_path):

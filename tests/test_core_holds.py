@@ -480,3 +480,12 @@ def test_the_backend_of_a_hold_is_the_one_that_granted_it(engine, settings):
     hold.release()
 
     assert engines.free(engine)
+
+
+def test_people_are_told_of_a_ttl_of_its_own_and_of_a_lock_that_is_not_renewed():
+    with Lock("usual", using="locmem"), Lock("own", using="locmem", ttl=7, renew=False):
+        [usual] = Lock("usual", using="locmem").holders()
+        [own] = Lock("own", using="locmem").holders()
+
+    assert {"host", "pid", "thread"} <= set(usual.holder)
+    assert own.holder == {**usual.holder, "ttl": 7, "renew": False}

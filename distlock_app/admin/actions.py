@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..models import LiveLock
 from . import clearing
-from .columns import LiveColumns
+from .columns import FACTS, LiveColumns
 from .rows import id_of
 
 if TYPE_CHECKING:
@@ -163,13 +163,13 @@ class LiveActions(LiveColumns, _Base):
             text = gettext("Select at most %(most)d locks at a time.") % {"most": MOST_CLEARED}
             self._warn(request, [text])
             return HttpResponseRedirect(self._list())
+        facts = [getattr(self, fact) for fact in FACTS]
         context = {
             **self._context(
                 request, ngettext("Force release of a lock", "Force release of locks", len(rows))
             ),
-            "rows": [
-                (row, self.holder(row), self.held_for(row), self.time_left(row)) for row in rows
-            ],
+            "headings": [fact.short_description for fact in facts],
+            "rows": [(row, [fact(row) for fact in facts]) for row in rows],
             "form": form,
             "clear_url": self._url("clear"),
         }

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django import forms
+from django.contrib.admin.models import LogEntry
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
@@ -19,9 +20,11 @@ from ..core import lock as core_lock
 from ..core.registry import MAX_TTL, registry
 from ..errors import BackendError
 from ..models import LiveLock
-from ..operations.reading import Health, ask, read, who
-from ..primitives.names import SHOWN_LENGTH, shown
-from .rows import parts_of, row_of
+from ..operations import history
+from ..operations.people import who
+from ..operations.reading import Health, ask, read
+from ..primitives.names import SHOWN_LENGTH, key_of, shown
+from .rows import id_of, parts_of, row_of
 
 
 class ReasonForm(forms.Form):
@@ -65,6 +68,7 @@ class Found:
     rows: list[LiveLock] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # for the user that asked
     same: list[Holding] = field(default_factory=list)  # what is held of these locks, by any owner
+    free: int = 0  # how many of these locks are
 
 
 def rows_of(ids: Iterable[str]) -> Found:
@@ -101,13 +105,21 @@ def rows_of(ids: Iterable[str]) -> Found:
             ngettext("The lock is free by now.", "%(count)d locks are free by now.", free)
             % {"count": free}
         )
-    return Found(list(rows.values()), problems, reading.holdings)
+    return Found(list(rows.values()), problems, reading.holdings, free)
 
 
-def queue_of(alias: str, key: str) -> list[str] | None:
-    """Return the waiters for a lock, in order of arrival; None if that is not known."""
-    [(_health, waiters)] = ask({alias: lambda backend: backend.queue(key)})
-    return None if waiters is None else [who(waiter) or "—" for waiter in waiters]
+def name_of(alias: str, key: str, linked: str = "") -> str:
+    """Return the name of a lock, free or not; its key if nothing tells it any more.
+
+    `linked`: the name in the link that was followed. A link cannot lie, for the key is its hash.
+    """
+    if key_of(linked) == key:
+        return shown(linked)
+    lock_id = id_of(alias, key)
+    if entry := LogEntry.objects.filter(object_id=lock_id).order_by("pk").last():
+        return entry.object_repr
+    rows, events = rows_of([lock_id]).rows, history.events_of(alias, key)
+    return [*(row.name for row in rows), *(event.name for event in events), key][0]
 
 
 def query_of(rows: Iterable[LiveLock]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +16,39 @@ from django.utils.translation import gettext_lazy as _
 from ..claims import Holding
 from ..core.registry import registry
 from ..models import LiveLock
-from ..operations.reading import EXPIRING, HELD, WAITED_ON, clock, host_of, state_of, who
+from ..operations.people import (
+    EXPIRING,
+    HELD,
+    ORPHANED,
+    WAITED_ON,
+    activity_of,
+    clock,
+    host_of,
+    is_renewed,
+    place_of,
+    since,
+    state_of,
+)
+from ..primitives.names import shown
 from .rows import PagedLocks
 
-STATES = {HELD: _("held"), WAITED_ON: _("waited-on"), EXPIRING: _("expiring")}
+STATES = {
+    HELD: _("held"),
+    WAITED_ON: _("waited-on"),
+    EXPIRING: _("expiring"),
+    ORPHANED: _("orphaned"),
+}
 KINDS = {"exclusive": _("exclusive"), "shared": _("shared"), "permit": _("permit")}
 
 # The backend does not say. None would be "None" on the page of a lock.
-UNKNOWN = "—"
+UNKNOWN = _("unknown")
 
-# Choices of the filter by host: more would be longer than the list.
+# Columns of a list. Which lock is stuck, and who has it, first: a phone shows no more at a time.
+FACTS = ("state", "held_for", "waiters", "who", "place", "time_left", "alias")
+
+# Choices of a filter: more would be longer than the list.
 MOST_HOSTS = 40
+MOST_GROUPS = 20
 
 
 class _Filter(admin.SimpleListFilter):
@@ -84,36 +107,32 @@ class HostFilter(_Filter):
         return [(host, host) for host in sorted(hosts - {""})[:MOST_HOSTS]]
 
 
+class GroupFilter(_Filter):
+    """Beginnings of names, up to the first ":", and how many locks that were read have each."""
+
+    title = _("group")
+    parameter_name = "group"
+    value_of = staticmethod(lambda held: held.name[: held.name.find(":") + 1])
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        groups = Counter(map(GroupFilter.value_of, model_admin.reading(request).holdings))
+        chosen = request.GET.get("group", "")
+        common = [g for g, n in groups.most_common(MOST_GROUPS) if n > 1 and g != chosen]
+        return [(group, f"{group}… ({groups[group]})") for group in [chosen, *common] if group]
+
+
 class LiveColumns:
     """Every fact of a row as people read it; countdown.js keeps the times going."""
 
-    @admin.display(description=_("alias"), ordering="alias")
-    def alias(self, row: LiveLock) -> str:
-        return row.holding.alias
-
-    @admin.display(description=_("kind"), ordering="kind")
-    def kind(self, row: LiveLock) -> str:
-        return str(KINDS.get(row.holding.kind, row.holding.kind))
-
     @admin.display(description=_("state"), ordering="state")
     def state(self, row: LiveLock) -> SafeString:
-        text = str(STATES[row.state]).upper()
-        return format_html('<span class="dl-pill dl-{}">{}</span>', row.state, text)
-
-    @admin.display(description=_("time left"), ordering="expires_in")
-    def time_left(self, row: LiveLock) -> str:
-        left = row.holding.expires_in
-        if left is None:
-            return gettext("as long as its session")
-        return format_html(
-            '<span class="dl-time" data-dl-left="{}" data-dl-over="{}">{}</span>',
-            f"{left:.3f}",
-            gettext("renewed or over"),
-            clock(left),
-        )
+        state = state_of(row.holding)
+        text = str(STATES[state]).upper()
+        kind = "" if row.holding.kind == "exclusive" else self.kind(row)
+        return format_html('<span class="dl-pill dl-{}">{}</span> {}', state, text, kind)
 
     @admin.display(description=_("held for"), ordering="held_for")
-    def held_for(self, row: LiveLock) -> str:
+    def held_for(self, row: LiveLock) -> Any:
         held = row.holding.held_for
         if held is None:
             return UNKNOWN
@@ -121,22 +140,52 @@ class LiveColumns:
             '<span class="dl-time" data-dl-since="{}">{}</span>', f"{held:.3f}", clock(held)
         )
 
-    @admin.display(description=_("holder"), ordering="origin")
-    def holder(self, row: LiveLock) -> str:
-        """Return where it runs, and below that what it does; the list cuts it, not its title."""
-        origin = format_html_join(mark_safe(":<wbr>"), "{}", [(p,) for p in row.origin.split(":")])
-        lines = [(line,) for line in (origin, row.activity) if line]
-        text = format_html_join(mark_safe("<br>"), "{}", lines)
-        if not text:
-            return UNKNOWN
-        full = who(row.holding.holder)
-        return format_html('<span class="dl-cut" title="{}">{}</span>', full, text)
-
     @admin.display(description=_("waiters"), ordering="waiters")
-    def waiters(self, row: LiveLock) -> int | str:
+    def waiters(self, row: LiveLock) -> Any:
         return UNKNOWN if row.holding.waiters is None else row.holding.waiters
 
-    @admin.display(description=_("fence"), ordering="fence")
-    def fence(self, row: LiveLock) -> str:
+    @admin.display(description=_("who"), ordering="who")
+    def who(self, row: LiveLock) -> Any:
+        return activity_of(row.holding.holder) or UNKNOWN
+
+    @admin.display(description=_("where"), ordering="place")
+    def place(self, row: LiveLock) -> Any:
+        parts = [(part,) for part in place_of(row.holding.holder).split(":")]
+        return format_html_join(mark_safe(":<wbr>"), "{}", parts) or UNKNOWN
+
+    @admin.display(description=_("time left"), ordering="expires_in")
+    def time_left(self, row: LiveLock) -> Any:
+        left = row.holding.expires_in
+        if left is None:
+            return gettext("as long as its session")
+        renewed = is_renewed(row.holding)
+        return format_html(
+            '<span class="dl-time" data-dl-left="{}" data-dl-over="{}">{}</span> {}',
+            f"{left:.3f}",
+            gettext("renewed or over") if renewed else gettext("over"),
+            clock(left),
+            "" if renewed else gettext("not renewed"),
+        )
+
+    @admin.display(description=_("kind"), ordering="kind")
+    def kind(self, row: LiveLock) -> str:
+        return str(KINDS.get(row.holding.kind, row.holding.kind))
+
+    @admin.display(description=_("alias"), ordering="alias")
+    def alias(self, row: LiveLock) -> str:
+        return row.holding.alias
+
+    # On the page of a lock alone.
+
+    @admin.display(description=_("held since"))
+    def since(self, row: LiveLock) -> Any:
+        return since(row.holding) or UNKNOWN
+
+    @admin.display(description=_("thread"))
+    def thread(self, row: LiveLock) -> Any:
+        return shown(str(row.holding.holder.get("thread") or "")) or UNKNOWN
+
+    @admin.display(description=_("fencing token"))
+    def fence(self, row: LiveLock) -> Any:
         # Compared and copied, so without thousands separators.
         return UNKNOWN if row.holding.fence is None else str(row.holding.fence)

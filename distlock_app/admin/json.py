@@ -17,6 +17,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from ..models import LiveLock
+from ..operations.people import state_of
 from ..operations.reading import Reading
 from .rows import PagedLocks
 
@@ -95,5 +96,5 @@ def _locks(
             for backend in read.backends
         ],
         "count": found.count(),
-        "locks": [{**asdict(row.holding), "state": row.state} for row in rows],
+        "locks": [{**asdict(row.holding), "state": state_of(row.holding)} for row in rows],
     }

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
-from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
+from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path
 from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.text import Truncator
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from ..claims import Holding
 from ..models import LiveLock
 from ..operations import history
-from ..operations.reading import Reading, activity_of, origin_of, read, read_more, who
+from ..operations.people import activity_of, origin_of, who
+from ..operations.reading import Reading, queue_of, read, read_more
 from ..primitives.names import key_of, shown
 from . import clearing
 from . import past as past_events
 from .actions import LiveActions
-from .columns import AliasFilter, HostFilter, KindFilter, StateFilter
+from .columns import FACTS, UNKNOWN, AliasFilter, GroupFilter, HostFilter, KindFilter, StateFilter
 from .json import TOO_LONG, data_view, too_long
 from .rows import LiveLocks, PagedLocks, id_of, parts_of, row_of
 
@@ -42,21 +45,29 @@ MOST_SORTED = 1_000
 # Seconds in which more of them are looked through where that is asked for.
 LOOKED_FOR = 0.4
 
-# What distinguishes rows of one name, and what is urgent, first: a phone shows no more at a time.
-FACTS = ("kind", "state", "time_left", "waiters", "holder", "held_for", "alias", "fence")
+
+class _LockList(ChangeList):
+    """Its links name the lock: a link to a lock that is free by now can say of which it is."""
+
+    def url_for_result(self, result: Any) -> str:
+        return f"{super().url_for_result(result)}?{urlencode({'name': result.name})}"
 
 
 class LiveLockAdminMixin(LiveActions, _Admin):
     """Everything of the pages; put it before the ModelAdmin of the theme that is in use."""
 
     list_display = ("name", *FACTS)
-    list_filter = (AliasFilter, StateFilter, KindFilter, HostFilter)
+    list_filter = (AliasFilter, StateFilter, GroupFilter, KindFilter, HostFilter)
     search_fields = ("name",)
     search_help_text = _("Words of the name, or of the holder")
-    ordering = ("name",)
     show_facets = admin.ShowFacets.NEVER
-    fields = ("name", *FACTS)
-    readonly_fields = fields
+    fields = (
+        "name",
+        ("state", "held_for", "since", "waiters"),
+        ("who", "place", "thread"),
+        ("time_left", "kind", "alias", "fence"),
+    )
+    readonly_fields = ("name", *FACTS, "since", "thread", "kind", "fence")
     actions = ("force_release",)
 
     class Media:
@@ -75,6 +86,12 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         return False
 
     # Where the rows come from.
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return _LockList
+
+    def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
+        return ("urgency", "name")
 
     def get_queryset(self, request: HttpRequest) -> Any:
         reading = self.reading(request)
@@ -163,18 +180,21 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             raise PermissionDenied
         found = clearing.rows_of([unquote(object_id)])
         if not found.rows:
-            self._warn(request, found.problems or [gettext("There is no such lock.")])
+            problems = [self._free(request, object_id)] if found.free else found.problems
+            self._warn(request, problems or [gettext("There is no such lock.")])
             return HttpResponseRedirect(self._events(unquote(object_id)) or self._list())
         row = request.distlock_row = found.rows[0]
         more = {
             "title": _("Live lock"),
+            "subtitle": _brief(row.name),
+            "list_url": self._list(),
             "clear_url": f"{self._url('clear')}?{clearing.query_of([row])}",
             "may_clear": self.has_clear_permission(request),
             "extend_url": self._url("extend"),
             "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
             "row": row,
             "holders": self._holders(found.same),
-            "queue": clearing.queue_of(row.holding.alias, row.holding.key),
+            "queue": self._queue(row.holding.alias, row.holding.key),
             "past": past_events.past_of(row.holding.alias, row.holding.key, found.same),
             "history_url": self._url("history", quote(row.pk)),
         }
@@ -200,7 +220,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             "alias": shown(alias),
             "name": past.name or (shown(found.same[0].name) if found.same else shown(key)),
             "holders": holders,
-            "queue": clearing.queue_of(alias, key),
+            "queue": self._queue(alias, key),
             "past": past,
             "history_url": self._url("history", quote(id_of(alias, key))),
         }
@@ -209,7 +229,18 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     def _holders(self, holdings: Iterable[Holding]) -> list[tuple[str, str]]:
         """Return the holders of a lock, and the page of each."""
         rows = [row_of(held) for held in holdings]
-        return [(who(r.holding.holder) or "—", self._url("change", quote(r.pk))) for r in rows]
+        return [(_who(row.holding.holder), self._url("change", quote(row.pk))) for row in rows]
+
+    def _queue(self, alias: str, key: str) -> list[str]:
+        return [_who(waiter) for waiter in queue_of(alias, key) or ()]
+
+    def _free(self, request: HttpRequest, object_id: str) -> str:
+        """Return what to say of a link to a lock that was released since."""
+        alias, key, _seen = parts_of(unquote(object_id))
+        facts = {"name": clearing.name_of(alias, key, request.GET.get("name", ""))}
+        said = gettext("“%(name)s” is free by now.") % facts
+        url = self._url("history", quote(id_of(alias, key)))
+        return format_html('{} <a href="{}">{}</a>', said, url, gettext("Change history"))
 
     def _events(self, row_id: str) -> str:
         """Return where the events of a lock are; nothing without a history."""
@@ -235,13 +266,9 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         except ValueError:
             return HttpResponseRedirect(self._list())
         lock_id = id_of(alias, key)
-        entry = LogEntry.objects.filter(object_id=lock_id).order_by("pk").last()
-        rows = [] if entry else clearing.rows_of([lock_id]).rows
-        events = [] if entry or rows else history.events_of(alias, key)
-        names = [*(row.name for row in rows), *(event.name for event in events), key]
-        name = entry.object_repr if entry else names[0]
-        request.distlock_row = LiveLock(id=lock_id, name=name)
-        return super().history_view(request, quote(lock_id), extra_context)
+        request.distlock_row = LiveLock(id=lock_id, name=_brief(clearing.name_of(alias, key)))
+        more = {"list_url": self._list(), "media": self.media, **(extra_context or {})}
+        return super().history_view(request, quote(lock_id), more)
 
 
 @admin.register(LiveLock)
@@ -249,9 +276,18 @@ class LiveLockAdmin(LiveLockAdminMixin, _Concrete):
     """Live locks in Django's own theme."""
 
 
+def _who(holder: Mapping[str, Any]) -> str:
+    return who(holder) or str(UNKNOWN)
+
+
+def _brief(name: str) -> str:
+    """Return as much of a name as fits a title on a phone."""
+    return Truncator(name).chars(80)
+
+
 def _looks_through(request: HttpRequest) -> bool:
     """Return whether locks are picked or sorted, so that each has to be looked at."""
-    return any(request.GET.get(name) for name in ("q", "o", "state", "kind", "host"))
+    return any(request.GET.get(name) for name in ("q", "o", "state", "group", "kind", "host"))
 
 
 def _chosen(request: HttpRequest, alias: str) -> bool:

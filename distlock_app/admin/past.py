@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 from ..claims import Holding
 from ..models import LockEvent
 from ..operations import history
-from ..operations.reading import who
+from ..operations.people import who
 from ..primitives.names import shown
 
 # No event says this: it is what became of a lock that was acquired, and neither ended nor

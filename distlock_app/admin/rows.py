@@ -12,7 +12,8 @@ from django.core.exceptions import FieldError
 
 from ..claims import Holding
 from ..models import LiveLock
-from ..operations.reading import Health, activity_of, origin_of, read, read_pages, state_of
+from ..operations.people import activity_of, place_of, state_of, urgency
+from ..operations.reading import Health, read, read_pages
 from ..primitives.names import is_key, shown
 
 
@@ -37,14 +38,12 @@ def row_of(holding: Holding) -> LiveLock:
         name=shown(holding.name),
     )
     row.holding = holding
-    row.state = state_of(holding)
-    row.origin = origin_of(holding.holder)
-    row.activity = activity_of(holding.holder)
     return row
 
 
 # What the list may be sorted by. None sorts last, as "for ever" should.
 _SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
+    "urgency": urgency,
     "name": lambda held: held.name.casefold(),
     "pk": lambda held: (held.alias, held.key, held.version),
     "alias": lambda held: held.alias,
@@ -52,9 +51,9 @@ _SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
     "state": state_of,
     "expires_in": lambda held: _number(held.expires_in),
     "held_for": lambda held: _number(held.held_for),
-    "origin": lambda held: (origin_of(held.holder), activity_of(held.holder)),
+    "who": lambda held: activity_of(held.holder).casefold(),
+    "place": lambda held: place_of(held.holder),
     "waiters": lambda held: _number(held.waiters),
-    "fence": lambda held: _number(held.fence),
 }
 
 

@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.registry import registry
 from ..models import DistLock
-from ..operations.reading import activity_of, origin_of
+from ..operations.people import activity_of, origin_of
 from ..primitives.identity import holder_fields
 from . import clearing
 
@@ -64,6 +64,9 @@ class DistLockAdmin(_TableAdmin):
     search_fields = ("name", "key")
     ordering = ("name",)
     show_facets = admin.ShowFacets.NEVER
+
+    class Media:
+        css = {"all": ["distlock_app/locks.css"]}
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

@@ -83,13 +83,15 @@ class Attempt:
 
     def claim(self, waker: Waker | AsyncWaker) -> Claim:
         """Return the claim to ask the backend for."""
-        lock = self.lock
+        lock, holder = self.lock, self.runner.text()
+        if lock.ttl is not UNSET or not lock.renew:
+            holder = identity.of_lease(holder, ttl=self.ttl, renew=lock.renew)
         return Claim(
             name=lock.name,
             key=self.key,
             owner=identity.new_token() if lock.owner is None else _stable_owner(lock),
             ttl=self.ttl,
-            holder=self.runner.text(),
+            holder=holder,
             shared=lock.shared,
             fair=lock.fair,
             limit=lock.limit,

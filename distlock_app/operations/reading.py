@@ -16,7 +16,6 @@ from ..claims import Holding
 from ..core.registry import registry
 from ..errors import BackendError
 from ..primitives.logs import fields, logger
-from ..primitives.names import shown
 from ..primitives.timing import Deadline, monotonic
 
 # Seconds that a page waits for a backend: drivers give up after 5 at the earliest.
@@ -27,13 +26,6 @@ MOST = 1_000
 
 # Seconds in which a list reads as many more as it can.
 READ_FOR = 1.2
-
-# States of a lock, for people.
-HELD, WAITED_ON, EXPIRING = "held", "waited-on", "expiring"
-
-# A lock that is renewed always has two thirds of its ttl left. Backends do not keep the ttl, so
-# that of the alias stands for it; a tenth suits locks with a ttl of their own, down to a sixth.
-EXPIRING_BELOW = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +164,12 @@ def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
     return reading
 
 
+def queue_of(alias: str, key: str) -> list[Mapping[str, Any]] | None:
+    """Return the waiters for a lock, in order of arrival; None if that is not known."""
+    [(_health, waiters)] = ask({alias: lambda backend: backend.queue(key)})
+    return waiters
+
+
 def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
     """Ask the backends of these aliases, all at once; None where none came in time.
 
@@ -180,44 +178,6 @@ def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
     deadline = Deadline(ANSWER_WITHIN)
     asked = [_ask(alias, question) for alias, question in questions.items()]
     return [one.answer(deadline) for one in asked]
-
-
-def state_of(holding: Holding) -> str:
-    """Return HELD, WAITED_ON or EXPIRING: it was not renewed, and ends in a moment."""
-    left = holding.expires_in
-    if left is not None:
-        whole = min(registry[holding.alias].ttl, left + (holding.held_for or 0.0))
-        if left < whole * EXPIRING_BELOW:
-            return EXPIRING
-    return WAITED_ON if holding.waiters else HELD
-
-
-def host_of(holder: Mapping[str, Any]) -> str:
-    """Return the holder's host, as printable text; empty if it did not say."""
-    return shown(str(holder.get("host") or ""))
-
-
-def origin_of(holder: Mapping[str, Any]) -> str:
-    """Return where the holder runs, host:pid:thread, as printable text."""
-    parts = [holder[key] for key in ("host", "pid", "thread") if holder.get(key)]
-    return shown(":".join(str(part) for part in parts))
-
-
-def activity_of(holder: Mapping[str, Any]) -> str:
-    """Return what the holder does, as printable text; empty if it did not say."""
-    return shown(str(holder.get("who") or ""))
-
-
-def who(holder: Mapping[str, Any]) -> str:
-    """Return where a holder runs and what for, in one line; empty if it did not say."""
-    return " – ".join(filter(None, (origin_of(holder), activity_of(holder))))
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as 0:07, 2:07 or 1:02:07: the same in every language."""
-    minutes, second = divmod(max(0, int(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class _Asked(threading.Thread, Generic[T]):

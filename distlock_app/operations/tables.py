@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..claims import Holding
 from ..primitives.names import shown
-from .reading import activity_of, clock, origin_of, state_of
+from .people import activity_of, clock, origin_of, state_of
 
 
 def table(held: Sequence[Holding]) -> Iterable[str]:

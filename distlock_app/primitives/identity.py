@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import socket
@@ -50,7 +51,7 @@ class Runner:
         self._text = ""
 
     def text(self) -> str:
-        """Return its description as ASCII JSON: host, pid, thread, who."""
+        """Return its description as ASCII JSON: host, machine, pid, thread, who."""
         if (who := _activity.get()) != self._activity:
             self._text = _holder_text(os.getpid(), threading.current_thread().name, who)
             self._activity = who
@@ -162,9 +163,35 @@ def holder_text() -> str:
 @lru_cache(maxsize=256)
 def _holder_text(pid: int, thread: str, who: str) -> str:
     fields: dict[str, Any] = {"host": socket.gethostname(), "pid": pid, "thread": thread[:60]}
+    if machine():
+        fields["machine"] = machine()
     if who:
         fields["who"] = who
     return json.dumps(fields, separators=(",", ":"))
+
+
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """Return a token of what process ids count in: this boot of a kernel, this namespace.
+
+    Hosts may have one name, and the containers of a host have process ids of their own. Empty where
+    it cannot be told.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read()
+        text = f"{boot}{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+os.register_at_fork(after_in_child=machine.cache_clear)
+
+
+def of_lease(text: str, *, ttl: float, renew: bool) -> str:
+    """Return the description of a holder with how it holds this lock, if not as its alias says."""
+    return f'{text[:-1]},"ttl":{ttl:g},"renew":{"true" if renew else "false"}}}'
 
 
 def holder_fields(text: str) -> dict[str, Any]:

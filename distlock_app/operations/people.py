@@ -1,0 +1,114 @@
+"""A holding as people read it: its state, its holder, its times, and what to look at first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from datetime import timezone as zones
+from typing import Any
+
+from django.utils import timezone
+
+from ..claims import Holding
+from ..core.registry import registry
+from ..primitives.identity import machine
+from ..primitives.names import shown
+
+# States of a lock.
+HELD, WAITED_ON, EXPIRING, ORPHANED = "held", "waited-on", "expiring", "orphaned"
+
+# A lock that is renewed always has about two thirds of its ttl left. Less than OVERDUE_BELOW of it
+# were not renewed in time, be it by a process that resumed what the shown holder had taken.
+OVERDUE_BELOW = 0.6
+EXPIRING_BELOW = 0.1
+
+
+def state_of(holding: Holding) -> str:
+    """Return ORPHANED, EXPIRING, WAITED_ON or HELD: the first that is so.
+
+    Orphaned: its process has ended, and no other renews it. Expiring: it was not renewed, and
+    ends in a moment.
+    """
+    left, ttl = holding.expires_in, _ttl_of(holding)
+    if (left is None or left < ttl * OVERDUE_BELOW) and _process_ended(holding.holder):
+        return ORPHANED
+    if left is not None and left < min(ttl, left + (holding.held_for or 0.0)) * EXPIRING_BELOW:
+        return EXPIRING
+    return WAITED_ON if holding.waiters else HELD
+
+
+def is_renewed(holding: Holding) -> bool:
+    """Return whether its holder renews it, as long as it lives: not so with `renew=False`."""
+    return holding.holder.get("renew") is not False
+
+
+def urgency(holding: Holding) -> tuple[bool, int]:
+    """Return what to sort by: what others wait for comes first, then what is held longest.
+
+    In whole seconds: backends are not read in the same instant.
+    """
+    return not holding.waiters, -int(holding.held_for or 0.0)
+
+
+def host_of(holder: Mapping[str, Any]) -> str:
+    """Return the holder's host, as printable text; empty if it did not say."""
+    return shown(str(holder.get("host") or ""))
+
+
+def place_of(holder: Mapping[str, Any]) -> str:
+    """Return where the holder runs, host:pid, as printable text."""
+    return _joined(holder, "host", "pid")
+
+
+def origin_of(holder: Mapping[str, Any]) -> str:
+    """Return where the holder runs, host:pid:thread, as printable text."""
+    return _joined(holder, "host", "pid", "thread")
+
+
+def activity_of(holder: Mapping[str, Any]) -> str:
+    """Return what the holder does, as printable text; empty if it did not say."""
+    return shown(str(holder.get("who") or ""))
+
+
+def who(holder: Mapping[str, Any]) -> str:
+    """Return where a holder runs and what for, in one line; empty if it did not say."""
+    return " – ".join(filter(None, (origin_of(holder), activity_of(holder))))
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as 0:07, 2:07 or 1:02:07: the same in every language."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def since(holding: Holding) -> str:
+    """Return when it was acquired, in the current time zone; empty if that is not known."""
+    if holding.held_for is None:
+        return ""
+    at = timezone.localtime(datetime.now(zones.utc) - timedelta(seconds=holding.held_for))
+    return f"{at:%Y-%m-%d %H:%M:%S}"
+
+
+def _joined(holder: Mapping[str, Any], *keys: str) -> str:
+    return shown(":".join(str(holder[key]) for key in keys if holder.get(key)))
+
+
+def _ttl_of(holding: Holding) -> float:
+    ttl = holding.holder.get("ttl")  # if it is not that of the alias
+    return float(ttl) if isinstance(ttl, (int, float)) else registry[holding.alias].ttl
+
+
+def _process_ended(holder: Mapping[str, Any]) -> bool:
+    """Return whether it is certain: its process ids are ours, and there is none like it."""
+    pid = holder.get("pid")
+    if not machine() or holder.get("machine") != machine() or not isinstance(pid, int) or pid < 1:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # of another user; no process id at all
+        return False
+    return False
