@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from unicodedata import east_asian_width
 
 import pytest
 from django.core.checks import Warning
@@ -85,9 +89,136 @@ def test_list_shows_every_alias_as_a_table(memory, capsys):
 
     head, first, second = out.splitlines()
     assert code == 0
-    assert head.split()[:3] == ["NAME", "ALIAS", "STATE"]
+    assert head.split()[:3] == ["NAME", "STATE", "HELD"]
     assert first.startswith("invoice:42") and "alice /pay/7" in first
     assert second.startswith("nightly") and "second" in second
+
+
+def wait_for(name, alias="default"):
+    """Stand in the queue of the lock, as another process would."""
+    with identity.activity("in the queue"):
+        holder = identity.holder_text()
+    owner = os.urandom(16).hex()
+    claim = Claim(name=name, key=key_of(name), owner=owner, ttl=30, holder=holder)
+    assert not registry[alias].backend.acquire(claim, 5)
+
+
+def first_words(out):
+    return [line.split()[0] for line in out.splitlines()[1:]]
+
+
+def test_list_leads_with_what_others_wait_for_and_then_with_what_is_held_longest(
+    memory, capsys, monkeypatch
+):
+    for name in ("old", "new", "wanted"):
+        taken(name)
+    wait_for("wanted")
+    held, seconds = LocMemBackend.holders, {"old": 7200.0, "new": 3.0, "wanted": 1.0}
+    monkeypatch.setattr(
+        LocMemBackend,
+        "holders",
+        lambda self, key=None: [replace(h, held_for=seconds[h.name]) for h in held(self, key)],
+    )
+
+    assert first_words(say(capsys, "list")[1]) == ["wanted", "old", "new"]
+    assert first_words(say(capsys, "list", "--sort", "name")[1]) == ["new", "old", "wanted"]
+    assert [lock["name"] for lock in listed(capsys)["locks"]] == ["wanted", "old", "new"]
+
+
+def test_list_picks_names_by_a_pattern_and_by_how_long_they_are_held(memory, capsys):
+    for name in ("order:1", "order:2", "nightly"):
+        taken(name)
+
+    assert first_words(say(capsys, "list", "--match", "order:*")[1]) == ["order:1", "order:2"]
+    assert say(capsys, "list", "--match", "order")[1] == "nothing matches (locks held: 3)\n"
+    assert say(capsys, "list", "--held-for", "60")[1] == "nothing matches (locks held: 3)\n"
+
+
+def test_stuck_lists_what_others_wait_for_or_what_is_held_for_long(memory, capsys):
+    assert say(capsys, "stuck")[:2] == (0, "nothing is held\n")
+    taken("quiet")
+    assert say(capsys, "stuck")[:2] == (0, "nothing is stuck (locks held: 1)\n")
+    taken("wanted")
+    wait_for("wanted")
+
+    assert first_words(say(capsys, "stuck")[1]) == ["wanted"]
+    assert first_words(say(capsys, "stuck", "--held-for", "0")[1]) == ["wanted", "quiet"]
+    assert say(capsys, "stuck", "--match", "quiet")[1] == "nothing is stuck (locks held: 2)\n"
+
+
+def test_a_table_fits_the_terminal_and_its_columns_stand_below_each_other(
+    memory, capsys, monkeypatch
+):
+    taken("정산:" + "아주-긴-이름/" * 20, who="bob /pay/" + "7" * 90)
+    taken("nightly", who="manage.py settle")
+    uncut = say(capsys, "list")[1]
+    monkeypatch.setenv("COLUMNS", "90")
+
+    lines = say(capsys, "list")[1].splitlines()
+
+    assert "7" * 80 in uncut
+    assert max(map(columns, lines)) <= 90 and any("…" in line for line in lines)
+    state = columns(lines[0][: lines[0].index("STATE")])
+    assert [columns(line[: line.index(" held ") + 1]) for line in lines[1:]] == [state, state]
+
+
+def columns(text):
+    """Return how wide a terminal shows it."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def test_states_are_coloured_if_colours_are_wanted(memory, capsys):
+    taken("wanted")
+    wait_for("wanted")
+
+    call_command("distlock", "stuck", force_color=True)
+
+    assert re.search(r"\x1b\[[\d;]*mwanted .*\x1b\[0m", capsys.readouterr().out)
+    assert "\x1b" not in say(capsys, "stuck")[1]
+
+
+def test_show_is_a_card_with_the_commands_that_are_of_use_now(memory, capsys):
+    grant = taken("pay:7 #1", "second", who="alice /pay/7")
+    wait_for("pay:7 #1", "second")
+
+    code, out, _ = say(capsys, "show", "pay:7 #1")
+
+    card = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if line[0] != " ")
+    host = identity.holder_fields(grant.claim.holder)["host"]
+    assert code == 0
+    assert card["state"] == "waited-on" and card["waiters"] == "1"
+    assert (card["who"], card["host"]) == ("alice /pay/7", host)
+    assert (card["process"], card["thread"]) == (str(os.getpid()), "MainThread")
+    assert datetime.fromisoformat(card["since"]).tzinfo is None
+    assert card["fencing token"] == str(grant.fence)
+    assert "in the queue" in out
+    assert card["look at it"] == f"ps -fp {os.getpid()}    # on {host}"
+    words = shlex.split(card["take it away"])
+    assert words[:3] == ["python", "manage.py", "distlock"]
+    assert say(capsys, *words[3:], "--yes")[:2] == (0, "1 cleared\n")
+
+
+def test_what_is_not_known_is_called_so(memory, capsys, monkeypatch):
+    taken("a")
+    held = registry["default"].backend.holders
+    unknown = {"waiters": None, "held_for": None, "fence": None, "holder": {}}
+    monkeypatch.setattr(
+        LocMemBackend, "holders", lambda self, key=None: [replace(h, **unknown) for h in held(key)]
+    )
+
+    assert say(capsys, "list", "--using", "default")[1].count("unknown") == 4
+    shown = say(capsys, "show", "a", "--using", "default")[1]
+    assert shown.count("unknown") == 8 and "None" not in shown
+
+
+def test_json_is_written_in_the_letters_of_the_names_and_writes_to_no_terminal(memory, capsys):
+    taken("정산", who="\x9b2J\u202e\U000e0001 ann /pay")
+
+    out = say(capsys, "list", "--json")[1]
+
+    assert '"name": "정산"' in out and '"state": "held"' in out
+    assert all(letter.isprintable() for letter in out.replace("\n", ""))
+    assert json.loads(out)["locks"][0]["holder"]["who"] == "\x9b2J\u202e\U000e0001 ann /pay"
 
 
 @pytest.mark.parametrize("kind", ["shared", "permit"])
@@ -107,7 +238,7 @@ def test_each_of_several_holders_has_a_line_and_is_cleared_alone(
     cleared = say(capsys, "clear", *arguments, "--if-version", str(first.fence))
     again = say(capsys, "clear", *arguments, "--if-version", str(first.fence))
 
-    assert [f" {kind} " in line for line in out.splitlines()] == [False, True, True]
+    assert re.findall(r"^kind +(\w+)$", out, re.M) == [kind, kind]
     assert "the first" in out and "the second" in out
     assert (cleared[0], again[0]) == (0, 1)
     assert registry[using].backend.extend(second, 30)
@@ -736,7 +867,7 @@ def test_watch_lists_until_it_is_told_to_stop(memory, capsys):
 
 
 def test_watch_ends_quietly_with_ctrl_c(memory, capsys, monkeypatch):
-    monkeypatch.setattr("distlock_app.management.commands.distlock.sleep", _interrupt)
+    monkeypatch.setattr("distlock_app.management.looking.sleep", _interrupt)
 
     code, out, err = say(capsys, "watch")
 

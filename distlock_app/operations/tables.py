@@ -1,32 +1,126 @@
-"""The locks that are held as a table, for a terminal."""
+"""The locks that are held, for a terminal: a table of many, a card for each of a few."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from unicodedata import east_asian_width
 
 from ..claims import Holding
-from ..primitives.names import shown
-from .people import activity_of, clock, origin_of, state_of
+from ..primitives.names import key_of, shown
+from .people import (
+    activity_of,
+    clock,
+    host_of,
+    is_renewed,
+    place_of,
+    since,
+    state_of,
+    urgency,
+    who,
+)
+
+HEADING = ("NAME", "STATE", "HELD FOR", "WAITERS", "WHO", "WHERE", "LEFT", "ALIAS")
+# What may be long, and how much of it is kept on a terminal.
+NAME, WHO, WHERE = 0, 4, 5
+SHORTEST = 12
+
+UNKNOWN = "unknown"
+
+# What a list may be sorted by: in each case what is looked for comes first.
+SORTS: Mapping[str, Callable[[Holding], Any]] = {
+    "urgency": urgency,
+    "name": lambda held: held.name.casefold(),
+    "held_for": lambda held: -(held.held_for or 0.0),
+    "waiters": lambda held: -(held.waiters or 0),
+    "expires_in": lambda held: float("inf") if held.expires_in is None else held.expires_in,
+}
 
 
-def table(held: Sequence[Holding]) -> Iterable[str]:
-    """Yield the lines of a table; nothing for no locks."""
-    rows = [("NAME", "ALIAS", "STATE", "KIND", "LEFT", "HELD FOR", "WAITERS", "FENCE", "HOLDER")]
-    for h in sorted(held, key=lambda h: (h.alias, h.name, h.fence or 0)):
-        holder = [origin_of(h.holder), activity_of(h.holder)]
-        rows.append(
-            (
-                shown(h.name),
-                h.alias,
-                state_of(h),
-                h.kind,
-                "session" if h.expires_in is None else clock(h.expires_in),
-                "-" if h.held_for is None else clock(h.held_for),
-                "-" if h.waiters is None else str(h.waiters),
-                "-" if h.fence is None else str(h.fence),
-                " ".join(filter(None, holder)) or "-",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if held else ():
-        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+def table(held: Sequence[Holding], width: int | None = None) -> Iterable[tuple[str, str]]:
+    """Yield the lines of a table, each with the state of its lock; nothing for no locks.
+
+    `width`: of the terminal. Long cells, and at last the lines, are cut to fit.
+    """
+    rows = [HEADING, *map(_row, held)]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    spaces = 2 * (len(widths) - 1)
+    room = width or sum(widths) + spaces
+    while sum(widths) + spaces > room:
+        longest = max(NAME, WHO, WHERE, key=widths.__getitem__)
+        if widths[longest] <= SHORTEST:
+            break
+        widths[longest] -= 1
+    states = ["", *map(state_of, held)]
+    for row, state in zip(rows, states, strict=True) if held else ():
+        yield _cut("  ".join(map(_fit, row, widths)).rstrip(), room), state
+
+
+def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[tuple[str, str]]:
+    """Yield what is known of a holding, label and text, and the commands that are of use now."""
+    holder, name = held.holder, shown(held.name)
+    yield "name", name
+    yield "alias", held.alias
+    yield "kind", held.kind
+    yield "state", state_of(held)
+    yield "who", activity_of(holder) or UNKNOWN
+    for label, key in ("host", "host"), ("process", "pid"), ("thread", "thread"):
+        yield label, shown(str(holder.get(key) or UNKNOWN))
+    yield "held for", _clock(held.held_for)
+    yield "since", since(held) or UNKNOWN
+    yield "time left", _left(held)
+    yield "fencing token", _number(held.fence)
+    yield "waiters", _number(held.waiters)
+    for number, waiter in enumerate(queue or (), start=1):
+        yield f"  {number}", who(waiter) or UNKNOWN
+    if isinstance(holder.get("pid"), int):
+        yield "look at it", f"ps -fp {holder['pid']}    # on {host_of(holder) or UNKNOWN}"
+    if key_of(name) == held.key:  # else it is shown cut, or escaped
+        clear = ["python", "manage.py", "distlock", "clear", name, "--using", held.alias]
+        yield "take it away", shlex.join([*clear, "--if-version", held.version])
+
+
+def _row(held: Holding) -> tuple[str, ...]:
+    return (
+        shown(held.name),
+        state_of(held) + ("" if held.kind == "exclusive" else f" {held.kind}"),
+        _clock(held.held_for),
+        _number(held.waiters),
+        activity_of(held.holder) or UNKNOWN,
+        place_of(held.holder) or UNKNOWN,
+        _left(held),
+        held.alias,
+    )
+
+
+def _left(held: Holding) -> str:
+    if held.expires_in is None:
+        return "session"
+    return clock(held.expires_in) + ("" if is_renewed(held) else " fixed")
+
+
+def _clock(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else clock(seconds)
+
+
+def _number(number: int | None) -> str:
+    return UNKNOWN if number is None else str(number)
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes: Korean, two for each letter."""
+    return len(text) + sum(east_asian_width(letter) in "WF" for letter in text)
+
+
+def _fit(text: str, width: int) -> str:
+    text = _cut(text, width)
+    return text + " " * (width - _width(text))
+
+
+def _cut(text: str, most: int) -> str:
+    if _width(text) <= most:
+        return text
+    while _width(text) >= most:
+        text = text[:-1]
+    return f"{text}…"

@@ -9,17 +9,13 @@ while a database is down: it uses no model and no system check.
 from __future__ import annotations
 
 import getpass
-import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import partial
-from time import sleep
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from distlock_app.backends.base import Purgeable
 from distlock_app.claims import Holding
@@ -27,18 +23,19 @@ from distlock_app.core.lock import Lock, clear
 from distlock_app.core.registry import registry
 from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by
 from distlock_app.errors import BackendError, LockBusy, LockLost
+from distlock_app.management.looking import Looking, json_of
 from distlock_app.operations import doctor
-from distlock_app.operations.reading import Health, read, read_all
 from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, lead, run
-from distlock_app.operations.tables import table
-from distlock_app.primitives import identity, names
+from distlock_app.operations.tables import SORTS
+from distlock_app.primitives import identity
 
 # A fence goes on from the server's clock, which is never set back by so much.
 PURGED_AFTER = 7 * 24 * 3600.0
+STUCK_AFTER = 60.0  # seconds; no request takes so long
 OLDEST = 100 * 365 * 24 * 3600.0
 
 
-class Command(BaseCommand):
+class Command(Looking):
     help = "Looks at locks and their backends, takes one away, or runs a program under one."
     requires_system_checks = ()
 
@@ -55,14 +52,20 @@ class Command(BaseCommand):
         showing = action("show", "Show the holders of a lock; exit 1 if it is free.")
         clearing = action("clear", "Take a lock away from its holder.")
         watching = action("watch", "List them again and again, until Ctrl-C.")
+        stuck = action("stuck", "List those that are contended, not renewed, or held for long.")
         doctor = action("doctor", "Try each backend, and say what is wrong with it.")
         purging = action("purge", "Delete rows of locks that have long been free.", "default")
         running = action("run", "Run a program under a lock; exit 75 if it is busy.", "default")
         leading = action("lead", "Run a program in one process at a time, and go on.", "default")
         for added in (showing, clearing, running, leading):
             added.add_argument("name", metavar="NAME")
-        for added in (listing, showing, watching, doctor, clearing, purging):
+        for added in (listing, showing, watching, stuck, doctor, clearing, purging):
             added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
+        for added in (listing, watching, stuck):
+            added.add_argument("--sort", choices=SORTS, default="urgency")
+            added.add_argument("--match", default="*", metavar="PATTERN", help="such as 'order:*'")
+            long = STUCK_AFTER if added is stuck else 0.0
+            added.add_argument("--held-for", type=float, default=long, metavar="SECONDS")
         clearing.add_argument("--if-version", help="only this `version` of `show --json`")
         clearing.add_argument("--reason", default="", help="for the log")
         clearing.add_argument("--yes", action="store_true", help="do not ask")
@@ -85,36 +88,10 @@ class Command(BaseCommand):
         if code:
             sys.exit(code)
 
-    def _list(self, *, using: str | None, as_json: bool, **options: Any) -> int:
-        if using is not None:
-            registry[using]  # a wrong alias is the caller's mistake, not a backend that is down
-        reading = read_all(None if using is None else [using])
-        none = "nothing is held" if all(backend.known for backend in reading.backends) else ""
-        self._write(reading.holdings, as_json, backends=reading.backends, none=none)
-        for backend in reading.backends:
-            if backend.truncated:
-                of = "" if backend.total is None else f" of {backend.total}"
-                self.stderr.write(f"{backend.alias}: the first {backend.looked}{of} locks")
-        return self._report_unknown(reading.backends)
-
-    def _watch(self, *, interval: float, times: int | None, as_json: bool, **options: Any) -> int:
-        if not 0.1 <= interval <= 3600:
-            raise CommandError("--interval must be 0.1 to 3600 seconds")
-        clear_screen = "\x1b[H\x1b[2J" if self.stdout.isatty() and not as_json else ""
-        with suppress(KeyboardInterrupt):
-            while True:
-                self.stdout.write(clear_screen, ending="")
-                self._list(as_json=as_json, **options)
-                self.stdout.flush()
-                if times is not None and (times := times - 1) <= 0:
-                    break
-                sleep(interval)
-        return 0
-
     def _doctor(self, *, using: str | None, as_json: bool, **options: Any) -> int:
         found = [doctor.examine(alias) for alias in (registry if using is None else [using])]
         if as_json:
-            self.stdout.write(_json({"backends": [doctor.as_json(f) for f in found]}))
+            self.stdout.write(json_of({"backends": [doctor.as_json(f) for f in found]}))
         for backend in found if not as_json else ():
             self.stdout.write(f"{backend.alias}: {_verdict(backend)}")
             for message in backend.messages:
@@ -122,12 +99,6 @@ class Command(BaseCommand):
                 if message.hint:
                     self.stdout.write(f"    {message.hint}")
         return 0 if all(backend.works for backend in found) else EX_UNAVAILABLE
-
-    def _show(self, *, name: str, using: str | None, as_json: bool, **options: Any) -> int:
-        held = self._held(name, using)
-        aliases = ", ".join(registry if using is None else [using])
-        self._write(held, as_json, none=f"nobody holds {names.shown(name)!r} (asked: {aliases})")
-        return 0 if held else 1
 
     def _clear(
         self,
@@ -167,7 +138,8 @@ class Command(BaseCommand):
         if isinstance(backend, Purgeable):
             count = backend.left_over(older_than)[1] if dry_run else backend.purge(older_than)
         text = f"{count} to delete" if dry_run else f"{count} deleted"
-        self.stdout.write(_json({"to_purge" if dry_run else "purged": count}) if as_json else text)
+        answer = {"to_purge" if dry_run else "purged": count}
+        self.stdout.write(json_of(answer) if as_json else text)
 
     def _run(self, *, using: str, wait: float | None, **options: Any) -> int:
         wait = registry[using].wait if wait is None else wait
@@ -212,33 +184,6 @@ class Command(BaseCommand):
             self.stderr.write(f"{program[0]}: cannot be run, or it ended with {code}")
         return code
 
-    def _held(self, name: str, using: str | None) -> list[Holding]:
-        """Return the holders of the lock; exit with 69 if it is not known whether it is held."""
-        try:
-            key = names.key_of(names.checked(name))
-        except ValueError as error:
-            raise CommandError(str(error)) from error
-        if using is not None:
-            registry[using]  # as above
-        reading = read(dict.fromkeys(registry if using is None else [using], [key]))
-        self._report_unknown(reading.backends)
-        if not reading.holdings and not all(backend.known for backend in reading.backends):
-            sys.exit(EX_UNAVAILABLE)
-        return reading.holdings
-
-    def _report_unknown(self, backends: Collection[Health]) -> int:
-        """Name the backends whose locks are not known; return the code if one is down."""
-        for backend in backends:
-            if not backend.lists:
-                self.stderr.write(f"{backend.alias} cannot list its locks")
-        down = [backend for backend in backends if not backend.up]
-        for backend in down:
-            wrong = isinstance(backend.error, ImproperlyConfigured)
-            # A user with a shell here may read what the driver says.
-            why = backend.error or backend.reason
-            self.stderr.write(f"{backend.alias} {'cannot be used' if wrong else 'is down'}: {why}")
-        return EX_UNAVAILABLE if down else 0
-
     def _confirm(self, held: Sequence[Holding]) -> None:
         if not sys.stdin.isatty():
             raise CommandError("nobody to ask: repeat it with --yes")
@@ -249,27 +194,6 @@ class Command(BaseCommand):
         if input("Clear it? [y/N] ").strip().lower() not in {"y", "yes"}:
             raise CommandError("nothing was cleared")
 
-    def _write(
-        self,
-        held: Sequence[Holding],
-        as_json: bool,
-        backends: Iterable[Health] | None = None,
-        none: str = "",
-    ) -> None:
-        if not as_json:
-            for line in table(held):
-                self.stdout.write(line)
-            if none and not held:
-                self.stdout.write(none)
-            return
-        answer: dict[str, Any] = {"locks": [asdict(h) for h in held]}
-        if backends is not None:
-            answer["backends"] = [
-                {"alias": e.alias, "up": e.up, "ping_ms": e.ping_ms, "reason": e.reason}
-                for e in backends
-            ]
-        self.stdout.write(_json(answer))
-
 
 def _verdict(backend: doctor.Finding) -> str:
     if not backend.works:
@@ -278,10 +202,6 @@ def _verdict(backend: doctor.Finding) -> str:
         f"{backend.backend} works; one round trip took {backend.ping_ms:.1f} ms, "
         f"a lock and its release {backend.pair_ms:.1f} ms"
     )
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, default=str)
 
 
 def _user() -> str:
