@@ -24,7 +24,7 @@ FORM_LENGTH = 32
 
 
 @require_POST
-@locked_view("product:{pk}", wait=10)
+@locked_view("product:{pk}", wait=20)
 def buy(request: HttpRequest, pk: int) -> HttpResponse:
     """Sell to one visitor after the other."""
     return _sell(request, pk, lock=f"product:{pk}")
