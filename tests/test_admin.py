@@ -188,7 +188,7 @@ def test_the_list_tells_a_lock_that_others_wait_for(viewer):
         html = viewer.get(LIST).content.decode()
 
     assert 'dl-held">HELD' in html
-    assert 'dl-waited-on">WAITED-ON' in html
+    assert 'dl-contended">CONTENDED' in html
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_list_tells_a_lock_that_others_wait_for(viewer):
     [
         (20, 300, 0, "held"),
         (20, 300, None, "held"),
-        (20, 300, 3, "waited-on"),
+        (20, 300, 3, "contended"),
         (2.9, 300, 3, "expiring"),  # nobody renewed it: the ttl of the alias is 30
         (0.6, 0.3, 0, "held"),  # a ttl of 0.9
         (0.05, 0.85, 0, "expiring"),

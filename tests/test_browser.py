@@ -273,7 +273,7 @@ def test_the_button_says_what_it_does_and_the_text_beside_it_what_happens(browse
     taken("a1")
     page = browser("view_livelock")
     button = page.find_element(By.CSS_SELECTOR, "button.dl-refresh")
-    assert button.text == "Refresh by itself"
+    assert button.text == "Auto-refresh"
     assert "Reload the page to ask" in text(page) and "asked again every" not in text(page)
 
     button.click()
@@ -283,7 +283,7 @@ def test_the_button_says_what_it_does_and_the_text_beside_it_what_happens(browse
     assert button.text == "Stop refreshing" and button.get_attribute("aria-pressed") == "true"
     assert "Reload the page to ask" not in text(page) and "asked again every" in text(page)
     button.click()
-    assert button.text == "Refresh by itself" and button.get_attribute("aria-pressed") == "false"
+    assert button.text == "Auto-refresh" and button.get_attribute("aria-pressed") == "false"
     assert "Reload the page to ask" in text(page)
 
 
@@ -350,10 +350,10 @@ def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, settings, monke
 
     page.find_element(By.LINK_TEXT, "invoice:42").click()
 
-    shows(page, "What happened lately")
+    shows(page, "Recent events")
     bars = page.find_elements(By.CSS_SELECTOR, "svg.dl-waiting rect, svg.dl-holding rect")
     assert bars and all(bar.size["height"] > 0 for bar in bars)
-    assert "given up as busy" in text(page)
+    assert "gave up (busy)" in text(page)
 
 
 def test_a_lock_is_extended(browser):
@@ -430,7 +430,7 @@ def test_the_pages_work_in_the_theme_of_unfold(chromium, processes, tmp_path):
     shows(chromium, "1 live lock")
     assert "invoice:42" not in text(chromium)
     chromium.find_element(By.PARTIAL_LINK_TEXT, "nightly").click()
-    shows(chromium, "What happened lately")
+    shows(chromium, "Recent events")
     assert chromium.find_elements(By.CSS_SELECTOR, "svg.dl-holding rect")
     chromium.find_element(By.NAME, "seconds").clear()
     chromium.find_element(By.NAME, "seconds").send_keys("3000", Keys.ENTER)

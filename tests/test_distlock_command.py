@@ -186,7 +186,7 @@ def test_show_is_a_card_with_the_commands_that_are_of_use_now(memory, capsys):
     card = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if line[0] != " ")
     host = identity.holder_fields(grant.claim.holder)["host"]
     assert code == 0
-    assert card["state"] == "waited-on" and card["waiters"] == "1"
+    assert card["state"] == "contended" and card["waiters"] == "1"
     assert (card["who"], card["host"]) == ("alice /pay/7", host)
     assert (card["process"], card["thread"]) == (str(os.getpid()), "MainThread")
     assert datetime.fromisoformat(card["since"]).tzinfo is None

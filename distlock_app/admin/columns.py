@@ -17,10 +17,10 @@ from ..claims import Holding
 from ..core.registry import registry
 from ..models import LiveLock
 from ..operations.people import (
+    CONTENDED,
     EXPIRING,
     HELD,
     ORPHANED,
-    WAITED_ON,
     activity_of,
     clock,
     host_of,
@@ -34,7 +34,7 @@ from .rows import PagedLocks
 
 STATES = {
     HELD: _("held"),
-    WAITED_ON: _("waited-on"),
+    CONTENDED: _("contended"),
     EXPIRING: _("expiring"),
     ORPHANED: _("orphaned"),
 }

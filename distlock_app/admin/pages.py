@@ -59,7 +59,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     list_display = ("name", *FACTS)
     list_filter = (AliasFilter, StateFilter, GroupFilter, KindFilter, HostFilter)
     search_fields = ("name",)
-    search_help_text = _("Words of the name, or of the holder")
+    search_help_text = _("Words of the name or the holder")
     show_facets = admin.ShowFacets.NEVER
     fields = (
         "name",

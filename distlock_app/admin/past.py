@@ -26,7 +26,7 @@ PATIENCE = 10.0
 
 EVENTS = {
     LockEvent.ACQUIRED: _("acquired"),
-    LockEvent.BUSY: _("given up as busy"),
+    LockEvent.BUSY: _("gave up (busy)"),
     LockEvent.RELEASED: _("released"),
     LockEvent.LOST: _("lost"),
     LockEvent.CLEARED: _("cleared"),

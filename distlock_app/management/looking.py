@@ -18,7 +18,7 @@ from django.core.management.base import BaseCommand, CommandError
 from ..claims import Holding
 from ..core.registry import registry
 from ..decorators.commands import EX_UNAVAILABLE
-from ..operations.people import EXPIRING, HELD, ORPHANED, WAITED_ON, state_of
+from ..operations.people import CONTENDED, EXPIRING, HELD, ORPHANED, state_of
 from ..operations.reading import Health, queue_of, read, read_all
 from ..operations.tables import SORTS, card, table
 from ..primitives import names
@@ -139,7 +139,7 @@ class Looking(BaseCommand):
 
     def _style_of(self, state: str) -> Callable[[str], str]:
         """Return how to colour a state; on a terminal alone, says Django."""
-        styles = {WAITED_ON: "WARNING", EXPIRING: "ERROR", ORPHANED: "ERROR"}
+        styles = {CONTENDED: "WARNING", EXPIRING: "ERROR", ORPHANED: "ERROR"}
         found: Callable[[str], str] = getattr(self.style, styles.get(state, ""), str)
         return found
 

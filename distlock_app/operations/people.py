@@ -16,7 +16,7 @@ from ..primitives.identity import machine
 from ..primitives.names import shown
 
 # States of a lock.
-HELD, WAITED_ON, EXPIRING, ORPHANED = "held", "waited-on", "expiring", "orphaned"
+HELD, CONTENDED, EXPIRING, ORPHANED = "held", "contended", "expiring", "orphaned"
 
 # A lock that is renewed always has about two thirds of its ttl left. Less than OVERDUE_BELOW of it
 # were not renewed in time, be it by a process that resumed what the shown holder had taken.
@@ -25,7 +25,7 @@ EXPIRING_BELOW = 0.1
 
 
 def state_of(holding: Holding) -> str:
-    """Return ORPHANED, EXPIRING, WAITED_ON or HELD: the first that is so.
+    """Return ORPHANED, EXPIRING, CONTENDED or HELD: the first that is so.
 
     Orphaned: its process has ended, and no other renews it. Expiring: it was not renewed, and
     ends in a moment.
@@ -35,7 +35,7 @@ def state_of(holding: Holding) -> str:
         return ORPHANED
     if left is not None and left < min(ttl, left + (holding.held_for or 0.0)) * EXPIRING_BELOW:
         return EXPIRING
-    return WAITED_ON if holding.waiters else HELD
+    return CONTENDED if holding.waiters else HELD
 
 
 def is_renewed(holding: Holding) -> bool:
