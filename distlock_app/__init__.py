@@ -6,13 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.acquiring import current_hold
-    from .core.groups import all_of
+    from .core.groups import current_hold
     from .core.hold import Hold
     from .core.in_transaction import lock_in_transaction
     from .core.latch import Latch
     from .core.leader import Leader
-    from .core.lock import Lock
+    from .core.lock import Lock, all_of
     from .decorators.commands import locked_command
     from .decorators.functions import assert_locked, locked
     from .decorators.naming import named
@@ -61,10 +60,10 @@ _HOMES = {
     "VersionedManager": "optimistic",
     "VersionedModel": "optimistic",
     "VersionedQuerySet": "optimistic",
-    "all_of": "core.groups",
+    "all_of": "core.lock",
     "assert_locked": "decorators.functions",
     "bucket": "primitives.names",
-    "current_hold": "core.acquiring",
+    "current_hold": "core.groups",
     "for_update": "pessimistic",
     "lock_in_transaction": "core.in_transaction",
     "locked": "decorators.functions",

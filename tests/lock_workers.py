@@ -260,3 +260,21 @@ def lead(name, using, ttl):
     leader = Leader(name, work, using=using, ttl=ttl)
     signal.signal(signal.SIGTERM, lambda *_: leader.stop())
     leader.run()
+
+
+def count_until_told(path, name, using):
+    """Bump the file under the lock until the test says something; return the numbers."""
+    using = tuple(using) if isinstance(using, list) else using
+    told = threading.Event()
+
+    def listen():
+        hear()
+        told.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    say("counting")
+    done = []
+    while not told.is_set():
+        with Lock(name, using=using, wait=100):
+            done.append(bump(path))
+    return done

@@ -7,13 +7,13 @@ from typing import Any
 from weakref import ref
 
 from ..claims import Claim, Grant
-from ..errors import LockBusy, LockLost, NotHeld
+from ..errors import LockBusy
 from ..primitives import identity, names, transactions
 from ..primitives.logs import SLOW_WAIT, fields, logger
 from ..primitives.timing import monotonic
 from .hold import Hold
 from .lease import Lease
-from .registry import checked_wait, registry
+from .registry import aliases_of, checked_wait, registry
 from .releasing import releaser
 from .renewal import renewer
 from .timer import timer
@@ -34,7 +34,7 @@ UNSET: Any = _Unset()
 class Attempt:
     """The state of one call of acquire."""
 
-    __slots__ = ("alias", "backend", "key", "lock", "lease_key", "runner", "started", "ttl", "wait")
+    __slots__ = ("backend", "key", "lock", "lease_key", "runner", "started", "ttl", "wait")
 
     def __init__(self, lock: Any, wait: float | None) -> None:
         entry = registry[lock.using]
@@ -45,7 +45,6 @@ class Attempt:
         if lock.max_hold is not None:
             self.ttl = min(self.ttl, lock.max_hold)
         self.lock = lock
-        self.alias = lock.using
         self.backend = entry.backend
         self.key = names.key_of(lock.name)
         self.runner = identity.current_runner()
@@ -129,13 +128,6 @@ class Attempt:
             self.note_wait("slow_wait", grant)
         return hold
 
-    def resumed(self, grant: Grant, still_ours: bool) -> Hold:
-        """Return the hold of a lock that another process handed over, or raise LockLost."""
-        if not still_ours:
-            name = names.shown(self.lock.name)
-            raise LockLost(f"the lock {name!r} was not resumed in time, or was already released")
-        return self.hold(grant, self.started)
-
     def note_wait(self, event: str, grant: Grant | None = None) -> None:
         """Log the outcome of a long wait."""
         waited = monotonic() - self.started
@@ -143,8 +135,8 @@ class Attempt:
             name = names.shown(self.lock.name)
             logger.info(
                 "%s the lock %r (alias %r) after %.3f s",
-                *("got" if grant else "gave up waiting for", name, self.alias, waited),
-                extra=fields(event, self.alias, grant, name=name, key=self.key, waited=waited),
+                *("got" if grant else "gave up waiting for", name, self.lock.using, waited),
+                extra=fields(event, self.lock.using, grant, name=name, key=self.key, waited=waited),
             )
 
     def explain(self, busy: LockBusy) -> None:
@@ -166,31 +158,20 @@ class Attempt:
         """Return the arguments of the signals about acquiring."""
         return {
             "sender": type(self.backend),
-            "alias": self.alias,
+            "alias": self.lock.using,
             "name": self.lock.name,
             "waited": monotonic() - self.started,
         }
 
 
-def current_hold(name: str | None = None, *, using: str = "default") -> Hold:
-    """Return the hold of the `with` or decorated function around the caller; sends no request.
+def leases_of_runner(using: Any, name: str, *, shared: bool = False) -> list[Lease | None]:
+    """Return the leases by which the current thread or task holds the mutex `name`, lost or not.
 
-    With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
-    `acquire()` does not count, and `lock_in_transaction()` has no hold.
+    One for each alias, or None.
     """
-    wanted = None if name is None else (registry[using].backend, names.key_of(name))
-    for lease_key, lease in reversed(identity.current_runner().held.items()):
-        if wanted in (None, lease_key[:2]) and (hold := lease.hold()) is not None:
-            if hold.entered and not hold.released:
-                return hold  # type: ignore[no-any-return]
-    raise NotHeld("no lock is held here" if name is None else f"{names.shown(name)!r} is not held")
-
-
-def lease_of_runner(alias: str, name: str, *, shared: bool = False) -> Lease | None:
-    """Return the lease by which the running thread or task holds the mutex `name`, lost or not."""
-    lease_key = (registry[alias].backend, names.key_of(name), shared, 1)
-    lease: Lease | None = identity.current_runner().held.get(lease_key)
-    return lease if lease is not None and lease.holds else None
+    key, held = names.key_of(name), identity.current_runner().held
+    leases = (held.get((registry[x].backend, key, shared, 1)) for x in aliases_of(using))
+    return [lease if lease is not None and lease.holds else None for lease in leases]
 
 
 def _stable_owner(lock: Any) -> str:

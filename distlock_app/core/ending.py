@@ -169,8 +169,9 @@ class Ending(Entered):
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
-            blocks = [block for block in blocks if id(block) not in lease.open_transactions]
-            last = lease.remove_hold(self, blocks=[id(block) for block in blocks])
+            if blocks:
+                blocks = [block for block in blocks if id(block) not in lease.open_transactions]
+            last = lease.remove_hold(self, blocks=blocks)
         if last:
             timer.cancel(lease)
         elif last is None:

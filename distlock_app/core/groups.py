@@ -1,31 +1,102 @@
-"""`all_of`: several locks at once, all or none, always in the same order."""
+"""`AllOf`, `Holds`: several locks at once, all or none, always in the same order."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
-from ..errors import LockBusy, LockTimeout
+from ..errors import LockBusy, LockTimeout, NotHeld
 from ..primitives import identity, names
+from ..primitives.names import shown
 from ..primitives.timing import Deadline
 from ..signals import asend, lock_acquired, send
 from .acquiring import UNSET
 from .batch import Together
 from .entered import Entered, WithBlock
 from .hold import Hold
-from .lock import Lock
 from .offloading import in_thread
-from .registry import checked_wait, registry
+from .registry import aliases_of, checked_wait, registry
 
 
 class Holds(tuple[Hold, ...], Entered):
-    """The holds of several locks, in the order of the arguments."""
+    """The holds of several locks, in the order of the arguments.
+
+    A lock on several aliases returns it as its hold. `pin` and `guarded_set` are of one backend:
+    `holds[0].pin()`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the first lock."""
+        return self[0].name
+
+    @property
+    def fence(self) -> int | None:
+        """The highest of their fencing tokens, or None."""
+        return max((hold.fence for hold in self if hold.fence is not None), default=None)
+
+    @property
+    def expires_in(self) -> float:
+        """Seconds for which all are certainly ours if no renewal succeeds."""
+        return min(hold.expires_in for hold in self)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another owner may have one of them by now."""
+        return any(hold.lost for hold in self)
+
+    @property
+    def released(self) -> bool:
+        """Whether all were released."""
+        return all(hold.released for hold in self)
 
     def check(self) -> None:
         """Raise LockLost if any of the locks may no longer be ours."""
         for hold in self:
             hold.check()
+
+    async def acheck(self) -> None:
+        """Like `check`; also sends no request."""
+        self.check()
+
+    def extend(self, ttl: float | None = None) -> None:
+        """Like `Hold.extend` with each."""
+        for hold in self:
+            hold.extend(ttl)
+
+    async def aextend(self, ttl: float | None = None) -> None:
+        """Like `extend`, without blocking the event loop."""
+        for hold in self:
+            await hold.aextend(ttl)
+
+    def on_lost(self, callback: Callable[[Hold], None]) -> None:
+        """Call `callback(hold)` with each of them that is lost, on a thread of its own."""
+        for hold in self:
+            hold.on_lost(callback)
+
+    def dump(self, ttl: float | None = None) -> str:
+        """Like `Hold.dump` with all: one text, by which `Lock.resume` takes them over."""
+        for hold in self:
+            hold._check_dump()
+        self.extend(ttl)
+        return self._dumped()
+
+    async def adump(self, ttl: float | None = None) -> str:
+        """Like `dump`, without blocking the event loop."""
+        for hold in self:
+            hold._check_dump()
+        await self.aextend(ttl)
+        return self._dumped()
+
+    def _dumped(self) -> str:
+        return " ".join(hold._dumped() for hold in self)
+
+    def leave_for(self, seconds: float) -> None:
+        """Like `Hold.leave_for` with each; raise the first error after trying each."""
+        self._each(lambda hold: hold.leave_for(seconds))
 
     def release(self) -> None:
         """Release all; raise the first error after trying each."""
@@ -37,10 +108,13 @@ class Holds(tuple[Hold, ...], Entered):
 
     def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Release all at the end of a `with` whose body raised `exc`; see `Hold.leave`."""
+        self._each(lambda hold: hold.leave(exc, unused=unused))
+
+    def _each(self, end: Callable[[Hold], None]) -> None:
         error: BaseException | None = None
         for hold in reversed(self):
             try:
-                hold.leave(exc, unused=unused)
+                end(hold)
             except BaseException as raised:
                 error = error or raised
         if error is not None:
@@ -57,26 +131,34 @@ class Holds(tuple[Hold, ...], Entered):
         if error is not None:
             raise error
 
-    def enter(self) -> Holds:
+    def log_fields(self, event: str, **more: Any) -> dict[str, Any]:
+        """Return the `extra` of a log record about the first."""
+        return self[0].log_fields(event, **more)
+
+    def end_block(self, *block_and_error: Any) -> None:
+        """Like `Hold.end_block`: one lost lock rolls it back."""
+        lost = [hold for hold in self if hold.lost]
+        (lost or self)[0].end_block(*block_and_error)
+
+    def enter(self, *, inside: bool = True) -> Holds:
         """Like `Hold.enter` with each."""
         for hold in self:
-            hold.enter()
+            hold.enter(inside=inside)
         self.runner = identity.current_runner()
         return self
 
-    def bare(self, taken_at: tuple[CodeType, int]) -> Holds:
-        """Record where each was taken, outside a `with`."""
+    def _taken_at(self, where: tuple[CodeType, int]) -> None:
         for hold in self:
-            hold.enter(inside=False)
-            hold.taken_at = taken_at
-        return self
+            hold.taken_at = where
+
+    taken_at = property(None, _taken_at)
 
 
 @dataclass(frozen=True, slots=True)
 class AllOf(WithBlock[Holds]):
     """Several locks to take together; a description that can be shared like a Lock."""
 
-    locks: tuple[Lock, ...]
+    locks: tuple[Any, ...]
     atomic = False
 
     def acquire(self, wait: float | None = UNSET) -> Holds:
@@ -85,7 +167,9 @@ class AllOf(WithBlock[Holds]):
         By default it waits for the longest `wait` of the locks.
         """
         taken_at = identity.caller_location()
-        return self._acquire(wait).bare(taken_at)
+        holds = self._acquire(wait)
+        holds.taken_at = taken_at
+        return holds
 
     def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         if asyncio._get_running_loop() is not None:
@@ -99,7 +183,7 @@ class AllOf(WithBlock[Holds]):
                     # Entered, because the same lock may be given twice.
                     taken[index] = lock._acquire(deadline.remaining(), entered=True)
                 holds = _in_order(taken)
-            return holds.enter() if entered else holds
+            return holds.enter(inside=entered)
         except BaseException as error:
             (holds or Holds(taken.values())).leave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
@@ -107,7 +191,9 @@ class AllOf(WithBlock[Holds]):
     async def aacquire(self, wait: float | None = UNSET) -> Holds:
         """Like `acquire`, without blocking the event loop."""
         taken_at = identity.caller_location()
-        return (await self._aacquire(wait)).bare(taken_at)
+        holds = await self._aacquire(wait)
+        holds.taken_at = taken_at
+        return holds
 
     async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         deadline = Deadline(self._wait(wait))
@@ -117,7 +203,7 @@ class AllOf(WithBlock[Holds]):
                 for index, lock in self._order():
                     taken[index] = await lock._aacquire(deadline.remaining(), entered=True)
                 holds = _in_order(taken)
-            return holds.enter() if entered else holds
+            return holds.enter(inside=entered)
         except BaseException as error:
             await Holds(taken.values()).aleave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
@@ -170,8 +256,9 @@ class AllOf(WithBlock[Holds]):
         waits = [registry[x.using].wait if x.wait is UNSET else x.wait for x in self.locks]
         return None if None in waits else max(w for w in waits if w is not None)
 
-    def _order(self) -> list[tuple[int, Lock]]:
-        # The same order for all callers, by what backends compare: otherwise A-B and B-A deadlock.
+    def _order(self) -> list[tuple[int, Any]]:
+        # The same order for everybody, by what the engines compare: otherwise A-B and B-A
+        # wait for each other.
         return sorted(
             enumerate(self.locks), key=lambda x: (x[1].using, names.key_of(x[1].name), x[0])
         )
@@ -189,12 +276,24 @@ def _as_timeout(error: BaseException, deadline: Deadline) -> BaseException:
     return error
 
 
-def all_of(*locks: Lock) -> AllOf:
-    """Combine locks that are taken all or none: `with all_of(a, b) as (hold_a, hold_b)`."""
-    if not locks:
-        raise ValueError("all_of() needs at least one lock")
-    if any(lock.atomic for lock in locks):
-        raise ValueError(
-            "all_of() does not take locks with atomic=: open atomic() inside its `with`"
-        )
-    return AllOf(locks)
+def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "default") -> Hold:
+    """Return the hold of the `with` or decorated function around the caller; sends no request.
+
+    With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
+    `acquire()` does not count, and `lock_in_transaction()` has no hold.
+    """
+    held = {
+        lease_key: hold
+        for lease_key, lease in reversed(identity.current_runner().held.items())
+        if (hold := lease.hold()) is not None and hold.entered and not hold.released
+    }
+    if name is None:
+        lock = next((lease_key[1:] for lease_key in held), None)
+        found = [held[lease_key] for lease_key in reversed(held) if lease_key[1:] == lock]
+    else:
+        wanted = [(registry[alias].backend, names.key_of(name)) for alias in aliases_of(using)]
+        found = [next((held[key] for key in held if key[:2] == lock), None) for lock in wanted]
+    if not found or None in found:
+        what = "no lock is held here" if name is None else f"{shown(name)!r} is not held"
+        raise NotHeld(what)
+    return found[0] if len(found) == 1 else Holds(found)  # type: ignore[return-value]

@@ -19,7 +19,7 @@ from .acquiring import UNSET
 from .hold import Hold
 from .lock import Lock
 from .offloading import begin_alone
-from .registry import registry
+from .registry import aliases_of, registry
 
 # Shortest and longest pause in seconds before retrying a backend that does not answer.
 RETRY_MIN, RETRY_MAX = 0.1, 5.0
@@ -39,7 +39,7 @@ class Leader:
         work: Callable[[Event], object] | Callable[[], Coroutine[Any, Any, object]],
         *,
         ttl: float = UNSET,
-        using: str = "default",
+        using: str | tuple[str, ...] = "default",
     ) -> None:
         self._lock = Lock(name, ttl=ttl, wait=None, using=using)
         self._work: Callable[..., Any] = work
@@ -79,7 +79,7 @@ class Leader:
                 self._loop.call_soon_threadsafe(lambda: self._end())
 
     async def _stand(self) -> None:
-        failures = 0
+        failures, aliases = 0, aliases_of(self._lock.using)
         while not self._stopped:
             again, failure = False, None
             try:
@@ -93,7 +93,7 @@ class Leader:
                 logger.warning(
                     "cannot take the lock %r to lead: %s",
                     *(shown(self._lock.name), error),
-                    extra=fields("not_elected", self._lock.using, error=str(error)),
+                    extra=fields("not_elected", ", ".join(aliases), error=str(error)),
                 )
             if failure is not None and not again:
                 raise failure
@@ -112,7 +112,7 @@ class Leader:
             work = asyncio.ensure_future(self._work())
             end = work.cancel
         else:
-            backend = registry[self._lock.using].backend
+            backend = registry[aliases_of(self._lock.using)[0]].backend
             work = asyncio.wrap_future(begin_alone(backend, _call, self._work, ended))
             end = ended.set
         self._end = end

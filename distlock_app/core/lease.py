@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from ..backends.base import BaseLockBackend
@@ -172,7 +172,7 @@ class Lease:
             hold.released = False
             return True
 
-    def remove_hold(self, hold: Any, *, blocks: Iterable[int] = ()) -> bool | None:
+    def remove_hold(self, hold: Any, *, blocks: Sequence[Any] = ()) -> bool | None:
         """Remove a hold; return whether it was the last and ended the lease.
 
         None: it was the last, but the release now also waits for `blocks`.
@@ -186,7 +186,7 @@ class Lease:
                 answer = False
             elif blocks and not self.ended:
                 # A separate set, because a finalizer may remove items at any time.
-                self.__dict__.setdefault("open_transactions", set()).update(blocks)
+                self.__dict__.setdefault("open_transactions", set()).update(map(id, blocks))
             else:
                 self.ended = True
                 self.leave_runner()

@@ -1,10 +1,11 @@
-"""`Lock`: a named lock and its options; acquire it with `with`, `async with` or `acquire()`."""
+"""`Lock`, a named lock and its options, and `all_of`: acquire with `with` or `acquire()`."""
 
 from __future__ import annotations
 
 import asyncio
 import warnings
 from contextlib import suppress
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -14,18 +15,20 @@ from django.db import connections
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant, Holding
-from ..errors import LockBusy, LockError
+from ..errors import LockBusy, LockError, LockLost
 from ..primitives import identity, names
 from ..primitives.logs import fields, logger
+from ..primitives.names import shown
 from ..primitives.transactions import check_caller
 from ..signals import asend, lock_acquired, lock_busy, lock_cleared, send
-from .acquiring import UNSET, Attempt, lease_of_runner
+from .acquiring import UNSET, Attempt, leases_of_runner
 from .entered import WithBlock
+from .groups import AllOf, Holds
 from .handover import unpacked
 from .hold import Hold
 from .lease import Lease
 from .offloading import in_thread
-from .registry import LONG_TTL, MIN_TTL, checked_ttl, checked_wait, registry
+from .registry import LONG_TTL, MIN_TTL, aliases_of, checked_ttl, checked_wait, registry
 from .releasing import releaser
 from .timer import timer
 from .waiting import acquired, acquiring, arun, waiting
@@ -41,7 +44,8 @@ class Lock(WithBlock[Hold]):
     alias of a database) opens `transaction.atomic(durable=True)` inside the lock, and commits
     only if the lock is still held. `owner` is a stable owner instead of a random one: callers
     with the same `owner` share the lock. `release="now"` does not wait for the end of an open
-    transaction.
+    transaction. `using`: an alias, or several in a tuple: then the lock is taken on all or none,
+    and the hold is a `Holds`.
 
     Raise TypeError, ValueError or ImproperlyConfigured when it is created.
     """
@@ -59,7 +63,7 @@ class Lock(WithBlock[Hold]):
     owner: str | None = None
     atomic: bool | str = False
     release: Literal["transaction_end", "now"] = "transaction_end"
-    using: str = "default"
+    using: str | tuple[str, ...] = "default"
 
     def __post_init__(self) -> None:
         names.checked(self.name)
@@ -72,17 +76,25 @@ class Lock(WithBlock[Hold]):
             _check_max_hold(self.max_hold)
         if not isinstance(self.limit, int) or self.limit < 1:
             raise ValueError(f"limit must be a whole number of 1 or more, not {self.limit!r}")
-        if self.shared and self.limit > 1:
-            raise ValueError("shared=True and limit= cannot be combined")
         if self.release not in ("transaction_end", "now"):
             raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
-        if self.owner is not None and not (isinstance(self.owner, str) and self.owner):
-            raise ValueError(f"owner must be a name, not {self.owner!r}")
         if isinstance(self.atomic, str) and self.atomic not in list(connections):
             raise ImproperlyConfigured(f"atomic={self.atomic!r} is not an alias of DATABASES")
-        backend = registry[self.using].backend
-        if self.shared or self.fair or self.limit > 1 or self.owner is not None:
-            self._check_engine(backend)
+        several = self.using.__class__ is tuple
+        if several or self.shared or self.fair or self.limit > 1 or self.owner is not None:
+            self._check_engines()
+        else:
+            registry[self.using]  # type: ignore[index]
+
+    def _check_engines(self) -> None:
+        if not self.using:
+            raise ValueError("using=() names no alias")
+        if self.shared and self.limit > 1:
+            raise ValueError("shared=True and limit= cannot be combined")
+        if self.owner is not None and not (isinstance(self.owner, str) and self.owner):
+            raise ValueError(f"owner must be a name, not {self.owner!r}")
+        for alias in aliases_of(self.using):
+            self._check_engine(registry[alias].backend)
 
     def _check_engine(self, backend: BaseLockBackend) -> None:
         for wanted, able, what in (
@@ -94,7 +106,7 @@ class Lock(WithBlock[Hold]):
         ):
             if wanted and not able:
                 engine = type(backend).__name__
-                raise ValueError(f"{what} is not possible with {engine} (alias {self.using!r})")
+                raise ValueError(f"{what} is not possible with {engine} (alias {backend.alias!r})")
 
     def acquire(self, wait: float | None = UNSET) -> Hold:
         """Take the lock; raise LockBusy (wait=0), LockTimeout or BackendError."""
@@ -107,6 +119,8 @@ class Lock(WithBlock[Hold]):
     def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
         if asyncio._get_running_loop() is not None:
             identity.refuse_to_block("`async with`, or `await lock.aacquire()`")
+        if self.using.__class__ is tuple:
+            return self._on_all()._acquire(wait, entered=entered)  # type: ignore[return-value]
         attempt = Attempt(self, wait)
         if (hold := attempt.reenter(entered=entered)) is not None:
             return hold
@@ -144,6 +158,9 @@ class Lock(WithBlock[Hold]):
 
     async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
         self._no_atomic()
+        if self.using.__class__ is tuple:
+            holds = await self._on_all()._aacquire(wait, entered=entered)
+            return holds  # type: ignore[return-value]
         attempt = Attempt(self, wait)
         if self.release != "now":
             await check_caller(self.name)
@@ -184,15 +201,20 @@ class Lock(WithBlock[Hold]):
         Raise LockLost if it is too late, ValueError for an invalid text, and BackendError if the
         backend does not answer: then try again.
         """
-        attempt, grant = cls._resuming(text, renew, max_hold)
-        return attempt.resumed(grant, attempt.backend.extend(grant, attempt.ttl))
+        parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
+        return _resumed(
+            parts, [attempt.backend.extend(grant, attempt.ttl) for attempt, grant in parts]
+        )
 
     @classmethod
     async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Like `resume`, without blocking the event loop."""
-        attempt, grant = cls._resuming(text, renew, max_hold)
-        backend = attempt.backend
-        return attempt.resumed(grant, await in_thread(backend, backend.extend, grant, attempt.ttl))
+        parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
+        answers = [
+            await in_thread(attempt.backend, attempt.backend.extend, grant, attempt.ttl)
+            for attempt, grant in parts
+        ]
+        return _resumed(parts, answers)
 
     @classmethod
     def _resuming(cls, text: str, renew: bool, max_hold: float | None) -> tuple[Attempt, Grant]:
@@ -207,7 +229,8 @@ class Lock(WithBlock[Hold]):
 
     def holders(self) -> list[Holding]:
         """Ask the backend for the holders of the lock."""
-        return list(registry[self.using].backend.holders(names.key_of(self.name)))
+        key = names.key_of(self.name)
+        return [h for alias in aliases_of(self.using) for h in registry[alias].backend.holders(key)]
 
     def clear(self, *, if_version: str | None = None, user: str = "", reason: str = "") -> int:
         """Take the lock away from its holders; return how many.
@@ -215,7 +238,19 @@ class Lock(WithBlock[Hold]):
         With `if_version` only from the holding with that `version`. The holder's renewal fails,
         and its fencing token is stale at once.
         """
-        return clear(self.using, names.key_of(self.name), self.name, if_version, user, reason)
+        key = names.key_of(self.name)
+        aliases = aliases_of(self.using)
+        return sum(clear(alias, key, self.name, if_version, user, reason) for alias in aliases)
+
+    def _on_all(self) -> AllOf:
+        """Return what takes it on each of its aliases."""
+        locks = []
+        for alias in aliases_of(self.using):
+            lock = copy(self)  # its options were looked at before
+            object.__setattr__(lock, "using", alias)
+            object.__setattr__(lock, "atomic", False)  # the block is inside of all
+            locks.append(lock)
+        return AllOf(tuple(locks))
 
     def _no_atomic(self) -> None:
         if self.atomic:
@@ -236,7 +271,7 @@ def clear(alias: str, key: str, name: str, version: str | None, user: str, reaso
     cleared = registry[alias].backend.clear(key, version)
     if cleared:
         facts = {"alias": alias, "name": name, "version": version, "user": user, "reason": reason}
-        name, user, reason = map(names.shown, (name, user, reason))
+        name, user, reason = map(shown, (name, user, reason))
         logger.warning(
             "%r (alias %r) cleared by %s%s",
             *(name, alias, user or "a program", f": {reason}" if reason else ""),
@@ -250,7 +285,7 @@ def prolong(alias: str, key: str, name: str, version: str, ttl: float, user: str
     """Let the holder of `version` keep `key` for `ttl` seconds or more; False: it is gone."""
     done = registry[alias].backend.prolong(key, version, ttl)
     if done:
-        name, user = map(names.shown, (name, user))
+        name, user = map(shown, (name, user))
         logger.warning(
             "%r (alias %r) extended to %g s by %s",
             *(name, alias, ttl, user),
@@ -259,14 +294,44 @@ def prolong(alias: str, key: str, name: str, version: str, ttl: float, user: str
     return done
 
 
-def release_half_taken(lock: Lock, held_before: Lease | None) -> None:
+def held_by_runner(lock: Lock) -> list[Lease | None]:
+    """Return what the current thread already has of `lock`; see `release_half_taken`."""
+    return leases_of_runner(lock.using, lock.name, shared=lock.shared)
+
+
+def release_half_taken(lock: Lock, held_before: list[Lease | None]) -> None:
     """Release a lock that was granted when a signal came before the caller got its hold.
 
     The traceback of the signal's exception still refers to it.
     """
-    lease = lease_of_runner(lock.using, lock.name, shared=lock.shared)
-    if lease is not None and lease is not held_before:
-        lease.end()
-        timer.cancel(lease)
-        with suppress(Exception):
-            lease.backend.release(lease.grant)
+    for lease in held_by_runner(lock):
+        if lease is not None and lease not in held_before:
+            lease.end()
+            timer.cancel(lease)
+            with suppress(Exception):
+                lease.backend.release(lease.grant)
+
+
+def _resumed(parts: list[tuple[Attempt, Grant]], answers: list[bool]) -> Hold:
+    """Return the hold, or the holds, of what was handed over; raise LockLost if any is gone."""
+    if not all(answers):
+        for (attempt, grant), ours in zip(parts, answers, strict=True):
+            if ours:
+                releaser.give_back(attempt.backend, grant)
+        name = shown(parts[0][0].lock.name)
+        raise LockLost(f"the lock {name!r} was not resumed in time")
+    holds = [attempt.hold(grant, attempt.started) for attempt, grant in parts]
+    return holds[0] if len(holds) == 1 else Holds(holds)  # type: ignore[return-value]
+
+
+def all_of(*locks: Lock) -> AllOf:
+    """Combine locks that are taken all or none: `with all_of(a, b) as (hold_a, hold_b)`."""
+    if not locks:
+        raise ValueError("all_of() needs at least one lock")
+    if any(lock.atomic for lock in locks):
+        raise ValueError(
+            "all_of() does not take locks with atomic=: open atomic() inside its `with`"
+        )
+    if any(isinstance(lock.using, tuple) for lock in locks):
+        raise ValueError("all_of() takes locks of one alias: name the lock once for each alias")
+    return AllOf(locks)

@@ -66,6 +66,17 @@ def checked_wait(wait: Any) -> float | None:
     return None if wait > sys.float_info.max else float(wait)
 
 
+def aliases_of(using: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the aliases that `using=` names: one, or several in a tuple."""
+    return using if isinstance(using, tuple) else (using,)
+
+
+def using_in(text: str) -> str | tuple[str, ...]:
+    """Return what `using=` is for the argument of a command: several aliases by commas."""
+    aliases = tuple(text.split(","))
+    return aliases if len(aliases) > 1 else text
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One alias of the setting, ready to use."""

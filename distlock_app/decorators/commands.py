@@ -16,10 +16,9 @@ from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
 
-from ..core.acquiring import lease_of_runner
 from ..core.hold import Hold
-from ..core.lock import Lock, release_half_taken
-from ..core.registry import checked_ttl, checked_wait, registry
+from ..core.lock import Lock, held_by_runner, release_half_taken
+from ..core.registry import aliases_of, checked_ttl, checked_wait, registry
 from ..errors import BackendError, LockBusy, LockError, LockLost
 from ..primitives import identity
 from ..primitives.logs import logger
@@ -84,7 +83,8 @@ def locked_command(
     else:
         probe({**lock_options, "wait": wait})
         if at_least:
-            _check_at_least(at_least, using)
+            for alias in aliases_of(using):
+                _check_at_least(at_least, alias)
     atomic = lock_options.pop("atomic", False)
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
@@ -210,7 +210,7 @@ class _Guard:
         """Call `handle` under the lock, and release the lock in any case."""
         if self.at_least and open_blocks():
             raise LockError("at_least= is not possible inside atomic()")
-        held_before = lease_of_runner(lock.using, lock.name, shared=lock.shared)
+        held_before = held_by_runner(lock)
         hold: Hold | None = None
         with _Termination() as termination:
             started = monotonic()

@@ -13,10 +13,10 @@ from asgiref.sync import iscoroutinefunction
 from django.conf import settings
 from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 
-from ..core.acquiring import lease_of_runner
+from ..core.acquiring import leases_of_runner
 from ..core.in_transaction import held_in_transaction, transaction_under_lock
 from ..core.lock import Lock
-from ..core.registry import registry
+from ..core.registry import aliases_of, registry
 from ..errors import LockBusy, LockLost, NotHeld
 from ..primitives.names import Made, shown
 from .naming import NameTemplate, arguments, parameters_of, signature_of
@@ -112,7 +112,9 @@ def locked(
     return decorate if function is None else decorate(function)
 
 
-def assert_locked(name: str, *, using: str = "default", shared: bool = False) -> None:
+def assert_locked(
+    name: str, *, using: str | tuple[str, ...] = "default", shared: bool = False
+) -> None:
     """Raise NotHeld unless the current thread or task is inside a `with` of the lock.
 
     Raise LockLost if the lock was lost. The decorators count as a `with`, a bare acquire() does
@@ -120,11 +122,15 @@ def assert_locked(name: str, *, using: str = "default", shared: bool = False) ->
     a shared hold is enough. A semaphore permit (`limit=`) does not exclude others and does not
     count. Sends no request.
     """
-    if held_in_transaction(name, using):
+    for alias in aliases_of(using):
+        _assert_locked(name, alias, (False, True) if shared else (False,))
+
+
+def _assert_locked(name: str, alias: str, modes: tuple[bool, ...]) -> None:
+    if held_in_transaction(name, alias):
         return
-    modes = (False, True) if shared else (False,)
     for mode in modes:
-        lease = lease_of_runner(using, name, shared=mode)
+        [lease] = leases_of_runner(alias, name, shared=mode)
         if lease is not None and lease.entered:
             if lease.doubtful:
                 raise LockLost(f"the lock {shown(name)!r} may belong to another owner by now")
@@ -189,6 +195,9 @@ def probe(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None
     """
     if in_transaction and (others := set(lock_options) - {"wait", "using"}):
         raise TypeError(f"in_transaction=True allows only wait= and using=, not {min(others)}=")
+    using = lock_options.get("using", "default")
+    if in_transaction and isinstance(using, tuple):
+        raise TypeError(f"in_transaction=True allows only one alias, not using={using!r}")
     if not settings.configured:
         return
     try:
@@ -196,7 +205,7 @@ def probe(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None
     except AppRegistryNotReady:
         pass  # decorated in a models.py: the first call reports it
     except ImproperlyConfigured:
-        if not registry.misconfigured(lock_options.get("using", "default")):
+        if not any(registry.misconfigured(alias) for alias in aliases_of(using)):
             raise
 
 

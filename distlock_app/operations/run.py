@@ -13,9 +13,8 @@ from time import sleep
 from types import FrameType
 from typing import Any
 
-from ..core.acquiring import lease_of_runner
 from ..core.hold import Hold
-from ..core.lock import Lock, release_half_taken
+from ..core.lock import Lock, held_by_runner, release_half_taken
 from ..errors import BackendError, LockBusy, LockLost
 from ..primitives.timing import full_jitter
 from . import tethered
@@ -109,7 +108,7 @@ def _started(program: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 def _acquire(lock: Lock, signals: _Signals) -> Hold:
     """Take the lock; a signal ends the waiting, but no longer once it is ours."""
-    held_before = lease_of_runner(lock.using, lock.name, shared=lock.shared)
+    held_before = held_by_runner(lock)
     try:
         hold = lock.acquire()
         signals.ends_us = False

@@ -19,8 +19,9 @@ from django.core.management.base import CommandError, CommandParser
 
 from distlock_app.backends.base import Purgeable
 from distlock_app.claims import Holding
+from distlock_app.core.acquiring import UNSET
 from distlock_app.core.lock import Lock, clear
-from distlock_app.core.registry import registry
+from distlock_app.core.registry import aliases_of, registry, using_in
 from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by
 from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.management.looking import Looking, json_of
@@ -141,9 +142,8 @@ class Command(Looking):
         answer = {"to_purge" if dry_run else "purged": count}
         self.stdout.write(json_of(answer) if as_json else text)
 
-    def _run(self, *, using: str, wait: float | None, **options: Any) -> int:
-        wait = registry[using].wait if wait is None else wait
-        return self._under_lock(run, using=using, wait=wait, **options)
+    def _run(self, *, wait: float | None, **options: Any) -> int:
+        return self._under_lock(run, wait=UNSET if wait is None else wait, **options)
 
     def _lead(self, **options: Any) -> int:
         def report(error: Exception) -> None:
@@ -162,12 +162,13 @@ class Command(Looking):
         program: list[str],
         **options: Any,
     ) -> int:
-        entry = registry[using]
-        if entry.backend.local:
-            kind = type(entry.backend).__name__
-            self.stderr.write(f"{using}: {kind} does not exclude other processes")
+        aliases = using_in(using)
+        for alias in aliases_of(aliases):
+            if (backend := registry[alias].backend).local:
+                kind = type(backend).__name__
+                self.stderr.write(f"{alias}: {kind} does not exclude other processes")
         try:
-            lock = Lock(name, using=using, wait=wait, ttl=entry.ttl if ttl is None else ttl)
+            lock = Lock(name, using=aliases, wait=wait, ttl=UNSET if ttl is None else ttl)
         except ValueError as error:
             raise CommandError(str(error)) from error
         # Not the arguments: there may be a password among them.

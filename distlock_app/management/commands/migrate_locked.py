@@ -10,7 +10,7 @@ from django.core.management.commands.migrate import Command as Migrate
 from django.db import connections
 
 from distlock_app.backends.database.backend import DatabaseBackend
-from distlock_app.core.registry import registry
+from distlock_app.core.registry import aliases_of, registry, using_in
 from distlock_app.decorators.commands import locked_command
 
 # Locks of the database server itself need no table, which may not be there yet.
@@ -21,19 +21,21 @@ SERVERS_OWN = {
 WAIT = 600.0  # seconds; the longest migrations take minutes
 
 
-def lock_alias(*, database: str, lock_using: str | None, **options: Any) -> str:
-    """Return the alias of the backend that decides who migrates."""
+def lock_alias(*, database: str, lock_using: str | None, **options: Any) -> str | tuple[str, ...]:
+    """Return the alias, or the aliases, of the backend that decides who migrates."""
     if lock_using is not None:
-        try:
-            backend = registry[lock_using].backend
-        except ImproperlyConfigured as error:
-            raise CommandError(str(error)) from error
-        if isinstance(backend, DatabaseBackend):
-            raise CommandError(
-                f"DISTLOCK[{lock_using!r}] keeps its locks in a table, which migrations make and "
-                "change: name another alias with --lock-using."
-            )
-        return lock_using
+        using = using_in(lock_using)
+        for alias in aliases_of(using):
+            try:
+                backend = registry[alias].backend
+            except ImproperlyConfigured as error:
+                raise CommandError(str(error)) from error
+            if isinstance(backend, DatabaseBackend):
+                raise CommandError(
+                    f"DISTLOCK[{alias!r}] keeps its locks in a table, which migrations make and "
+                    "change: name another alias with --lock-using."
+                )
+        return using
     vendor = connections[database].vendor
     if vendor not in SERVERS_OWN:
         raise CommandError(
@@ -54,6 +56,6 @@ class Command(Migrate):
         parser.add_argument(
             "--lock-using",
             metavar="ALIAS",
-            help="The alias of DISTLOCK to lock with; default: locks of the database server "
-            "(MySQL, MariaDB, PostgreSQL).",
+            help="The alias of DISTLOCK to lock with, or several separated by commas; default: "
+            "locks of the database server (MySQL, MariaDB, PostgreSQL).",
         )
