@@ -22,6 +22,7 @@ from .signals import (
     lock_acquired,
     lock_busy,
     lock_cleared,
+    lock_failed,
     lock_lost,
     lock_released,
     version_conflict,
@@ -30,7 +31,7 @@ from .signals import (
 # Seconds. Locks are waited for and held for milliseconds, and for minutes.
 BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
-WAITED = "Seconds of waiting for a lock, until it was acquired or given up as busy."
+WAITED = "Seconds of waiting for a lock, until it was acquired, busy, or its backend down."
 HELD = "Seconds that a lock was held, until it was released or lost."
 CLEARED = "Locks that were taken away by hand."
 CONFLICTS = "Saves of a versioned model that had a conflict with another writer."
@@ -44,9 +45,10 @@ ByTemplate = dict[tuple[str, str], int]
 def use_prometheus(registry: Any = None) -> None:
     """Count in `registry` (default: prometheus_client's own) from now on.
 
-    Histograms `distlock_wait_seconds` (outcome: acquired, busy) and `distlock_hold_seconds`
-    (released, lost), counters `distlock_cleared_total` and `distlock_version_conflicts_total`,
-    gauges `distlock_held` and `distlock_waiting` of this process.
+    Histograms `distlock_wait_seconds` (outcome: acquired, busy, failed, opened)
+    and `distlock_hold_seconds` (released, lost), counters `distlock_cleared_total` and
+    `distlock_version_conflicts_total`, gauges `distlock_held` and `distlock_waiting` of this
+    process.
     """
     from prometheus_client import REGISTRY, Counter, Histogram
     from prometheus_client.core import GaugeMetricFamily
@@ -154,6 +156,8 @@ def _listen(
 
     connect(lock_acquired, timed(waited, "acquired", "waited"))
     connect(lock_busy, timed(waited, "busy", "waited"))
+    failed, opened = timed(waited, "failed", "waited"), timed(waited, "opened", "waited")
+    connect(lock_failed, lambda **facts: (opened if facts["opened"] else failed)(**facts))
     connect(lock_released, timed(held, "released", "held"))
     connect(lock_lost, timed(held, "lost", "held"))
     connect(lock_cleared, lambda alias, name, **_: cleared(alias, template_of(name)))

@@ -1,4 +1,4 @@
-"""Django signals: a lock was acquired, refused, released, lost or cleared; a version conflict.
+"""Django signals: what became of a lock, or of the attempt to take it; a version conflict.
 
 Receivers get `alias`, `name` and the arguments named below; durations are seconds. They run
 robustly: one that raises is logged by Django and breaks no lock. `sender` is the class of the
@@ -15,6 +15,7 @@ from .primitives.logs import fields, logger
 
 lock_acquired = Signal()  # waited, fence
 lock_busy = Signal()  # waited
+lock_failed = Signal()  # waited, error, opened
 lock_released = Signal()  # held, fence
 lock_lost = Signal()  # held, fence, reason
 lock_cleared = Signal()  # version, user, reason

@@ -42,6 +42,16 @@ def held():
     return HttpResponse(" ".join(sorted(holder.name for holder in holders())))
 
 
+@pytest.fixture
+def down(monkeypatch):
+    """Let the backend fail."""
+
+    def fail(claim, wait):
+        raise BackendError("no route to db7")
+
+    monkeypatch.setattr(registry["locmem"].backend, "acquire", fail)
+
+
 def post(view, *args, user=None, path="/", **kwargs):
     """Call the view with a POST of `user`."""
     request = RequestFactory().post(path, **kwargs.pop("extra", {}))
@@ -300,18 +310,49 @@ def test_a_lock_that_the_view_itself_finds_busy_is_its_own_affair():
     assert holders() == []
 
 
-def test_an_engine_that_is_down_is_not_taken_for_a_busy_lock(monkeypatch):
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("accept", ["text/html", "application/json"])
+def test_with_the_backend_down_it_is_503_with_the_time_after_which_to_try_again(
+    down, accept, caplog
+):
+    @on_locmem("a", status=409, busy_response=lambda request, busy: HttpResponse("busy"))
+    def pay(request):
+        raise AssertionError("not under the lock")
+
+    @on_locmem("a", in_transaction=True)
+    def pay_in_transaction(request):
+        raise AssertionError("not under the lock")
+
+    @on_locmem("a")
+    async def pay_async(request):
+        raise AssertionError("not under the lock")
+
+    request = AsyncRequestFactory().post("/", headers={"accept": accept})
+    request.user = AnonymousUser()
+    answers = [
+        post(view, extra={"headers": {"accept": accept}}) for view in (pay, pay_in_transaction)
+    ]
+    answers.append(asyncio.run(pay_async(request)))
+
+    for answer in answers:
+        assert (answer.status_code, answer["Retry-After"]) == (503, "10")
+        assert answer["Cache-Control"] == "no-store"
+        assert (b'"retry_after": 10' in answer.content) == (accept == "application/json")
+        assert b"db7" not in answer.content
+    assert caplog.messages == 3 * [
+        "answered 503: cannot take the lock 'a' (alias 'locmem'): no route to db7"
+    ]
+    assert [record.lock_event for record in caplog.records] == 3 * ["unavailable"]
+
+
+def test_a_backend_that_the_view_itself_finds_down_is_its_own_affair():
     @on_locmem("a")
     def pay(request):
-        pass
-
-    def down(claim, wait):
-        raise BackendError("down")
-
-    monkeypatch.setattr(registry["locmem"].backend, "acquire", down)
+        raise BackendError("no route to db7")
 
     with pytest.raises(BackendError):
         post(pay)
+    assert holders() == []
 
 
 # Kinds of views

@@ -17,7 +17,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from distlock_app import Lock, LockBusy, LockLost, bucket, locked, metrics, named, signals
+from distlock_app import (
+    BackendError,
+    Lock,
+    LockBusy,
+    LockLost,
+    bucket,
+    locked,
+    metrics,
+    named,
+    signals,
+)
 from distlock_app.primitives.names import template_of
 from distlock_app.testing import held_elsewhere, lose
 from tests import engines
@@ -26,7 +36,7 @@ from tests.engines import running, until
 from tests.test_docs import ROOT, blocks
 
 engine = pytest.fixture(engines.install)
-SIGNALS = ("acquired", "busy", "released", "lost", "cleared")
+SIGNALS = ("acquired", "busy", "failed", "released", "lost", "cleared")
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +104,22 @@ def test_prometheus_sees_what_is_held_and_waited_for_now(engine, prometheus):
 
     assert prometheus("distlock_waiting", **invoice) is None
     assert prometheus("distlock_held", **invoice) is None
+
+
+def test_what_a_backend_that_is_down_refused_or_let_pass_is_counted(settings, prometheus):
+    down = {"BACKEND": "tests.failing_engines.UnreachedBackend"}
+    settings.DISTLOCK = {"strict": down, "open": {**down, "ON_DOWN": "open"}}
+
+    Lock("a", using="open").acquire().release()
+    with pytest.raises(BackendError):
+        Lock("a", using="strict").acquire()
+
+    def count(alias, outcome):
+        labels = {"alias": alias, "template": "", "outcome": outcome}
+        return prometheus("distlock_wait_seconds_count", **labels)
+
+    assert (count("open", "opened"), count("open", "failed")) == (1, None)
+    assert (count("strict", "opened"), count("strict", "failed")) == (None, 1)
 
 
 @pytest.mark.django_db

@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..backends.base import Purgeable
 from ..claims import Holding
-from ..core import lock as core_lock
+from ..core import people
 from ..core.registry import MAX_TTL, registry
 from ..errors import BackendError
 from ..models import LiveLock
@@ -131,7 +131,7 @@ def clear(row: LiveLock, user: str, reason: str) -> str:
     """Take the lock from the holder in `row`; return why not, or nothing if it is done."""
     held = row.holding
     try:
-        if core_lock.clear(held.alias, held.key, row.name, held.version, user, reason):
+        if people.clear(held.alias, held.key, row.name, held.version, user, reason):
             return ""
     except BackendError as error:
         why = Health(alias=held.alias, error=error).reason
@@ -147,7 +147,7 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
     if not may_extend(row):
         return gettext("Locks of “%(alias)s” cannot be extended here.") % {"alias": held.alias}
     try:
-        if core_lock.prolong(held.alias, held.key, row.name, held.version, seconds, user):
+        if people.prolong(held.alias, held.key, row.name, held.version, seconds, user):
             return ""
     except BackendError as error:
         return Health(alias=held.alias, error=error).reason

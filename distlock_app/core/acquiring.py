@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
 from ..claims import Claim, Grant
-from ..errors import LockBusy
+from ..errors import BackendError, LockBusy
 from ..primitives import identity, names, transactions
 from ..primitives.logs import SLOW_WAIT, fields, logger
+from ..primitives.names import shown
 from ..primitives.timing import monotonic
 from .hold import Hold
 from .lease import Lease
@@ -128,11 +130,33 @@ class Attempt:
             self.note_wait("slow_wait", grant)
         return hold
 
+    def give_back(self, claim: Claim, error: BaseException) -> None:
+        """Have released what may have been granted without our hearing of it."""
+        if isinstance(error, Exception):
+            releaser.give_back(self.backend, Grant(claim))
+        else:  # Ctrl-C: the process may end before a worker could do it
+            with suppress(Exception):
+                self.backend.release(Grant(claim))
+
+    def opened(self, claim: Claim, error: BackendError, *, entered: bool = False) -> Hold:
+        """Return a hold of nothing, for the backend is down; raise `error` if ON_DOWN says so."""
+        stand_in = registry[self.lock.using].stand_in
+        if stand_in is None:
+            raise error
+        name = shown(self.lock.name)
+        logger.warning(
+            "going on without the lock %r (alias %r), whose backend is down: %s",
+            *(name, self.lock.using, error),
+            extra=fields("opened", self.lock.using, Grant(claim), error=str(error)),
+        )
+        self.backend = stand_in
+        return self.hold(Grant(claim), monotonic(), entered=entered)
+
     def note_wait(self, event: str, grant: Grant | None = None) -> None:
         """Log the outcome of a long wait."""
         waited = monotonic() - self.started
         if waited >= SLOW_WAIT:
-            name = names.shown(self.lock.name)
+            name = shown(self.lock.name)
             logger.info(
                 "%s the lock %r (alias %r) after %.3f s",
                 *("got" if grant else "gave up waiting for", name, self.lock.using, waited),
@@ -145,7 +169,7 @@ class Attempt:
             lease = self.runner.held.get((*self.lease_key[:2], *mode))
             if lease is None or not lease.holds or lease.lost:
                 continue
-            name = names.shown(self.lock.name)
+            name = shown(self.lock.name)
             text = f"this thread or task already holds the lock {name!r}"
             if (self.lock.shared, self.lock.limit) != mode:
                 kind = "shared" if mode[0] else "exclusively" if mode[1] == 1 else "as a permit"
@@ -162,6 +186,12 @@ class Attempt:
             "name": self.lock.name,
             "waited": monotonic() - self.started,
         }
+
+    def failed(self, claim: Claim, error: BackendError) -> dict[str, Any]:
+        """Give back what may have been granted; return what the signal of that says."""
+        self.give_back(claim, error)
+        opened = registry[self.lock.using].stand_in is not None
+        return {**self.facts(), "error": str(error), "opened": opened}
 
 
 def leases_of_runner(using: Any, name: str, *, shared: bool = False) -> list[Lease | None]:

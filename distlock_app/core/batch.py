@@ -56,6 +56,11 @@ class Together:
             self.holds.append(attempt.hold(grant, grant.asked_at or 0.0))
         return self.holds
 
+    @property
+    def asked(self) -> list[tuple[Attempt, Claim]]:
+        """The attempts, and what each asked for."""
+        return list(zip(self.attempts, self.claims, strict=True))
+
     def give_back(self, *, at_once: bool = False) -> None:
         """Release what may have been granted; `at_once` if this process may end soon."""
         for hold in self.holds:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from ..errors import LockBusy, LockTimeout, NotHeld
+from ..errors import BackendError, LockBusy, LockTimeout, NotHeld
 from ..primitives import identity, names
 from ..primitives.names import shown
 from ..primitives.timing import Deadline
-from ..signals import asend, lock_acquired, send
+from ..signals import asend, lock_acquired, lock_failed, send
 from .acquiring import UNSET
 from .batch import Together
 from .entered import Entered, WithBlock
@@ -47,6 +47,11 @@ class Holds(tuple[Hold, ...], Entered):
     def lost(self) -> bool:
         """Whether another owner may have one of them by now."""
         return any(hold.lost for hold in self)
+
+    @property
+    def opened(self) -> bool:
+        """Whether one of them locks nothing, because its backend was down."""
+        return any(hold.opened for hold in self)
 
     @property
     def released(self) -> bool:
@@ -221,6 +226,10 @@ class AllOf(WithBlock[Holds]):
                 for hold, attempt in zip(holds, together.attempts, strict=True):
                     send(lock_acquired, {"fence": hold.fence, **attempt.facts()})
             return Holds(holds)
+        except BackendError as error:
+            for attempt, claim in together.asked:
+                send(lock_failed, attempt.failed(claim, error))
+            return Holds(each.opened(claim, error) for each, claim in together.asked)
         except BaseException as error:
             together.give_back(at_once=not isinstance(error, Exception))
             raise
@@ -244,6 +253,10 @@ class AllOf(WithBlock[Holds]):
                 for hold, attempt in zip(holds, together.attempts, strict=True):
                     await asend(lock_acquired, {"fence": hold.fence, **attempt.facts()})
             return Holds(holds)
+        except BackendError as error:
+            for attempt, claim in together.asked:
+                await asend(lock_failed, attempt.failed(claim, error))
+            return Holds(each.opened(claim, error) for each, claim in together.asked)
         except BaseException as error:
             # If cancelled during the request, in_thread() gives back when the request has ended.
             if together.holds or isinstance(error, Exception):

@@ -54,6 +54,11 @@ class Hold(Ending):
         lease = self._lease
         return lease.lost_because is not None or (not self.released and lease.doubtful)
 
+    @property
+    def opened(self) -> bool:
+        """Whether nothing is locked: the backend was down, and `ON_DOWN` of its alias is "open"."""
+        return self._lease.lease_key[0] is not self._lease.backend
+
     def check(self) -> None:
         """Raise LockLost if the lock may no longer be ours, NotHeld after the release.
 

@@ -15,12 +15,11 @@ from django.db import connections
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant, Holding
-from ..errors import LockBusy, LockError, LockLost
+from ..errors import BackendError, LockBusy, LockError, LockLost
 from ..primitives import identity, names
-from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.transactions import check_caller
-from ..signals import asend, lock_acquired, lock_busy, lock_cleared, send
+from ..signals import asend, lock_acquired, lock_busy, lock_failed, send
 from .acquiring import UNSET, Attempt, leases_of_runner
 from .entered import WithBlock
 from .groups import AllOf, Holds
@@ -28,6 +27,7 @@ from .handover import unpacked
 from .hold import Hold
 from .lease import Lease
 from .offloading import in_thread
+from .people import clear
 from .registry import LONG_TTL, MIN_TTL, aliases_of, checked_ttl, checked_wait, registry
 from .releasing import releaser
 from .timer import timer
@@ -135,18 +135,16 @@ class Lock(WithBlock[Hold]):
         except LockBusy as busy:
             attempt.explain(busy)
             attempt.note_wait("timeout")
-            if lock_busy.receivers:
-                send(lock_busy, attempt.facts())
+            send(lock_busy, attempt.facts())
             raise
+        except BackendError as error:
+            send(lock_failed, attempt.failed(claim, error))
+            return attempt.opened(claim, error, entered=entered)
         except BaseException as error:
-            # It may have been granted although the answer was lost.
             if hold is not None:
                 hold.leave(error, unused=True)
-            elif isinstance(error, Exception):
-                releaser.give_back(attempt.backend, Grant(claim))
-            else:  # Ctrl-C: the process may end before a worker does it
-                with suppress(Exception):
-                    attempt.backend.release(Grant(claim))
+            else:
+                attempt.give_back(claim, error)
             raise
 
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
@@ -180,9 +178,11 @@ class Lock(WithBlock[Hold]):
         except LockBusy as busy:
             attempt.explain(busy)
             attempt.note_wait("timeout")
-            if lock_busy.receivers:
-                await asend(lock_busy, attempt.facts())
+            await asend(lock_busy, attempt.facts())
             raise
+        except BackendError as error:
+            await asend(lock_failed, attempt.failed(claim, error))
+            return attempt.opened(claim, error, entered=entered)
         except BaseException as error:
             if hold is not None:  # cancelled meanwhile: do not wait for the backend
                 hold.abandon()
@@ -264,34 +264,6 @@ def _check_max_hold(seconds: Any) -> None:
         raise TypeError(f"max_hold must be a number of seconds, not {seconds!r}")
     if not seconds >= MIN_TTL:
         raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")
-
-
-def clear(alias: str, key: str, name: str, version: str | None, user: str, reason: str) -> int:
-    """Take the lock of `key` from its holders; return how many. Logged and signalled."""
-    cleared = registry[alias].backend.clear(key, version)
-    if cleared:
-        facts = {"alias": alias, "name": name, "version": version, "user": user, "reason": reason}
-        name, user, reason = map(shown, (name, user, reason))
-        logger.warning(
-            "%r (alias %r) cleared by %s%s",
-            *(name, alias, user or "a program", f": {reason}" if reason else ""),
-            extra=fields("cleared", alias, name=name, key=key, user=user, reason=reason),
-        )
-        send(lock_cleared, {"sender": type(registry[alias].backend), **facts})
-    return cleared
-
-
-def prolong(alias: str, key: str, name: str, version: str, ttl: float, user: str) -> bool:
-    """Let the holder of `version` keep `key` for `ttl` seconds or more; False: it is gone."""
-    done = registry[alias].backend.prolong(key, version, ttl)
-    if done:
-        name, user = map(shown, (name, user))
-        logger.warning(
-            "%r (alias %r) extended to %g s by %s",
-            *(name, alias, ttl, user),
-            extra=fields("prolonged", alias, name=name, key=key, user=user, ttl=ttl),
-        )
-    return done
 
 
 def held_by_runner(lock: Lock) -> list[Lease | None]:

@@ -16,6 +16,7 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from ..backends.base import BaseLockBackend
+from ..backends.dummy import DummyBackend
 from ..primitives.logs import fields, logger
 
 DEFAULT_SETTING: dict[str, dict[str, Any]] = {
@@ -24,7 +25,7 @@ DEFAULT_SETTING: dict[str, dict[str, Any]] = {
         "LOCATION": "default",
     }
 }
-KEYS = frozenset({"BACKEND", "LOCATION", "TTL", "WAIT", "OPTIONS"})
+KEYS = frozenset({"BACKEND", "LOCATION", "TTL", "WAIT", "ON_DOWN", "OPTIONS"})
 # The extra of distlock_app that installs a backend's dependency.
 EXTRAS = {
     "redis": "redis",
@@ -85,16 +86,25 @@ class Entry:
     backend: BaseLockBackend
     ttl: float
     wait: float | None
+    # Takes its place while it is down, and locks nothing; None: BackendError is raised then.
+    stand_in: BaseLockBackend | None
 
 
 def check_deployed(entry: Entry) -> Iterator[checks.CheckMessage]:
-    """Warn of a backend that does not exclude other processes, unless DEBUG is on."""
+    """Report a backend that does not exclude other processes, or not while it is down."""
     if entry.backend.local and not settings.DEBUG:
         yield checks.Warning(
             f"DISTLOCK[{entry.alias!r}] uses {type(entry.backend).__name__}, "
             "which does not exclude other processes.",
             hint="Use a backend that all processes share, such as the lock table.",
             id="distlock_app.W003",
+        )
+    if entry.stand_in is not None:
+        yield checks.Info(
+            f"DISTLOCK[{entry.alias!r}] has ON_DOWN = 'open': while its backend is down, nothing "
+            "is locked.",
+            hint="Use 'raise' for locks that protect data.",
+            id="distlock_app.I001",
         )
 
 
@@ -177,7 +187,10 @@ class Registry:
             wait = checked_wait(params.get("WAIT", DEFAULT_WAIT))
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"{where}: {error}.") from error
-        return Entry(alias, _backend(alias, params, where), ttl, wait)
+        if (on_down := params.get("ON_DOWN", "raise")) not in ("raise", "open"):
+            raise ImproperlyConfigured(f"{where}: 'ON_DOWN' must be 'raise' or 'open'.")
+        stand_in = DummyBackend(alias=alias) if on_down == "open" else None
+        return Entry(alias, _backend(alias, params, where), ttl, wait, stand_in)
 
 
 def _robustly(call: Callable[[], None], alias: str) -> None:

@@ -1,4 +1,4 @@
-"""What `locked_view` answers while another request has the lock: a page, JSON or a line of text."""
+"""What `locked_view` answers if it does not get the lock: a page, JSON or a line of text."""
 
 from __future__ import annotations
 
@@ -13,25 +13,37 @@ from django.template.loader import render_to_string
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext
 
-from ..errors import LockBusy
+from ..core.registry import aliases_of
+from ..errors import BackendError, LockBusy
+from ..primitives.logs import fields, logger
+from ..primitives.names import shown
 
 # A claim mostly ends long before its ttl does, which is all that the backend knows.
 LONGEST_RETRY_AFTER = 10
+UNAVAILABLE = 503
 # Seconds after which the page goes back. That repeats no request, so it may be soon.
 BACK_AFTER = 3
 
 
-def answer(request: Any, busy: LockBusy, *, methods: Collection[str], status: int) -> HttpResponse:
+def answer(
+    request: Any, error: LockBusy | BackendError, *, methods: Collection[str], status: int
+) -> HttpResponse:
     """Return what the client prefers; it names neither the lock nor its holder.
 
-    That would show one visitor to another. Nor does it say "try again": this may be a payment.
+    That would show one visitor to another. Nor does it say "try again" while the lock is held:
+    this may be a payment. With the backend down, nothing was done: 503.
     """
-    text = gettext("Your request is already being processed.")
-    seconds = min(max(1, math.ceil(busy.free_in or 0)), LONGEST_RETRY_AFTER)
+    if isinstance(error, BackendError):
+        text = gettext("Your request was not processed. Please try again later.")
+        status, seconds, back = UNAVAILABLE, LONGEST_RETRY_AFTER, ""
+    else:
+        text = gettext("Your request is already being processed.")
+        seconds = min(max(1, math.ceil(error.free_in or 0)), LONGEST_RETRY_AFTER)
+        back = _page_before(request, methods)
     wanted = request.get_preferred_type(["text/plain", "text/html", "application/json"])
     if wanted == "application/json":
         response: HttpResponse = JsonResponse({"detail": text, "retry_after": seconds})
-    elif wanted == "text/html" and (page := _page(request, text, methods)):
+    elif wanted == "text/html" and (page := _page(request, text, back)):
         response = HttpResponse(page)
     else:
         response = HttpResponse(f"{text}\n", content_type="text/plain; charset=utf-8")
@@ -41,9 +53,19 @@ def answer(request: Any, busy: LockBusy, *, methods: Collection[str], status: in
     return response
 
 
-def _page(request: Any, text: str, methods: Collection[str]) -> str:
+def log_unavailable(name: str, using: str | tuple[str, ...], error: BackendError) -> None:
+    """Log why the answer is 503."""
+    alias = ", ".join(aliases_of(using))
+    logger.warning(
+        "answered 503: cannot take the lock %r (alias %r): %s",
+        *(shown(name), alias, error),
+        extra=fields("unavailable", alias, name=shown(name), error=str(error)),
+    )
+
+
+def _page(request: Any, text: str, back: str) -> str:
     """Return the page; nothing for a project that has no templates."""
-    context = {"text": text, "back": _page_before(request, methods), "back_after": BACK_AFTER}
+    context = {"text": text, "back": back, "back_after": BACK_AFTER}
     try:
         return render_to_string("distlock_app/busy.html", context, request)
     except TemplateDoesNotExist:

@@ -232,8 +232,7 @@ class _Guard:
                 else:
                     release_half_taken(lock, held_before)
                     if isinstance(error, BackendError):
-                        text = f"cannot take the lock {shown(lock.name)!r}: {error}"
-                        raise CommandError(text, returncode=EX_UNAVAILABLE) from error
+                        raise unavailable(lock, error) from error
                 raise
             self._end(hold, started, None)
         return result
@@ -318,6 +317,13 @@ def held_by(lock: Lock) -> str:
     # Its text may come from a stranger's URL, and goes to a terminal.
     by = shown(", ".join(who)) or "another process"
     return f"the lock {shown(lock.name)!r} is held by {by}{since}"
+
+
+def unavailable(lock: Lock, error: BackendError) -> CommandError:
+    """Return what to raise if the backend of the lock is down."""
+    aliases = ", ".join(aliases_of(lock.using))
+    text = f"cannot take the lock {shown(lock.name)!r} (alias {aliases!r}): {error}"
+    return CommandError(text, returncode=EX_UNAVAILABLE)
 
 
 def _command_name(command: type) -> str:

@@ -123,19 +123,14 @@ def assert_locked(
     count. Sends no request.
     """
     for alias in aliases_of(using):
-        _assert_locked(name, alias, (False, True) if shared else (False,))
-
-
-def _assert_locked(name: str, alias: str, modes: tuple[bool, ...]) -> None:
-    if held_in_transaction(name, alias):
-        return
-    for mode in modes:
-        [lease] = leases_of_runner(alias, name, shared=mode)
-        if lease is not None and lease.entered:
-            if lease.doubtful:
-                raise LockLost(f"the lock {shown(name)!r} may belong to another owner by now")
-            return
-    raise NotHeld(f"this code must run under the lock {shown(name)!r}, which is not held here")
+        if held_in_transaction(name, alias):
+            continue
+        leases = [leases_of_runner(alias, name, shared=mode)[0] for mode in {False, shared}]
+        entered = [lease for lease in leases if lease is not None and lease.entered]
+        if not entered:
+            raise NotHeld(f"this code must run under the lock {shown(name)!r}, which is not held")
+        if any(lease.doubtful for lease in entered):
+            raise LockLost(f"the lock {shown(name)!r} may belong to another owner by now")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from django.views.generic import View
 from ..core.hold import Hold
 from ..core.in_transaction import begun_under_lock, database_of
 from ..core.lock import Lock
-from ..errors import LockBusy
+from ..errors import BackendError, LockBusy
 from ..primitives import identity
 from .atomic_requests import in_transactions, mark, refuse_open
-from .busy import answer
+from .busy import answer, log_unavailable
 from .drf import as_the_view_sees_it
 from .functions import F, path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
 from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of, visitor
@@ -60,8 +60,8 @@ def locked_view(
     the name is the view, what the URL captured, and the visitor (user, session or
     address): that stops double clicks, not two users.
     Busy: `status` with Retry-After, as a page (`distlock_app/busy.html`), JSON or text, as the
-    client prefers, or what `busy_response(request, busy)` returns. By default nobody waits: a
-    worker that waits serves nobody else. Further options are those of Lock.
+    client prefers, or what `busy_response(request, busy)` returns; with the backend down 503. By
+    default nobody waits: a worker that waits serves nobody else. Further options are those of Lock.
     The view leaves ATOMIC_REQUESTS, and runs in the same transactions inside the lock; they
     commit only if the lock is still held. A streaming response keeps it until it is closed.
     With `in_transaction=True` the lock is lock_in_transaction(), in the transaction of the view,
@@ -144,8 +144,8 @@ class _Guard:
         with identity.activity(who):
             try:
                 hold = Lock(name, **self.lock_options).acquire().enter()
-            except LockBusy as busy:
-                return self._busy(call.request, busy)
+            except (LockBusy, BackendError) as error:
+                return self._refused(call, name, error)
             try:
                 with in_transactions(call.aliases):
                     response = refuse_undone(call.view(), call.view)
@@ -162,8 +162,8 @@ class _Guard:
         with in_transactions(call.aliases):
             try:
                 begun_under_lock(name, **self.lock_options)
-            except LockBusy as busy:
-                return self._busy(call.request, busy)
+            except (LockBusy, BackendError) as error:
+                return self._refused(call, name, error)
             response = refuse_undone(call.view(), call.view)
             _roll_back_failed(response, call)
             return response
@@ -179,10 +179,11 @@ class _Guard:
         with identity.activity(who):
             try:
                 hold = (await Lock(name, **self.lock_options).aacquire()).enter()
-            except LockBusy as busy:
-                if self.busy_response is None:  # the page of a project may read the database
-                    return await sync_to_async(self._busy)(call.request, busy)
-                response = self.busy_response(call.request, busy)
+            except (LockBusy, BackendError) as error:
+                if self.busy_response is None or isinstance(error, BackendError):
+                    # The page of a project may read the database.
+                    return await sync_to_async(self._refused)(call, name, error)
+                response = self.busy_response(call.request, error)
                 return await response if hasattr(response, "__await__") else response
             try:
                 response = await call.view()
@@ -212,10 +213,12 @@ class _Guard:
 
         return self.template.fill({**call.fields(), "request": request}, absent=absent), who
 
-    def _busy(self, request: Any, busy: LockBusy) -> Any:
-        if self.busy_response is not None:
-            return self.busy_response(request, busy)
-        return answer(request, busy, methods=self.methods, status=self.status)
+    def _refused(self, call: _Call, name: str, error: LockBusy | BackendError) -> Any:
+        if isinstance(error, BackendError):
+            log_unavailable(name, self.lock_options.get("using", "default"), error)
+        elif self.busy_response is not None:
+            return self.busy_response(call.request, error)
+        return answer(call.request, error, methods=self.methods, status=self.status)
 
 
 def _roll_back_failed(response: Any, call: _Call) -> None:

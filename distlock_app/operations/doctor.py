@@ -49,7 +49,10 @@ def examine(alias: str) -> Finding:
         lock = Lock("distlock doctor", using=alias, ttl=TTL, wait=2 * TTL, release="now")
         lock.acquire().release()  # connections are made, scripts loaded
         started = monotonic()
-        lock.acquire().release()
+        hold = lock.acquire()
+        hold.release()
+        if hold.opened:
+            raise LockError("no lock could be taken: the log says why (event `opened`)")
         found.pair_ms = _ms_since(started)
     except (LockError, ImproperlyConfigured) as error:
         found.trouble = str(error)

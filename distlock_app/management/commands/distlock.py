@@ -20,9 +20,10 @@ from django.core.management.base import CommandError, CommandParser
 from distlock_app.backends.base import Purgeable
 from distlock_app.claims import Holding
 from distlock_app.core.acquiring import UNSET
-from distlock_app.core.lock import Lock, clear
+from distlock_app.core.lock import Lock
+from distlock_app.core.people import clear
 from distlock_app.core.registry import aliases_of, registry, using_in
-from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by
+from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by, unavailable
 from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.management.looking import Looking, json_of
 from distlock_app.operations import doctor
@@ -165,8 +166,7 @@ class Command(Looking):
         aliases = using_in(using)
         for alias in aliases_of(aliases):
             if (backend := registry[alias].backend).local:
-                kind = type(backend).__name__
-                self.stderr.write(f"{alias}: {kind} does not exclude other processes")
+                self.stderr.write(f"{alias}: {type(backend).__name__} excludes no other process")
         try:
             lock = Lock(name, using=aliases, wait=wait, ttl=UNSET if ttl is None else ttl)
         except ValueError as error:
@@ -179,6 +179,8 @@ class Command(Looking):
                 raise CommandError(f"busy: {held_by(lock)}", returncode=EX_TEMPFAIL) from error
             except LockLost as error:
                 raise CommandError(str(error), returncode=EX_LOST) from error
+            except BackendError as error:
+                raise unavailable(lock, error) from error
         if code == EX_NOT_FOUND:
             self.stderr.write(f"{program[0]}: not found, or it ended with {code}")
         if code == EX_NOT_EXECUTABLE:

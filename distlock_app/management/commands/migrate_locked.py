@@ -22,7 +22,7 @@ WAIT = 600.0  # seconds; the longest migrations take minutes
 
 
 def lock_alias(*, database: str, lock_using: str | None, **options: Any) -> str | tuple[str, ...]:
-    """Return the alias, or the aliases, of the backend that decides who migrates."""
+    """Return the alias, or the aliases, to lock with."""
     if lock_using is not None:
         using = using_in(lock_using)
         for alias in aliases_of(using):
