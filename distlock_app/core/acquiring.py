@@ -67,6 +67,7 @@ class Attempt:
             hold = Hold(lease, release_now=release_now, released=True)
             hold.entered = entered
             if lease.add_hold(hold):
+                self._options(hold, lease)
                 return hold
             releaser.drain(lease)
         if not transactions.surely_none():
@@ -118,6 +119,8 @@ class Attempt:
             hold.entered, lease.entered, lease.hold = True, 1, ref(hold)
         try:
             runner.held[self.lease_key] = lease
+            if lock.at_least or lock.on_lost is not None:
+                self._options(hold, lease)
             if runner.in_call:
                 identity.keep_call(runner)
             renewer.watch(lease)
@@ -129,6 +132,12 @@ class Attempt:
         if lease.since - self.started >= SLOW_WAIT:
             self.note_wait("slow_wait", grant)
         return hold
+
+    def _options(self, hold: Hold, lease: Lease) -> None:
+        if self.lock.at_least:
+            lease.keep_until = max(lease.keep_until, monotonic() + self.lock.at_least)
+        if self.lock.on_lost is not None:
+            hold.on_lost(self.lock.on_lost)
 
     def give_back(self, claim: Claim, error: BaseException) -> None:
         """Have released what may have been granted without our hearing of it."""
@@ -202,6 +211,24 @@ def leases_of_runner(using: Any, name: str, *, shared: bool = False) -> list[Lea
     key, held = names.key_of(name), identity.current_runner().held
     leases = (held.get((registry[x].backend, key, shared, 1)) for x in aliases_of(using))
     return [lease if lease is not None and lease.holds else None for lease in leases]
+
+
+def held_by_runner(lock: Any) -> list[Lease | None]:
+    """Return what the current thread already has of `lock`; see `release_half_taken`."""
+    return leases_of_runner(lock.using, lock.name, shared=lock.shared)
+
+
+def release_half_taken(lock: Any, held_before: list[Lease | None]) -> None:
+    """Release a lock that was granted when a signal came before the caller got its hold.
+
+    The traceback of the signal's exception still refers to it.
+    """
+    for lease in held_by_runner(lock):
+        if lease is not None and lease not in held_before:
+            lease.end()
+            timer.cancel(lease)
+            with suppress(Exception):
+                lease.backend.release(lease.grant)
 
 
 def _stable_owner(lock: Any) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from asyncio import CancelledError
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
 
-from ..errors import BackendError, LockLost, NotHeld
+from ..errors import BackendError, LockLost, NotHeld, Terminated
 from ..primitives import transactions
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
@@ -17,9 +19,14 @@ from ..signals import asend, lock_released, send
 from .entered import Entered
 from .lease import GONE, LATE, Lease
 from .offloading import in_thread
-from .releasing import drop_at_end, release_at_end, releaser
+from .registry import MIN_TTL
+from .releasing import releaser
+from .renewal import renewer
 from .reporting import lease_facts
 from .timer import timer
+
+# By these the work was broken off: others may do it at once, whatever `at_least` says.
+BROKEN_OFF = (KeyboardInterrupt, CancelledError, Terminated)
 
 
 class Ending(Entered):
@@ -84,7 +91,8 @@ class Ending(Entered):
 
         `unused`: no work was done under the lock, so open transactions do not matter.
         """
-        self._release_now |= unused
+        if exc is not None:
+            self._broken_off(exc, unused)
         if self.released or self._lease.process.foreign:
             return
         try:
@@ -94,7 +102,8 @@ class Ending(Entered):
 
     async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Like `leave`, without blocking the event loop."""
-        self._release_now |= unused
+        if exc is not None:
+            self._broken_off(exc, unused)
         if self.released or self._lease.process.foreign:
             return
         try:
@@ -147,6 +156,12 @@ class Ending(Entered):
         """Return the `extra` of a log record about this hold."""
         return fields(event, self._lease.alias, self._lease.grant, **more)
 
+    def _broken_off(self, exc: BaseException, unused: bool) -> None:
+        """Let nothing delay the release, if the work under the lock was not done."""
+        self._release_now |= unused
+        if (unused or isinstance(exc, BROKEN_OFF)) and self._lease.holds == 1:
+            self._lease.keep_until = 0.0
+
     def _lost_error(self) -> LockLost:
         lease = self._lease
         why = lease.lost_because or LATE
@@ -163,9 +178,9 @@ class Ending(Entered):
             raise NotHeld(
                 f"the parent process holds {shown(self.name)!r}: a child cannot release it"
             )
-        now = self._release_now and not lease.pins
-        none = now or transactions.surely_none() or lease.lost
-        blocks = [] if none else transactions.open_blocks()
+        blocks = []
+        if not ((self._release_now and not lease.pins) or transactions.surely_none() or lease.lost):
+            blocks = transactions.open_blocks()
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
@@ -192,13 +207,16 @@ class Ending(Entered):
         sure = lease.lost_because is None and monotonic() < lease.trusted_until
         in_time = sure or not lease.lost
         try:
-            was_ours = lease.backend.release(lease.grant)
+            if lease.keep_until:
+                was_ours = end_claim(lease)
+            else:
+                was_ours = lease.backend.release(lease.grant)
         except Exception as error:
             if isinstance(error, BackendError) and lease.lost:
                 # The lease is over in any case: a worker retries the release. (For backends with
                 # sessions, `lose` does that.)
                 if lease.backend.expires:
-                    releaser.give_back(lease.backend, lease.grant)
+                    give_back(lease)
                 releaser.lose(lease, LATE, at_release=True)
                 raise self._lost_error() from error
             lease.release_asked |= in_time
@@ -221,7 +239,7 @@ class Ending(Entered):
     def _left_badly(self, error: Exception, exc: BaseException | None) -> None:
         if not isinstance(error, (LockLost, NotHeld)):
             self.released = True
-            releaser.give_back(self._lease.backend, self._lease.grant)
+            give_back(self._lease)
             if isinstance(error, BackendError) and not self._lease.lost:
                 # The body ran under the lock; only the release is late.
                 logger.warning(
@@ -236,6 +254,51 @@ class Ending(Entered):
             raise error
         about = self.log_fields("not_raised", error=str(error))
         logger.warning("not raised, because the body of the `with` raised: %s", error, extra=about)
+
+
+def end_claim(lease: Lease) -> bool:
+    """Release the claim, or let it end when `at_least` is over; return whether it was ours."""
+    grant, backend = lease.grant, lease.backend
+    if lease.keep_until <= monotonic():
+        return backend.release(grant)
+    end_in = backend.end_in
+    if grant.claim.stable:  # other processes may have it, too
+        end_in = backend.extend
+    else:
+        renewer.await_renewal(lease)  # it would prolong the claim again
+    was_ours = end_in(grant, lease.capped(max(lease.keep_until - monotonic(), MIN_TTL)))
+    lease.grant = replace(grant, session=None)  # what the backend keeps with it here
+    return was_ours
+
+
+def give_back(lease: Lease) -> None:
+    """Have `end_claim` done until it arrives."""
+    releaser.give_back(lease.backend, lease.grant, partial(end_claim, lease))
+
+
+def release_at_end(lease: Lease, block: int) -> None:
+    """Release `lease` after the last commit, unless it was taken again meanwhile."""
+    lease.open_transactions.discard(block)
+    if not lease.end_if_unused():
+        return
+    lease.leave_runner()
+    timer.cancel(lease)
+    in_time = not lease.lost
+    try:
+        was_ours = end_claim(lease)
+    except BaseException as error:
+        give_back(lease)
+        if not isinstance(error, BackendError):
+            raise
+    else:
+        releaser.ended(lease, was_ours and in_time)
+
+
+def drop_at_end(lease: Lease, block: int) -> None:
+    """Have `lease` released after the last rollback; runs in a finalizer."""
+    lease.open_transactions.discard(block)
+    if not lease.open_transactions:
+        releaser.release_later(lease, partial(end_claim, lease))
 
 
 def check_at_end(lease: Lease) -> None:

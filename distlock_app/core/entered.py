@@ -62,7 +62,7 @@ def forget(hold: Entered) -> None:
     lock = id(hold.lock)
     for key in (lock, id(hold.frame)), (lock, id(hold.runner)):
         here = _entries.pop(key, None)
-        if here and (len(here) > 1 or here[0] is not hold):
+        if here and here != [hold]:
             _entries[key] = [other for other in here if other is not hold]
     hold.frame = hold.block = None
 

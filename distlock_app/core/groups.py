@@ -136,10 +136,6 @@ class Holds(tuple[Hold, ...], Entered):
         if error is not None:
             raise error
 
-    def log_fields(self, event: str, **more: Any) -> dict[str, Any]:
-        """Return the `extra` of a log record about the first."""
-        return self[0].log_fields(event, **more)
-
     def end_block(self, *block_and_error: Any) -> None:
         """Like `Hold.end_block`: one lost lock rolls it back."""
         lost = [hold for hold in self if hold.lost]

@@ -97,23 +97,18 @@ class Hold(Ending):
     def leave_for(self, seconds: float) -> None:
         """End the hold, but keep the lock taken for `seconds`, by the backend's clock.
 
-        The lock stays taken even if this process ends. Other holds of the claim are not cut short:
-        with `owner=`, or inside another hold, it may last up to one ttl longer. Does not wait
-        for an open transaction. Raise what `extend` raises; after a BackendError the lock lasts
-        until its ttl is over.
+        The lock stays taken even if this process ends. With `owner=` it may last up to one ttl
+        longer, because other processes may have the claim too. Does not wait for an open
+        transaction. Raise what `release` raises.
         """
         lease = self._lease
         if not lease.backend.expires:
             raise LockError("this backend's locks end with their session, not at a given time")
         self._check_extend()
-        ttl = lease.capped(checked_ttl(max(seconds, MIN_TTL)))
-        grant, ask = self._leave_claim(), lease.backend.extend
-        if lease.ended and not grant.claim.stable:
-            renewer.await_renewal(lease)  # it would extend the claim again
-            ask = lease.backend.end_in
-        if not ask(grant, ttl):
-            releaser.lose(lease, GONE, at_release=True)
-            raise self._lost_error()
+        until = monotonic() + checked_ttl(max(seconds, MIN_TTL))
+        lease.keep_until = max(lease.keep_until, until)
+        self._release_now = True
+        self.release()
 
     def dump(self, ttl: float | None = None) -> str:
         """Hand the lock over: return a text with which `Lock.resume` takes it over elsewhere.
@@ -189,6 +184,10 @@ class Hold(Ending):
         """
         self.check()
         backend = self._lease.backend
+        if release and self._lease.keep_until:
+            self.guarded_set(key, value, ttl=ttl)
+            self.release()
+            return
         if not isinstance(backend, GuardedWrites):
             raise LockError(f"the backend of alias {self._lease.alias!r} has no guarded_set()")
         if release and self._lease.holds > 1:

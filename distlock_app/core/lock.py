@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from contextlib import suppress
+from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -20,17 +20,15 @@ from ..primitives import identity, names
 from ..primitives.names import shown
 from ..primitives.transactions import check_caller
 from ..signals import asend, lock_acquired, lock_busy, lock_failed, send
-from .acquiring import UNSET, Attempt, leases_of_runner
+from .acquiring import UNSET, Attempt
 from .entered import WithBlock
 from .groups import AllOf, Holds
 from .handover import unpacked
 from .hold import Hold
-from .lease import Lease
 from .offloading import in_thread
 from .people import clear
 from .registry import LONG_TTL, MIN_TTL, aliases_of, checked_ttl, checked_wait, registry
 from .releasing import releaser
-from .timer import timer
 from .waiting import acquired, acquiring, arun, waiting
 from .wakers import AsyncWaker, Waker
 
@@ -44,8 +42,10 @@ class Lock(WithBlock[Hold]):
     alias of a database) opens `transaction.atomic(durable=True)` inside the lock, and commits
     only if the lock is still held. `owner` is a stable owner instead of a random one: callers
     with the same `owner` share the lock. `release="now"` does not wait for the end of an open
-    transaction. `using`: an alias, or several in a tuple: then the lock is taken on all or none,
-    and the hold is a `Holds`.
+    transaction. `at_least`: seconds from the acquire for which the lock stays taken, even if it is
+    released before, unless Ctrl-C, SIGTERM or a cancellation interrupted the work. `on_lost`: see
+    `Hold.on_lost`. `using`: an alias, or several in a tuple: then the lock is taken on all or
+    none, and the hold is a `Holds`.
 
     Raise TypeError, ValueError or ImproperlyConfigured when it is created.
     """
@@ -63,6 +63,8 @@ class Lock(WithBlock[Hold]):
     owner: str | None = None
     atomic: bool | str = False
     release: Literal["transaction_end", "now"] = "transaction_end"
+    at_least: float = 0.0
+    on_lost: Callable[[Hold], None] | None = None
     using: str | tuple[str, ...] = "default"
 
     def __post_init__(self) -> None:
@@ -80,13 +82,26 @@ class Lock(WithBlock[Hold]):
             raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
         if isinstance(self.atomic, str) and self.atomic not in list(connections):
             raise ImproperlyConfigured(f"atomic={self.atomic!r} is not an alias of DATABASES")
-        several = self.using.__class__ is tuple
-        if several or self.shared or self.fair or self.limit > 1 or self.owner is not None:
+        if (
+            self.shared
+            or self.fair
+            or self.limit > 1
+            or self.owner is not None
+            or self.at_least
+            or self.on_lost is not None
+            or self.using.__class__ is tuple
+        ):
             self._check_engines()
         else:
             registry[self.using]  # type: ignore[index]
 
     def _check_engines(self) -> None:
+        if self.at_least:
+            checked_ttl(self.at_least, "at_least")
+        if self.max_hold is not None and self.max_hold < self.at_least:
+            raise ValueError("at_least= is longer than max_hold=")
+        if self.on_lost is not None and not callable(self.on_lost):
+            raise TypeError(f"on_lost must be a function of a hold, not {self.on_lost!r}")
         if not self.using:
             raise ValueError("using=() names no alias")
         if self.shared and self.limit > 1:
@@ -103,6 +118,7 @@ class Lock(WithBlock[Hold]):
             (self.limit > 1, backend.limits, "limit above 1"),
             # Another process cannot take over a session.
             (self.owner is not None, backend.expires, "owner="),
+            (self.at_least, backend.expires, "at_least="),
         ):
             if wanted and not able:
                 engine = type(backend).__name__
@@ -264,24 +280,6 @@ def _check_max_hold(seconds: Any) -> None:
         raise TypeError(f"max_hold must be a number of seconds, not {seconds!r}")
     if not seconds >= MIN_TTL:
         raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")
-
-
-def held_by_runner(lock: Lock) -> list[Lease | None]:
-    """Return what the current thread already has of `lock`; see `release_half_taken`."""
-    return leases_of_runner(lock.using, lock.name, shared=lock.shared)
-
-
-def release_half_taken(lock: Lock, held_before: list[Lease | None]) -> None:
-    """Release a lock that was granted when a signal came before the caller got its hold.
-
-    The traceback of the signal's exception still refers to it.
-    """
-    for lease in held_by_runner(lock):
-        if lease is not None and lease not in held_before:
-            lease.end()
-            timer.cancel(lease)
-            with suppress(Exception):
-                lease.backend.release(lease.grant)
 
 
 def _resumed(parts: list[tuple[Attempt, Grant]], answers: list[bool]) -> Hold:

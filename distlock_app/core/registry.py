@@ -47,12 +47,12 @@ MAX_TTL = 31 * 24 * 3600.0
 LONG_TTL = 3600.0
 
 
-def checked_ttl(ttl: Any) -> float:
+def checked_ttl(ttl: Any, what: str = "ttl") -> float:
     """Return `ttl` as seconds, or raise TypeError / ValueError: always finite, within bounds."""
     if isinstance(ttl, bool) or not isinstance(ttl, (int, float)):
-        raise TypeError(f"ttl must be a number of seconds, not {ttl!r}")
+        raise TypeError(f"{what} must be a number of seconds, not {ttl!r}")
     if not MIN_TTL <= ttl <= MAX_TTL:
-        raise ValueError(f"ttl must be {MIN_TTL} to {MAX_TTL:.0f} seconds, not {ttl!r}")
+        raise ValueError(f"{what} must be {MIN_TTL} to {MAX_TTL:.0f} seconds, not {ttl!r}")
     return float(ttl)
 
 

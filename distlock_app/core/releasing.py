@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -38,6 +39,7 @@ class Release:
     grant: Grant
     until: float  # by monotonic()
     lease: Lease | None = None  # its end is reported
+    ask: Callable[[], bool] | None = None  # instead of `release` of the backend
     due: float | None = None
 
 
@@ -53,14 +55,16 @@ class Releaser:
         self._quiet: weakref.WeakKeyDictionary[BaseLockBackend, float]
         self._quiet = weakref.WeakKeyDictionary()
 
-    def give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
+    def give_back(
+        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], bool] | None = None
+    ) -> None:
         """Release what may have been granted, except for a stable owner, which may own it again."""
         if not grant.claim.stable:
-            self._give_back(backend, grant)
+            self._give_back(backend, grant, ask)
 
-    def release_later(self, lease: Lease) -> None:
+    def release_later(self, lease: Lease, ask: Callable[[], bool]) -> None:
         """Release `lease` unless it is taken again first. Never blocks; safe in a finalizer."""
-        release = Release(lease.backend, lease.grant, 0.0, lease)
+        release = Release(lease.backend, lease.grant, 0.0, lease, ask)
         self._under_way.add(release)
         lease.release_pending = True
         timer.soon(partial(self._end, release, lease))
@@ -96,8 +100,10 @@ class Releaser:
         while (lease.release_pending if lease else self._under_way) and monotonic() < end:
             sleep(0.001)
 
-    def _give_back(self, backend: BaseLockBackend, grant: Grant) -> None:
-        release = Release(backend, grant, monotonic() + grant.claim.ttl)
+    def _give_back(
+        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], bool] | None = None
+    ) -> None:
+        release = Release(backend, grant, monotonic() + grant.claim.ttl, ask=ask)
         self._under_way.add(release)
         self._put(release)
 
@@ -134,7 +140,7 @@ class Releaser:
         try:
             if late and backend.expires:
                 raise BackendError("its lease has ended")
-            was_ours = backend.release(release.grant)
+            was_ours = release.ask() if release.ask else backend.release(release.grant)
         except BaseException as error:
             # A claim without expiry is retried: its backend says when the session is over.
             if release.grant.claim.stable or (late and backend.expires):
@@ -157,31 +163,6 @@ class Releaser:
         if release.lease is not None:
             release.lease.release_pending = False
             release.lease.leave_runner()
-
-
-def release_at_end(lease: Lease, block: int) -> None:
-    """Release `lease` after the last commit, unless it was taken again."""
-    lease.open_transactions.discard(block)
-    if not lease.end_if_unused():
-        return
-    lease.leave_runner()
-    timer.cancel(lease)
-    in_time = not lease.lost
-    try:
-        was_ours = lease.backend.release(lease.grant)
-    except BaseException as error:
-        releaser.give_back(lease.backend, lease.grant)
-        if not isinstance(error, BackendError):
-            raise
-    else:
-        releaser.ended(lease, was_ours and in_time)
-
-
-def drop_at_end(lease: Lease, block: int) -> None:
-    """Release `lease` after the last rollback; runs in a finalizer."""
-    lease.open_transactions.discard(block)
-    if not lease.open_transactions:
-        releaser.release_later(lease)
 
 
 releaser = Releaser()

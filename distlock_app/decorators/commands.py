@@ -12,19 +12,16 @@ from types import FrameType
 from typing import Any, TypeVar, overload
 
 from django.apps import apps
-from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, transaction
 
+from ..core.acquiring import held_by_runner, release_half_taken
 from ..core.hold import Hold
-from ..core.lock import Lock, held_by_runner, release_half_taken
-from ..core.registry import aliases_of, checked_ttl, checked_wait, registry
-from ..errors import BackendError, LockBusy, LockError, LockLost
+from ..core.lock import Lock
+from ..core.registry import aliases_of, checked_ttl, checked_wait
+from ..errors import BackendError, LockBusy, Terminated
 from ..primitives import identity
-from ..primitives.logs import logger
 from ..primitives.names import shown
-from ..primitives.timing import monotonic
-from ..primitives.transactions import open_blocks
 from .functions import probe, sorted_out
 from .naming import NameTemplate
 
@@ -38,10 +35,6 @@ TERMINATED = 143
 CommandT = TypeVar("CommandT", bound=type[BaseCommand])
 
 
-class Terminated(SystemExit):
-    """SIGTERM arrived while the command was running."""
-
-
 @overload
 def locked_command(command: CommandT, /) -> CommandT: ...
 @overload
@@ -52,7 +45,6 @@ def locked_command(
     name: Callable[..., str] | None = None,
     wait: float | None = 0,
     busy_exit: int = EX_TEMPFAIL,
-    at_least: float = 0.0,
     **lock_options: Any,
 ) -> Callable[[CommandT], CommandT]: ...
 def locked_command(
@@ -62,7 +54,6 @@ def locked_command(
     name: Callable[..., str] | None = None,
     wait: float | None = 0,
     busy_exit: int = EX_TEMPFAIL,
-    at_least: float = 0.0,
     **lock_options: Any,
 ) -> Any:
     """Run a management command one at a time: a decorator for its class.
@@ -71,10 +62,9 @@ def locked_command(
     of them (as keyword arguments). Without either, the name is the command's. Adds --lock-wait,
     --lock-ttl and --no-lock. If busy, print the holder and exit with `busy_exit`; 0 exits
     quietly. If the backend is down, exit with 69. `call_command` raises CommandError.
-    `at_least`: keep the lock for this many seconds from the start, by the backend's clock, for
-    jobs that are shorter than the difference between the hosts' clocks. SIGTERM and Ctrl-C
-    release the lock. Other options are those of Lock; `using=` may be a function of the
-    command's options.
+    SIGTERM and Ctrl-C release the lock. Other options are those of Lock, such as `at_least=` for
+    jobs that are shorter than the difference between the hosts' clocks; `using=` may be a
+    function of the command's options.
     """
     template, name, command = sorted_out(template, name, bool(lock_options))
     using = lock_options.get("using", "default")
@@ -82,9 +72,6 @@ def locked_command(
         probe({**lock_options, "wait": wait, "using": "default"})
     else:
         probe({**lock_options, "wait": wait})
-        if at_least:
-            for alias in aliases_of(using):
-                _check_at_least(at_least, alias)
     atomic = lock_options.pop("atomic", False)
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
@@ -92,7 +79,6 @@ def locked_command(
         lock_options={**lock_options, "wait": wait},
         atomic=DEFAULT_DB_ALIAS if atomic is True else atomic or None,
         busy_exit=busy_exit,
-        at_least=at_least,
     )
 
     def decorate(command: Any) -> Any:
@@ -102,18 +88,6 @@ def locked_command(
         return command
 
     return decorate if command is None else decorate(command)
-
-
-def _check_at_least(at_least: float, alias: str) -> None:
-    checked_ttl(at_least)
-    if not settings.configured or registry.misconfigured(alias):
-        return
-    if not registry[alias].backend.expires:
-        backend = type(registry[alias].backend).__name__
-        raise ValueError(
-            f"at_least= is not possible with {backend} (alias {alias!r}): its locks end with the "
-            "session of the process"
-        )
 
 
 def _wrap(guard: _Guard, command: Any) -> None:
@@ -193,7 +167,6 @@ class _Guard:
     lock_options: dict[str, Any]
     atomic: str | None
     busy_exit: int
-    at_least: float
 
     def name_of(self, command: type, options: dict[str, Any]) -> str:
         """Return the name of the lock of this run."""
@@ -208,12 +181,9 @@ class _Guard:
 
     def run(self, lock: Lock, handle: Callable[[], Any]) -> Any:
         """Call `handle` under the lock, and release the lock in any case."""
-        if self.at_least and open_blocks():
-            raise LockError("at_least= is not possible inside atomic()")
         held_before = held_by_runner(lock)
         hold: Hold | None = None
         with _Termination() as termination:
-            started = monotonic()
             # Twice, since the signal may arrive on the way into the first `finally`.
             try:
                 try:
@@ -226,7 +196,7 @@ class _Guard:
             except BaseException as error:
                 termination.shielded = True
                 if hold is not None:
-                    self._end(hold, started, error)
+                    hold.leave(error)
                 elif isinstance(error, LockBusy):
                     raise _Busy from error
                 else:
@@ -234,7 +204,7 @@ class _Guard:
                     if isinstance(error, BackendError):
                         raise unavailable(lock, error) from error
                 raise
-            self._end(hold, started, None)
+            hold.leave(None)
         return result
 
     def report(self, command: Any, lock: Lock, busy: _Busy, options: dict[str, Any]) -> None:
@@ -244,22 +214,6 @@ class _Guard:
             raise CommandError(text, returncode=self.busy_exit) from busy.__cause__
         if options.get("verbosity", 1) > 1:
             command.stdout.write(text)
-
-    def _end(self, hold: Hold, started: float, error: BaseException | None) -> None:
-        left = started + self.at_least - monotonic()
-        if left <= 0 or isinstance(error, (Terminated, KeyboardInterrupt)):
-            hold.leave(error)
-            return
-        try:
-            hold.leave_for(left)
-        except LockError as problem:
-            if error is None and isinstance(problem, LockLost):
-                raise
-            logger.warning(
-                "cannot keep %r for %.1f s: %s",
-                *(shown(hold.name), left, problem),
-                extra=hold.log_fields("not_kept", left=left, error=str(problem)),
-            )
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from time import sleep
 from types import FrameType
 from typing import Any
 
+from ..core.acquiring import held_by_runner, release_half_taken
 from ..core.hold import Hold
-from ..core.lock import Lock, held_by_runner, release_half_taken
+from ..core.lock import Lock
 from ..errors import BackendError, LockBusy, LockLost
 from ..primitives.timing import full_jitter
 from . import tethered

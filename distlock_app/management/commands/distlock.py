@@ -166,7 +166,8 @@ class Command(Looking):
         aliases = using_in(using)
         for alias in aliases_of(aliases):
             if (backend := registry[alias].backend).local:
-                self.stderr.write(f"{alias}: {type(backend).__name__} excludes no other process")
+                kind = type(backend).__name__
+                self.stderr.write(f"{alias}: {kind} does not exclude other processes")
         try:
             lock = Lock(name, using=aliases, wait=wait, ttl=UNSET if ttl is None else ttl)
         except ValueError as error:
