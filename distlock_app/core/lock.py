@@ -289,7 +289,7 @@ def _resumed(parts: list[tuple[Attempt, Grant]], answers: list[bool]) -> Hold:
             if ours:
                 releaser.give_back(attempt.backend, grant)
         name = shown(parts[0][0].lock.name)
-        raise LockLost(f"the lock {name!r} was not resumed in time")
+        raise LockLost(f"the lock {name!r} was not resumed in time, or was already released")
     holds = [attempt.hold(grant, attempt.started) for attempt, grant in parts]
     return holds[0] if len(holds) == 1 else Holds(holds)  # type: ignore[return-value]
 
