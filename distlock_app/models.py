@@ -17,6 +17,7 @@ class DistLock(models.Model):
     Written by `backends.database` only, with the database's own clock, in UTC.
     No index but the key: one on `expiry` costs each acquisition 5 %, and on PostgreSQL the
     updates in place (HOT), so that a busy lock bloats the table.
+    Readers and permits share the row of their name, see `backends.database.members`.
     """
 
     key = models.CharField(_("key"), max_length=64, primary_key=True, editable=False)

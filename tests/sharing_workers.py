@@ -30,7 +30,14 @@ class Visit(NamedTuple):
 
 
 def visit(
-    *, log: str, name: str, kinds: list[str], hold: float, ttl: float, times: int | None = None
+    *,
+    log: str,
+    name: str,
+    kinds: list[str],
+    hold: float,
+    ttl: float,
+    times: int | None = None,
+    using: str = "redis",
 ) -> int:
     """Take the lock again and again, as each kind in turn; a number is that of the permits."""
     done = 0
@@ -41,7 +48,7 @@ def visit(
             options = OPTIONS.get(kind) or ({"limit": int(kind)} if kind.isdigit() else {})
             with (
                 suppress(LockBusy, LockLost),
-                Lock(name, using="redis", wait=60, ttl=ttl, **options) as held,
+                Lock(name, using=using, wait=60, ttl=ttl, **options) as held,
             ):
                 granted = held.fence or 0
                 arrived = arrivals.pop(held._lease.grant.claim.owner, granted)
@@ -107,9 +114,9 @@ def overtakings(visits: list[Visit]) -> int:
     )
 
 
-def hold_permit(*, name: str, limit: int, ttl: float) -> None:
+def hold_permit(*, name: str, limit: int, ttl: float, using: str = "redis") -> None:
     """Take a permit, say so, and keep it until the process is killed."""
-    with Lock(name, using="redis", limit=limit, ttl=ttl, wait=30):
+    with Lock(name, using=using, limit=limit, ttl=ttl, wait=30):
         say("holds")
         hear()
 

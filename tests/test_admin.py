@@ -1033,6 +1033,18 @@ class TestLockTable:
             assert "alice /pay/7" in html or "icon-yes" in html
             assert token not in html
 
+    def test_a_row_of_readers_is_held_and_by_the_last_without_the_owners(self, browse):
+        client = browse("view_distlock", "view_livelock")
+        reading = Lock("a", using="table", shared=True)
+        with identity.activity("alice /pay/7"), reading as hold:
+            page = reverse("admin:distlock_app_distlock_change", args=[key_of("a")])
+            html = client.get(page).content.decode()
+            listed = client.get(LIST).content.decode()
+
+        assert "alice /pay/7" in html and "icon-yes" in html
+        assert "shared" in listed
+        assert hold._lease.grant.claim.owner not in html + listed
+
     def test_its_rows_are_said_to_be_of_its_database(self, browse):
         client = browse("view_distlock")
         with Lock("a", using="table"):

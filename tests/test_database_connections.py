@@ -332,7 +332,7 @@ def test_check_warns_of_locks_in_the_file_of_other_data():
 
 def test_a_missing_table_is_an_error_that_says_so(backend, monkeypatch):
     grab(backend, "a")
-    monkeypatch.setattr(backend._sessions.dialect, "LOOK", "SELECT 1 FROM nothing")
+    monkeypatch.setattr(backend._sessions.dialect, "READ", "SELECT 1 FROM nothing")
 
     with pytest.raises(BackendError, match="nothing") as raised:
         backend.look(claim("a"))

@@ -514,6 +514,9 @@ def test_pin_says_where_it_is_not_possible() -> None:
             hold.pin()
     with pytest.raises(NotHeld), transaction.atomic():
         hold.pin()
+    for together in (Lock("a", shared=True), Lock("b", limit=2)):
+        with together as hold, transaction.atomic(), pytest.raises(LockError, match="share"):
+            hold.pin()
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])

@@ -161,5 +161,5 @@ def test_a_latch_needs_a_name_a_finite_ttl_and_an_engine_that_can():
         Latch("", 1, using="locmem")
     with pytest.raises(ValueError, match="ttl must be"):
         Latch("a", 1, using="locmem", ttl=float("inf"))
-    with pytest.raises(ValueError, match="a Latch is not possible with DatabaseBackend"):
-        Latch("a", 1)
+    with pytest.raises(ValueError, match="a Latch is not possible with DummyBackend"):
+        Latch("a", 1, using="dummy")

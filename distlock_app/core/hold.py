@@ -132,8 +132,8 @@ class Hold(Ending):
         """Keep the lock, whatever happens, until the open transaction ends.
 
         Locks the row of the lock in that transaction: no other owner can take the lock before the
-        commit, even if this process is stopped for longer than the ttl. Only for a lock table
-        in the database of the data. A rollback, also to a savepoint, ends it.
+        commit, even if this process is stopped for longer than the ttl. Only for an exclusive lock
+        on a lock table in the database of the data. A rollback, also to a savepoint, ends it.
 
         Raise LockLost if the lock is already gone, LockError if it cannot be pinned.
         """
@@ -144,6 +144,11 @@ class Hold(Ending):
             raise LockError(
                 f"only a lock table in the database of the data can be pinned, not the backend of"
                 f" alias {lease.alias!r}: write with a fencing token instead"
+            )
+        if lease.grant.claim.shared or lease.grant.claim.limit > 1:
+            raise LockError(
+                f"{shown(self.name)!r} cannot be pinned: only an exclusive lock can, readers and"
+                " permits share their row"
             )
         connection: Any = connections[backend.using]
         blocks = connection.atomic_blocks

@@ -14,8 +14,10 @@ from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..sessions.pool import ConnectionLost, database_of
 from ..sessions.queues import Waiter
+from . import members
 from .connections import QueuedConnection, Session, Sessions
 from .in_transaction import InCallersTransaction
+from .members import kind_of
 from .people import ForPeople
 from .requests import Contended, claim_key_of
 from .sql.base import ROW_WAIT, Pair, Step
@@ -32,6 +34,9 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
     """
 
     fences = True
+    shares = True
+    limits = True
+    latches = True
     prolongs = True
 
     def __init__(self, *, alias: str, location: Any = None, queue: int = 8) -> None:
@@ -50,6 +55,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
         )
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        if claim.latch:
+            return Grant(claim, fence=0) if self.counted(claim.key) >= claim.limit else Busy()
         queues = self._sessions.queues
         waiter = queues.waiter_of(claim_key_of(claim))
         self._free_queue(claim_key_of(claim))  # if it was granted before, and asks again
@@ -68,8 +75,11 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
         return answer
 
     def look(self, claim: Claim) -> Busy | None:
+        if claim.latch:
+            return None
         queues = self._sessions.queues
         waiter = queues.waiter_of(claim_key_of(claim))
+        first = True
         if waiter is not None and waiter.queue is not None:
             if waiter.connection is not None:
                 return None  # another one leads, or did: it is not to wait for that one
@@ -78,27 +88,33 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
             queued = waiter.queue.connection
             if not waiter.asked or (queued is not None and queued.wake_fd and queued.called()):
                 return None
+            first = queued is None or queued.wake_fd is None
         try:
-            return self._ask(lambda s: s.dialect.look(s.cursor, claim))
+            return self._ask(partial(members.look, claim, first))
         except Contended:
             return Busy()
 
     def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
+        claim = grant.claim
+        if kind_of(claim):
+            keep = partial(members.extend, claim.key, {claim.owner: ttl}, exactly=exactly)
+            return bool(self._ask(keep, urgent=True))
         ours = self._ask(
-            lambda s: s.dialect.extend(s.cursor, grant.claim, ttl, exactly=exactly), urgent=True
+            lambda s: s.dialect.extend(s.cursor, claim, ttl, exactly=exactly), urgent=True
         )
         if not ours:
-            self._leave(grant.claim)
+            self._leave(claim)
         return ours
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         return self.extend(grant, ttl, exactly=True)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
-        """Extend by one statement for each 400 claims of one ttl."""
-        indexes: dict[float, list[int]] = {}
-        for index, (_, ttl) in enumerate(work):
-            indexes.setdefault(ttl, []).append(index)
+        """Extend by one statement for each 400 mutexes of one ttl, or members of one row."""
+        indexes: dict[float | str, list[int]] = {}
+        for index, (grant, ttl) in enumerate(work):
+            alike = grant.claim.key if kind_of(grant.claim) else ttl
+            indexes.setdefault(alike, []).append(index)
         results: list[bool | Exception] = [False] * len(work)
         for same in indexes.values():
             for start in range(0, len(same), BATCH):
@@ -110,7 +126,15 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
                         self._leave(work[index][0].claim)
         return results
 
+    def count_down(self, claim: Claim) -> int:
+        return self._ask(partial(members.count_down, claim))
+
+    def counted(self, key: str) -> int:
+        return self._ask(partial(members.counted, key))
+
     def release(self, grant: Grant) -> bool:
+        if grant.claim.latch:
+            return False
         waiter = self._sessions.queues.waiter_of(claim_key_of(grant.claim))
         if waiter is not None:
             self._sessions.queues.leave(waiter)
@@ -172,6 +196,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
             return _try(session, claim, wait)
         answer = _try(session, claim, wait, "join" if wait == 0 else "wait")
         if isinstance(answer, Grant):
+            if kind_of(claim):
+                return answer
             queued.keep(session)
             return self._granted(queued, answer)
         return answer if wait == 0 else self._line_up(waiter, claim, answer, queued, session)
@@ -230,8 +256,14 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
         return _try(session, claim, wait, "turn")
 
     def _granted(self, queued: QueuedConnection, answer: Grant) -> Grant:
-        """Let the connection, which has the queue lock, stay until the release."""
+        """Let the connection, which has the queue lock, stay until the release.
+
+        That of a reader or a permit is freed at once, for the next one in the queue may fit, too.
+        """
         self._sessions.park(claim_key_of(answer.claim), queued)
+        if kind_of(answer.claim):
+            self._free_queue(claim_key_of(answer.claim))
+            return answer
         return Grant(answer.claim, fence=answer.fence, session=queued)
 
     def _leave(self, claim: Claim) -> None:
@@ -264,7 +296,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
 
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""
-        if session.dialect.release(session.cursor, grant.claim):
+        if _release(grant.claim, session):
             return True
         if grant.fence is None or session.dialect.released(session.cursor, grant):
             return grant.fence is not None
@@ -273,6 +305,10 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
     def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
         try:
+            if kind_of(work[0][0].claim):
+                owners = {grant.claim.owner: ttl for grant, ttl in work}
+                kept = self._ask(partial(members.extend, pairs[0][0], owners), urgent=True)
+                return [owner in kept for _, owner in pairs]
             extend = partial(_extend_pairs, pairs, work[0][1])
             ours = self._ask(extend, urgent=True)
         except Exception as error:
@@ -285,6 +321,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
 
 
 def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
+    if kind_of(claim):
+        return members.acquire(claim, session)
     dialect, cursor = session.dialect, session.cursor
     # A row in somebody's transaction would keep a short wait for longer than that.
     looks = dialect.looks_first or (wait is not None and wait < ROW_WAIT)
@@ -293,6 +331,8 @@ def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try")
 
 
 def _release(claim: Claim, session: Session) -> bool:
+    if kind_of(claim):
+        return members.release(claim, session)
     return session.dialect.release(session.cursor, claim)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from time import sleep
@@ -13,6 +12,7 @@ from django.core import checks
 from ...claims import Claim, Grant, Holding
 from ...primitives.timing import monotonic
 from ..base import Purgeable
+from . import members
 from .checks import check_sharing, check_table
 from .connections import Session
 from .requests import Requests
@@ -28,7 +28,8 @@ class ForPeople(Requests, Purgeable):
     """Reads and changes rows of any owner."""
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        yield from map(self._holding, self._rows(key))
+        for row in self._rows(key):
+            yield from self._holdings(row)
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int]:
         def read(session: Session) -> tuple[Any, int]:
@@ -37,20 +38,22 @@ class ForPeople(Requests, Purgeable):
             return rows, dialect.count(cursor)
 
         rows, total = self._ask(read)
-        return list(map(self._holding, rows)), total
+        return [holding for row in rows for holding in self._holdings(row)], total
 
-    def _holding(self, row: Any) -> Holding:
-        key, name, fence, holder, left_us, held_us = row
-        return Holding(
-            name=name,
-            key=key,
-            alias=self.alias,
-            version=str(fence),
-            fence=fence,
-            expires_in=left_us / 1e6,
-            held_for=None if held_us is None else held_us / 1e6,
-            holder=_as_mapping(holder),
-        )
+    def _holdings(self, row: Any) -> Iterator[Holding]:
+        key, name, *mutex = row
+        for kind, fence, holder, left_us, held_us in members.holdings(*mutex):
+            yield Holding(
+                name=name,
+                key=key,
+                alias=self.alias,
+                version=str(fence),
+                kind=kind,
+                fence=fence,
+                expires_in=left_us / 1e6,
+                held_for=None if held_us is None else held_us / 1e6,
+                holder=holder,
+            )
 
     def _rows(self, key: str | None) -> Iterator[Any]:
         first, last = (key, key) if key else ALL_KEYS
@@ -63,16 +66,21 @@ class ForPeople(Requests, Purgeable):
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
+        removed = self._ask(partial(members.remove, key, lambda _, f: fences[0] <= f <= fences[1]))
+        if removed:
+            return removed
         cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
         for claim_key in self._sessions.holding(key) if cleared else ():
             self._free_queue(claim_key)
         return cleared
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        owner = self._ask(lambda s: s.dialect.owner_of(s.cursor, key, _fence_of(version)))
-        if owner is None:
+        found = self._ask(partial(members.find, key, _fence_of(version)))
+        if found is None:
             return False
-        return self.extend(Grant(Claim(name="", key=key, owner=owner, ttl=ttl, holder="")), ttl)
+        owner, shared = found
+        claim = Claim(name="", key=key, owner=owner, ttl=ttl, holder="", shared=shared)
+        return self.extend(Grant(claim), ttl)
 
     def left_over(self, older_than: float) -> tuple[int, int]:
         return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
@@ -127,11 +135,3 @@ def _fence_of(version: str) -> int:
     """Return the fence of a version; one that no holder has if it is none."""
     is_number = version.isascii() and version.isdecimal() and len(version) <= len(str(MAX_FENCE))
     return min(int(version), MAX_FENCE) if is_number else -1
-
-
-def _as_mapping(holder: str) -> dict[str, Any]:
-    try:
-        value = json.loads(holder)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -8,9 +8,9 @@ its answer was lost. Parameters: key, owner, name, holder, fence, ttl_us (micros
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import shown
@@ -47,6 +47,30 @@ Pair = tuple[str, str]  # key, owner
 Step = Literal["try", "join", "wait", "turn"]
 
 
+class LockRow(NamedTuple):
+    """A row as it was read, with the server's time of the reading; all in microseconds."""
+
+    owner: str
+    fence: int
+    name: str
+    holder: str
+    acquired_us: int | None
+    expiry_us: int
+    now_us: int
+
+    @property
+    def next_fence(self) -> int:
+        """A fence behind its own, and, by the time, behind those of a row that was purged."""
+        return max(self.fence + 1, self.now_us)
+
+
+NO_ROW = LockRow("", 0, "", "", None, 0, 0)
+
+# Answers something, and says how the row is to be; None: as it is.
+T = TypeVar("T")
+Decide = Callable[[LockRow], tuple[T, LockRow | None]]
+
+
 class Cursor(Protocol):
     """What is used of a driver's cursor (PEP 249)."""
 
@@ -81,7 +105,8 @@ class Dialect:
     COUNT: str  # of the rows that HOLDERS would read
     CLEAR: str
     CLEAR_EXPIRED: str  # as CLEAR, all that was not renewed
-    OWNER: str  # of a live row with this fence
+    READ: str  # a LockRow
+    REPLACE: str  # a row that is as it was read
     LEFT_OVER: str  # how many rows CLEAR_EXPIRED would change, and PURGE delete
     PURGE: str
 
@@ -150,6 +175,30 @@ class Dialect:
     def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
         """Make the row; None if there is one meanwhile."""
         raise NotImplementedError
+
+    def make(self, cursor: Cursor, claim: Claim) -> None:
+        """Make a free row, unless there is one meanwhile."""
+        free = {"key": claim.key, "owner": "", "name": shown(claim.name), "holder": "", "ttl_us": 0}
+        self.insert(cursor, claim, free, "try")
+
+    def read(self, cursor: Cursor, key: str) -> LockRow | None:
+        """Read a row, without a lock."""
+        row = self.execute(cursor, self.READ, {"key": key}).fetchone()
+        return LockRow._make(row) if row else None
+
+    def change(self, cursor: Cursor, key: str, decide: Decide[T]) -> tuple[T, bool]:
+        """Read a row, and write what `decide` returns beside its answer, with a new fence.
+
+        Return the answer, and False if nothing could be written: others changed the row since it
+        was read, or there is none.
+        """
+        row = self.read(cursor, key)
+        answer, new = decide(row or NO_ROW)
+        if row is None or new is None:
+            return answer, new is None
+        asked = {"key": key, **new._asdict(), "fence": row.next_fence}
+        asked |= {"old_owner": row.owner, "old_fence": row.fence, "old_expiry_us": row.expiry_us}
+        return answer, self.execute(cursor, self.REPLACE, asked).rowcount == 1
 
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
         """Return whether waiters can be served in order of arrival on such a session."""
@@ -247,11 +296,6 @@ class Dialect:
         """Free the rows that were not renewed, of keys that begin so; move the fences on."""
         asked = {"first": part, "last": f"{part}g"}
         return self.execute(cursor, self.CLEAR_EXPIRED, asked).rowcount
-
-    def owner_of(self, cursor: Cursor, key: str, fence: int) -> str | None:
-        """Read the owner of a live row, unless it has another fence."""
-        row = self.execute(cursor, self.OWNER, {"key": key, "fence": fence}).fetchone()
-        return row[0] if row else None
 
     def left_over(self, cursor: Cursor, age: float) -> tuple[int, int]:
         """Count the rows that were not renewed, and those that ended `age` seconds ago."""

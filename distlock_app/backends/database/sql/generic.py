@@ -24,7 +24,7 @@ from django.db import IntegrityError
 from django.db.models.functions import Now
 
 from ....claims import Busy, Claim, Grant
-from .base import PAGE, Cursor, Dialect, Named, Pair, Step
+from .base import NO_ROW, PAGE, Cursor, Decide, Dialect, LockRow, Named, Pair, Step, T
 from .rows import Row, RowConflict, Rows, in_transaction, microseconds, reading
 
 # Rows that have an owner. Not exclude(owner=""): what that means on Oracle, where '' is NULL,
@@ -127,8 +127,34 @@ class Generic(Dialect):
         return rows.count(**LIVE)
 
     @reading
-    def owner_of(self, rows: Rows, key: str, fence: int) -> str | None:
-        return next((row.owner for row in rows.read(key=key, fence=fence, **LIVE)), None)
+    def read(self, rows: Rows, key: str) -> LockRow | None:
+        return next((row.in_microseconds() for row in rows.read(key=key)), None)
+
+    def change(self, cursor: Cursor, key: str, decide: Decide[T]) -> tuple[T, bool]:
+        """Lock the row, and decide again, if it is to be written."""
+        row = self.read(cursor, key)
+        answer, new = decide(row or NO_ROW)
+        if row is None or new is None:
+            return answer, new is None
+        changed: tuple[T, bool] | None = self._change(cursor, key, decide)
+        return changed or (answer, False)
+
+    @in_transaction
+    def _change(self, rows: Rows, key: str, decide: Decide[T]) -> tuple[T, bool] | None:
+        for row in rows.lock(key=key):
+            answer, new = decide(row.in_microseconds())
+            if new is not None:
+                rows.change(
+                    row,
+                    owner=new.owner,
+                    name=new.name,
+                    holder=new.holder,
+                    fence=row.next_fence,
+                    acquired_at=row.at(new.acquired_us),
+                    expiry=row.at(new.expiry_us),
+                )
+            return answer, True
+        return None
 
     @in_transaction
     def clear(self, rows: Rows, key: str, fences: tuple[int, int]) -> int:

@@ -149,11 +149,20 @@ class MySQL(Dialect):
          WHERE owner <> '' AND expiry <= UTC_TIMESTAMP(6)
            AND `key` BETWEEN %(first)s AND %(last)s"""
     )
-    OWNER = """
-        SELECT owner
+    READ = """
+        SELECT owner, fence, name, holder,
+               TIMESTAMPDIFF(MICROSECOND, '1970-01-01', acquired_at),
+               TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expiry),
+               TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
           FROM {table}
-         WHERE `key` = %(key)s AND fence = %(fence)s AND owner <> ''
-           AND expiry > UTC_TIMESTAMP(6)"""
+         WHERE `key` = %(key)s"""
+    REPLACE = """
+        UPDATE {table}
+           SET owner = %(owner)s, fence = %(fence)s, name = %(name)s, holder = %(holder)s,
+               acquired_at = '1970-01-01' + INTERVAL %(acquired_us)s MICROSECOND,
+               expiry = '1970-01-01' + INTERVAL %(expiry_us)s MICROSECOND
+         WHERE `key` = %(key)s AND owner = %(old_owner)s AND fence = %(old_fence)s
+           AND expiry = '1970-01-01' + INTERVAL %(old_expiry_us)s MICROSECOND"""
     LEFT_OVER = """
         SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= UTC_TIMESTAMP(6)
                                  THEN 1 ELSE 0 END), 0),

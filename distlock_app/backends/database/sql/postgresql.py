@@ -187,11 +187,22 @@ class PostgreSQL(Dialect):
          WHERE owner <> '' AND expiry <= clock_timestamp()
            AND key BETWEEN %(first)s AND %(last)s"""
     )
-    OWNER = """
-        SELECT owner
+    READ = """
+        SELECT owner, fence, name, holder,
+               (extract(epoch FROM acquired_at) * 1000000)::bigint,
+               (extract(epoch FROM expiry) * 1000000)::bigint,
+               (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
           FROM {table}
-         WHERE key = %(key)s AND fence = %(fence)s AND owner <> ''
-           AND expiry > clock_timestamp()"""
+         WHERE key = %(key)s"""
+    REPLACE = """
+        UPDATE {table}
+           SET owner = %(owner)s, fence = %(fence)s, name = %(name)s, holder = %(holder)s,
+               acquired_at = 'epoch'::timestamptz
+                   + %(acquired_us)s::bigint * interval '1 microsecond',
+               expiry = 'epoch'::timestamptz + %(expiry_us)s::bigint * interval '1 microsecond'
+         WHERE key = %(key)s AND owner = %(old_owner)s AND fence = %(old_fence)s
+           AND expiry = 'epoch'::timestamptz
+                        + %(old_expiry_us)s::bigint * interval '1 microsecond'"""
     LEFT_OVER = """
         SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= clock_timestamp()
                                  THEN 1 ELSE 0 END), 0),

@@ -15,7 +15,7 @@ from django.db.models.functions import Now
 from django.db.models.sql import DeleteQuery, InsertQuery, Query, UpdateQuery
 
 from ....primitives.timing import Deadline, full_jitter
-from .base import ROW_WAIT
+from .base import ROW_WAIT, LockRow
 
 T = TypeVar("T")
 
@@ -43,8 +43,22 @@ class Row(NamedTuple):
 
     @property
     def next_fence(self) -> int:
-        """A fence behind its own, and, by the time, behind those of a row that was purged."""
-        return max(self.fence + 1, microseconds(self.now - _epoch(self.now)))
+        """A fence behind all before."""
+        return self.in_microseconds().next_fence
+
+    def in_microseconds(self) -> LockRow:
+        """Return it as the dialects with SQL of their own read it."""
+        epoch = _epoch(self.now)
+        return LockRow(
+            *(self.owner, self.fence, self.name, self.holder),
+            acquired_us=microseconds(self.acquired_at - epoch) if self.acquired_at else None,
+            expiry_us=microseconds(self.expiry - epoch),
+            now_us=microseconds(self.now - epoch),
+        )
+
+    def at(self, us: int | None) -> datetime | None:
+        """Return such a time as this row has it."""
+        return None if us is None else _epoch(self.now) + timedelta(microseconds=us)
 
 
 class Rows:

@@ -110,11 +110,22 @@ class SQLite(Dialect):
          WHERE owner <> '' AND expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now')
            AND key BETWEEN :first AND :last"""
     )
-    OWNER = """
-        SELECT owner
+    READ = """
+        SELECT owner, fence, name, holder,
+               strftime('%s', acquired_at) * 1000000
+                   + substr(strftime('%f', acquired_at), 4) * 1000,
+               strftime('%s', expiry) * 1000000 + substr(strftime('%f', expiry), 4) * 1000,
+               strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000
           FROM {table}
-         WHERE key = :key AND fence = :fence AND owner <> ''
-           AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')"""
+         WHERE key = :key"""
+    REPLACE = """
+        UPDATE {table}
+           SET owner = :owner, fence = :fence, name = :name, holder = :holder,
+               acquired_at = strftime('%Y-%m-%d %H:%M:%f', :acquired_us / 1e6, 'unixepoch'),
+               expiry = strftime('%Y-%m-%d %H:%M:%f', :expiry_us / 1e6, 'unixepoch')
+         WHERE key = :key AND owner = :old_owner AND fence = :old_fence
+           AND strftime('%s', expiry) * 1000000 + substr(strftime('%f', expiry), 4) * 1000
+               = :old_expiry_us"""
     LEFT_OVER = """
         SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now')
                                  THEN 1 ELSE 0 END), 0),
