@@ -88,7 +88,8 @@ def visits_of(log: Path) -> list[Visit]:
     found = []
     for file in log.parent.glob(f"{log.name}.*"):
         if file.suffix[1:].isdigit():
-            for line in file.read_text().splitlines():
+            lines = file.read_text().split("\n")
+            for line in lines[:-1]:  # the last one is being written
                 kind, arrived, granted, came, *rest = line.split(" ")
                 left = float(rest[0]) if rest else None
                 found.append(Visit(kind, int(arrived), int(granted), float(came), left))
