@@ -10,7 +10,7 @@ from distlock_app import BackendError, Lock
 from distlock_app.backends.postgresql import AdvisoryLockBackend
 from distlock_app.backends.sessions.pool import GRACE, ServerError
 from distlock_app.core.registry import registry
-from distlock_app.testing.sharing import a_claim
+from distlock_app.testing.claims import a_claim
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),

@@ -26,7 +26,7 @@ from distlock_app.core.timer import Timer, timer
 from distlock_app.primitives import threads
 from distlock_app.primitives.timing import monotonic
 from distlock_app.signals import lock_lost, lock_released
-from distlock_app.testing.sharing import a_claim
+from distlock_app.testing.claims import a_claim
 from tests import engines
 from tests.engines import DEADLINE, outlast, renewed, until
 

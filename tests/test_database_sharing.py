@@ -17,7 +17,7 @@ from distlock_app import Latch, Lock, LockBusy, lock_in_transaction
 from distlock_app.backends.database import DatabaseBackend, members
 from distlock_app.claims import Grant
 from distlock_app.models import DistLock
-from distlock_app.testing.sharing import a_claim
+from distlock_app.testing.claims import a_claim
 from tests.engines import running, until
 from tests.sharing_workers import together, visits_of
 

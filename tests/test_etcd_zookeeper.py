@@ -32,7 +32,7 @@ from distlock_app.core.registry import registry
 from distlock_app.core.waiting import acquired
 from distlock_app.core.wakers import Waker
 from distlock_app.primitives.names import key_of
-from distlock_app.testing.sharing import a_claim
+from distlock_app.testing.claims import a_claim
 from tests.engines import DEADLINE, closing_loop, until
 from tests.launching import free_port
 from tests.proxy import proxy_to

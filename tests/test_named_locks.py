@@ -9,7 +9,7 @@ from distlock_app.backends.mysql import NamedLockBackend
 from distlock_app.backends.sessions.pool import ServerError
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
-from distlock_app.testing.sharing import a_claim
+from distlock_app.testing.claims import a_claim
 from tests.engines import running, until
 
 # As on MySQL by default.

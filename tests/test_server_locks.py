@@ -26,7 +26,7 @@ from distlock_app.operations import doctor
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
-from distlock_app.testing.sharing import a_claim
+from distlock_app.testing.claims import a_claim
 from tests.engines import closing_loop, running, until
 from tests.proxy import proxy_to
 

@@ -9,8 +9,8 @@ from unittest import SkipTest
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
 from ..primitives.timing import monotonic
+from .claims import a_claim
 from .people import PeopleContract
-from .sharing import a_claim
 
 # Names that backends have folded, cut, quoted or taken for something else; all are different.
 NASTY_NAMES = [

@@ -17,7 +17,8 @@ from ..claims import Grant
 from ..core.lock import Lock
 from ..errors import BackendError, LockTimeout
 from ..primitives.timing import monotonic
-from .sharing import SharingContract, a_claim
+from .claims import a_claim
+from .sharing import SharingContract
 
 
 class FaultContract(SharingContract):

@@ -12,7 +12,7 @@ from ..claims import Grant
 from ..core.hold import Hold
 from ..core.registry import registry
 from ..core.releasing import releaser
-from .sharing import a_claim
+from .claims import a_claim
 
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unittest import SkipTest
 
+from .claims import a_claim
 from .faults import FaultContract
-from .sharing import a_claim
 
 
 class PeopleContract(FaultContract):

@@ -11,11 +11,11 @@ from time import sleep
 from typing import Any
 from unittest import SkipTest
 
-from ..claims import Claim, Grant
+from ..claims import Grant
 from ..core.latch import Latch
 from ..core.registry import registry
-from ..primitives import names
 from ..primitives.timing import monotonic
+from .claims import Waiter, a_claim
 
 # Why a backend without a flag is spared a test.
 WITHOUT = {
@@ -32,49 +32,6 @@ WITHOUT = {
 WRITER: dict[str, Any] = {}
 READER: dict[str, Any] = {"shared": True}
 PERMIT: dict[str, Any] = {"limit": 2}
-
-
-def a_claim(name: str, *, ttl: float = 30.0, **fields: Any) -> Claim:
-    """Return a claim of a new owner, for tests that talk to a backend directly."""
-    holder = '{"host":"elsewhere","pid":1,"thread":"test"}'
-    fields = {"owner": secrets.token_hex(16), "holder": holder, **fields}
-    return Claim(name=name, key=names.key_of(name), ttl=ttl, **fields)
-
-
-class Waiter:
-    """A claim that waits, without the core's loop."""
-
-    def __init__(self, backend: Any, name: str, **fields: Any) -> None:
-        self._backend = backend
-        self._rung = threading.Event()
-        self._given: Grant | None = None
-        self.claim = a_claim(name, wake=self._wake, **fields)
-        assert not self.ask()
-
-    def ask(self) -> Any:
-        """Try once, as a waiter that will go on waiting."""
-        return self._backend.acquire(self.claim, 30)
-
-    def waits(self) -> bool:
-        """Ask again; return whether it waits still."""
-        return not self._given and not self.ask()
-
-    def granted(self) -> Grant:
-        """Wait for the grant, by message or by asking again."""
-        deadline = monotonic() + 10
-        pause = self._backend.poll_max if self._backend.pushes else self._backend.poll_min
-        while monotonic() < deadline:
-            if self._rung.wait(pause) and self._given:
-                return self._given
-            self._rung.clear()
-            answer: Grant | None = self.ask() or None
-            if answer:
-                return answer
-        raise AssertionError("not granted within 10 s")
-
-    def _wake(self, grant: Grant | None) -> None:
-        self._given = grant
-        self._rung.set()
 
 
 class SharingContract:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,15 @@ from ..sessions.pool import ConnectionLost, database_of
 from ..sessions.queues import Waiter
 from . import members
 from .connections import QueuedConnection, Session, Sessions
+from .extending import Extending
 from .in_transaction import InCallersTransaction
 from .members import kind_of
 from .people import ForPeople
 from .requests import Contended, claim_key_of
-from .sql.base import ROW_WAIT, Pair, Step
-
-# Rows extended by one statement; SQLite allows 999 parameters before 3.32.
-BATCH = 400
+from .sql.base import ROW_WAIT, Step
 
 
-class DatabaseBackend(InCallersTransaction, ForPeople):
+class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     """LOCATION is an alias of DATABASES; every question travels on a connection of our own.
 
     Never on the caller's, so the caller's transaction neither hides a lock from others nor
@@ -93,38 +90,6 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
             return self._ask(partial(members.look, claim, first))
         except Contended:
             return Busy()
-
-    def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
-        claim = grant.claim
-        if kind_of(claim):
-            keep = partial(members.extend, claim.key, {claim.owner: ttl}, exactly=exactly)
-            return bool(self._ask(keep, urgent=True))
-        ours = self._ask(
-            lambda s: s.dialect.extend(s.cursor, claim, ttl, exactly=exactly), urgent=True
-        )
-        if not ours:
-            self._leave(claim)
-        return ours
-
-    def end_in(self, grant: Grant, ttl: float) -> bool:
-        return self.extend(grant, ttl, exactly=True)
-
-    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
-        """Extend by one statement for each 400 mutexes of one ttl, or members of one row."""
-        indexes: dict[float | str, list[int]] = {}
-        for index, (grant, ttl) in enumerate(work):
-            alike = grant.claim.key if kind_of(grant.claim) else ttl
-            indexes.setdefault(alike, []).append(index)
-        results: list[bool | Exception] = [False] * len(work)
-        for same in indexes.values():
-            for start in range(0, len(same), BATCH):
-                batch = same[start : start + BATCH]
-                answers = self._extend_batch([work[index] for index in batch])
-                for index, answer in zip(batch, answers, strict=True):
-                    results[index] = answer
-                    if answer is False:
-                        self._leave(work[index][0].claim)
-        return results
 
     def count_down(self, claim: Claim) -> int:
         return self._ask(partial(members.count_down, claim))
@@ -266,11 +231,6 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
             return answer
         return Grant(answer.claim, fence=answer.fence, session=queued)
 
-    def _leave(self, claim: Claim) -> None:
-        queued = self._sessions.unpark(claim_key_of(claim))
-        if queued is not None:
-            queued.give_up()
-
     def _give_up(self, queued: QueuedConnection) -> None:
         """Leave the server's queue."""
         waiting = queued.session
@@ -302,23 +262,6 @@ class DatabaseBackend(InCallersTransaction, ForPeople):
             return grant.fence is not None
         raise BackendError(f"lock table on {self.using!r}: the answer to a release was lost")
 
-    def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
-        pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
-        try:
-            if kind_of(work[0][0].claim):
-                owners = {grant.claim.owner: ttl for grant, ttl in work}
-                kept = self._ask(partial(members.extend, pairs[0][0], owners), urgent=True)
-                return [owner in kept for _, owner in pairs]
-            extend = partial(_extend_pairs, pairs, work[0][1])
-            ours = self._ask(extend, urgent=True)
-        except Exception as error:
-            dialect = self._sessions.dialect
-            if isinstance(error, Contended) and dialect and dialect.locks_rows:
-                # One row is in another transaction: the others must not expire for it.
-                return super().extend_many(work)
-            return [error] * len(work)
-        return [pair in ours for pair in pairs]
-
 
 def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
     if kind_of(claim):
@@ -334,7 +277,3 @@ def _release(claim: Claim, session: Session) -> bool:
     if kind_of(claim):
         return members.release(claim, session)
     return session.dialect.release(session.cursor, claim)
-
-
-def _extend_pairs(pairs: Sequence[Pair], ttl: float, session: Session) -> set[Pair]:
-    return session.dialect.extend_pairs(session.cursor, pairs, ttl)

@@ -1,0 +1,78 @@
+"""Renewal of locks in the lock table: many by one statement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from ...claims import Claim, Grant
+from . import members
+from .connections import Session
+from .members import kind_of
+from .requests import Contended, Requests, claim_key_of
+from .sql.base import Pair
+
+# Rows extended by one statement; SQLite allows 999 parameters before 3.32.
+BATCH = 400
+
+
+class Extending(Requests):
+    """Lets claims last longer, or end sooner."""
+
+    def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
+        claim = grant.claim
+        if kind_of(claim):
+            keep = partial(members.extend, claim.key, {claim.owner: ttl}, exactly=exactly)
+            return bool(self._ask(keep, urgent=True))
+        ours = self._ask(
+            lambda s: s.dialect.extend(s.cursor, claim, ttl, exactly=exactly), urgent=True
+        )
+        if not ours:
+            self._leave(claim)
+        return ours
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        return self.extend(grant, ttl, exactly=True)
+
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+        """Extend by one statement for each 400 mutexes of one ttl, or members of one row."""
+        indexes: dict[float | str, list[int]] = {}
+        for index, (grant, ttl) in enumerate(work):
+            alike = grant.claim.key if kind_of(grant.claim) else ttl
+            indexes.setdefault(alike, []).append(index)
+        results: list[bool | Exception] = [False] * len(work)
+        for same in indexes.values():
+            for start in range(0, len(same), BATCH):
+                batch = same[start : start + BATCH]
+                answers = self._extend_batch([work[index] for index in batch])
+                for index, answer in zip(batch, answers, strict=True):
+                    results[index] = answer
+                    if answer is False:
+                        self._leave(work[index][0].claim)
+        return results
+
+    def _leave(self, claim: Claim) -> None:
+        queued = self._sessions.unpark(claim_key_of(claim))
+        if queued is not None:
+            queued.give_up()
+
+    def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+        pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
+        try:
+            if kind_of(work[0][0].claim):
+                owners = {grant.claim.owner: ttl for grant, ttl in work}
+                kept = self._ask(partial(members.extend, pairs[0][0], owners), urgent=True)
+                return [owner in kept for _, owner in pairs]
+            extend = partial(_extend_pairs, pairs, work[0][1])
+            ours = self._ask(extend, urgent=True)
+        except Exception as error:
+            dialect = self._sessions.dialect
+            if isinstance(error, Contended) and dialect and dialect.locks_rows:
+                # One row is in another transaction: the others must not expire for it.
+                return super().extend_many(work)
+            return [error] * len(work)
+        return [pair in ours for pair in pairs]
+
+
+def _extend_pairs(pairs: Sequence[Pair], ttl: float, session: Session) -> set[Pair]:
+    return session.dialect.extend_pairs(session.cursor, pairs, ttl)
