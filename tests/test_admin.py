@@ -227,6 +227,9 @@ def ended():
         (None, {}, "orphaned"),
         (23, {}, "held"),  # another process may have resumed it, and renew it
         (300, {"ttl": 600}, "orphaned"),
+        (17, {"at_least": 301}, "held"),  # its work is done: it is kept for a second more
+        (17, {"at_least": 299}, "orphaned"),
+        (17, {"at_least": "soon"}, "orphaned"),
         (17, {"pid": os.getpid()}, "held"),
         (17, {"machine": "00000000"}, "held"),  # its process ids are others
         (17, {"machine": ""}, "held"),

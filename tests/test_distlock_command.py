@@ -177,6 +177,13 @@ def test_states_are_coloured_if_colours_are_wanted(memory, capsys):
     assert "\x1b" not in say(capsys, "stuck")[1]
 
 
+def test_show_says_that_a_lock_is_kept_after_its_work(memory, capsys):
+    with Lock("settle", at_least=300):
+        pass
+
+    assert re.search(r"^at least +5:00$", say(capsys, "show", "settle")[1], re.MULTILINE)
+
+
 def test_show_is_a_card_with_the_commands_that_are_of_use_now(memory, capsys):
     grant = taken("pay:7 #1", "second", who="alice /pay/7")
     wait_for("pay:7 #1", "second")

@@ -86,8 +86,10 @@ class Attempt:
     def claim(self, waker: Waker | AsyncWaker) -> Claim:
         """Return the claim to ask the backend for."""
         lock, holder = self.lock, self.runner.text()
-        if lock.ttl is not UNSET or not lock.renew:
-            holder = identity.of_lease(holder, ttl=self.ttl, renew=lock.renew)
+        if lock.ttl is not UNSET or not lock.renew or lock.at_least:
+            holder = identity.of_lease(
+                holder, ttl=self.ttl, renew=lock.renew, at_least=lock.at_least
+            )
         return Claim(
             name=lock.name,
             key=self.key,

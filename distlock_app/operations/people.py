@@ -27,11 +27,13 @@ EXPIRING_BELOW = 0.1
 def state_of(holding: Holding) -> str:
     """Return ORPHANED, EXPIRING, CONTENDED or HELD: the first that is so.
 
-    Orphaned: its process has ended, and no other renews it. Expiring: it was not renewed, and
-    ends in a moment.
+    Orphaned: its process has ended, no other renews it, and it was not to be kept (`at_least`).
+    Expiring: it was not renewed, and ends in a moment.
     """
     left, ttl = holding.expires_in, _ttl_of(holding)
-    if (left is None or left < ttl * OVERDUE_BELOW) and _process_ended(holding.holder):
+    kept = holding.held_for is not None and holding.held_for < at_least_of(holding)
+    overdue = left is None or left < ttl * OVERDUE_BELOW
+    if overdue and not kept and _process_ended(holding.holder):
         return ORPHANED
     if left is not None and left < min(ttl, left + (holding.held_for or 0.0)) * EXPIRING_BELOW:
         return EXPIRING
@@ -41,6 +43,12 @@ def state_of(holding: Holding) -> str:
 def is_renewed(holding: Holding) -> bool:
     """Return whether its holder renews it, as long as it lives: not so with `renew=False`."""
     return holding.holder.get("renew") is not False
+
+
+def at_least_of(holding: Holding) -> float:
+    """Return for how many seconds from its acquire it stays taken, even without its process."""
+    at_least = holding.holder.get("at_least")
+    return float(at_least) if isinstance(at_least, (int, float)) else 0.0
 
 
 def urgency(holding: Holding) -> tuple[bool, int]:

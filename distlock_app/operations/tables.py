@@ -11,6 +11,7 @@ from ..claims import Holding
 from ..primitives.names import key_of, shown
 from .people import (
     activity_of,
+    at_least_of,
     clock,
     host_of,
     is_renewed,
@@ -69,6 +70,8 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[t
         yield label, shown(str(holder.get(key) or UNKNOWN))
     yield "held for", _clock(held.held_for)
     yield "since", since(held) or UNKNOWN
+    if at_least := at_least_of(held):
+        yield "at least", clock(at_least)
     yield "time left", _left(held)
     yield "fencing token", _number(held.fence)
     yield "waiters", _number(held.waiters)

@@ -189,9 +189,10 @@ def machine() -> str:
 os.register_at_fork(after_in_child=machine.cache_clear)
 
 
-def of_lease(text: str, *, ttl: float, renew: bool) -> str:
+def of_lease(text: str, *, ttl: float, renew: bool, at_least: float) -> str:
     """Return the description of a holder with how it holds this lock, if not as its alias says."""
-    return f'{text[:-1]},"ttl":{ttl:g},"renew":{"true" if renew else "false"}}}'
+    how = {"ttl": ttl, "renew": renew} | ({"at_least": at_least} if at_least else {})
+    return f"{text[:-1]},{json.dumps(how, separators=(',', ':'))[1:]}"
 
 
 def holder_fields(text: str) -> dict[str, Any]:
