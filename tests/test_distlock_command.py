@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -203,6 +204,30 @@ def test_show_is_a_card_with_the_commands_that_are_of_use_now(memory, capsys):
     words = shlex.split(card["take it away"])
     assert words[:3] == ["python", "manage.py", "distlock"]
     assert say(capsys, *words[3:], "--yes")[:2] == (0, "1 cleared\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "who"),
+    [
+        (["manage.py", "beat", "--key=secret"], "manage.py beat"),
+        (["/venv/lib/django/__main__.py", "beat"], "django beat"),
+        (["/venv/lib/celery/__main__.py", "worker"], "celery"),
+        (["/venv/bin/gunicorn", "shop.wsgi"], "gunicorn"),
+        (["stuck.py", "secret"], "stuck.py"),
+        (["manage.py"], "manage.py"),
+        (["-c"], "unknown"),
+        ([""], "unknown"),
+        ([], "unknown"),
+    ],
+)
+def test_a_lock_that_no_decorator_took_names_the_program(memory, capsys, monkeypatch, argv, who):
+    monkeypatch.setattr(sys, "argv", argv)
+    # A thread keeps its description: take a new one.
+    thread = threading.Thread(target=taken, args=("a",), kwargs={"who": ""}, name=f"of {argv}")
+    thread.start()
+    thread.join(10)
+
+    assert re.search(rf"^who +{re.escape(who)}$", say(capsys, "show", "a")[1], re.MULTILINE)
 
 
 def test_what_is_not_known_is_called_so(memory, capsys, monkeypatch):

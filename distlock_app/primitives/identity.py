@@ -165,9 +165,20 @@ def _holder_text(pid: int, thread: str, who: str) -> str:
     fields: dict[str, Any] = {"host": socket.gethostname(), "pid": pid, "thread": thread[:60]}
     if machine():
         fields["machine"] = machine()
-    if who:
+    if who := who or _program():
         fields["who"] = who
     return json.dumps(fields, separators=(",", ":"))
+
+
+def _program() -> str:
+    """Return the program, without its arguments: "gunicorn", "manage.py beat"; empty in a shell."""
+    path, *arguments = sys.argv or [""]
+    folder, name = os.path.split(path)
+    if name == "__main__.py":  # python -m celery
+        name = os.path.basename(folder)
+    if name in ("manage.py", "django-admin", "django"):
+        name = " ".join([name, *arguments[:1]])
+    return "" if name == "-c" else name[:ACTIVITY_LENGTH]
 
 
 @lru_cache(maxsize=1)
