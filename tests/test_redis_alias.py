@@ -111,6 +111,19 @@ def test_two_aliases_with_one_url_keep_their_own_options_and_connections(own_red
         pool.disconnect()
 
 
+def test_two_aliases_with_one_server_share_their_locks(own_redis):
+    with override_settings(CACHES={"locks": {"BACKEND": REDIS, "LOCATION": own_redis.url}}):
+        old, new = (RedisBackend(alias=alias, location="locks") for alias in ("redis", "default"))
+
+    grant = old.acquire(claim("moved"), 0)
+    assert grant and not new.acquire(claim("moved"), 0)
+    old.release(grant)
+    assert new.acquire(claim("moved"), 0)
+
+    old.close()
+    new.close()
+
+
 def test_locks_work_on_the_redis_cache_of_django(own_redis):
     alias = {
         "BACKEND": "django.core.cache.backends.redis.RedisCache",
