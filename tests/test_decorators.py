@@ -463,7 +463,7 @@ def test_wrong_options_are_refused_when_decorating():
         ({"ttl": 0}, ValueError),
         ({"ttk": 1}, TypeError),
         ({"using": "nowhere"}, Exception),
-        ({"using": "default", "shared": True}, ValueError),
+        ({"using": "default", "fair": True}, ValueError),
         ({"on_busy": "sometimes"}, ValueError),
     ):
         with pytest.raises(error):
