@@ -196,11 +196,11 @@ def test_busy_is_json_a_page_or_text_as_the_client_prefers(accept, kind):
         assert b'"retry_after": 2' in answer.content
 
 
-def browsed(view, before="", **headers):
+def browsed(view, before="", path="/pay/7", **headers):
     """Return what a browser is answered whose visitor comes from the page `before`."""
     headers = {"accept": BROWSER, "referer": before, **headers}
     with elsewhere("a"):
-        return post(view, path="/pay/7", extra={"headers": headers}).content.decode()
+        return post(view, path=path, extra={"headers": headers}).content.decode()
 
 
 def test_the_page_goes_back_to_where_the_visitor_came_from_and_repeats_nothing():
@@ -224,10 +224,13 @@ def test_the_page_goes_back_to_where_the_visitor_came_from_and_repeats_nothing()
         "javascript:alert(1)",
         "//elsewhere.example",
         'http://"><a>',
+        "http://[",
+        "'https://elsewhere.example/'",  # a refresh strips quotes
     ],
 )
-def test_the_page_leads_nowhere_but_to_this_site(before):
-    @on_locmem("a")
+@pytest.mark.parametrize("methods", [["POST"], ["GET", "POST"]])
+def test_the_page_leads_nowhere_but_to_this_site(before, methods):
+    @on_locmem("a", methods=methods)
     def pay(request):
         pass
 
@@ -244,7 +247,9 @@ def test_the_page_does_not_repeat_a_get_that_is_locked(methods, back):
         pass
 
     page = browsed(pay, "http://testserver/pay/7?once=1")
+    assert ("http-equiv" in page) is back
 
+    page = browsed(pay, "http://testserver/pay/%EC%A3%BC%EB%AC%B8%207?once=1", path="/pay/주문 7")
     assert ("http-equiv" in page) is back
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from django.http import HttpResponse, JsonResponse
 from django.template import TemplateDoesNotExist
@@ -78,6 +78,10 @@ def _page_before(request: Any, methods: Collection[str]) -> str:
     Not the view itself if its GET is locked: to look at it would be to do it again.
     """
     before = request.headers.get("Referer", "")
-    ours = url_has_allowed_host_and_scheme(before, {request.get_host()}, request.is_secure())
-    itself = "GET" in methods and urlsplit(before).path == request.path
-    return before if ours and not itself else ""
+    # Absolute, as browsers send it: a refresh would strip quotes around any other.
+    if not before.startswith(("http://", "https://")) or not url_has_allowed_host_and_scheme(
+        before, {request.get_host()}, request.is_secure()
+    ):
+        return ""
+    itself = "GET" in methods and unquote(urlsplit(before).path) == request.path
+    return "" if itself else before
