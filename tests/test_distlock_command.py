@@ -736,6 +736,24 @@ def test_a_candidate_asks_a_backend_until_it_answers_again(memory, monkeypatch):
     assert [str(error) for error in said] == ["gone", "down", "down"]
 
 
+def test_a_signal_that_comes_while_a_loss_is_reported_ends_the_candidate(memory, monkeypatch):
+    def is_lost(lock, program, signals):
+        signals.ends_us = False  # as since it had the lock
+        raise LockLost("gone")
+
+    monkeypatch.setattr(run, "_run", is_lost)
+
+    def stop(error):
+        assert not stopped, "it went on"
+        stopped.append(error)
+        signal.raise_signal(signal.SIGTERM)
+
+    stopped = []
+    with pytest.raises(SystemExit) as end:
+        run.lead(Lock("a"), ["true"], stop)
+    assert end.value.code == 143
+
+
 def test_a_candidate_ends_if_its_backend_never_answered(memory, monkeypatch):
     def is_down(*args):
         raise BackendError("down")

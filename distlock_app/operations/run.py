@@ -66,14 +66,12 @@ def lead(lock: Lock, program: Sequence[str], report: Callable[[Exception], None]
             try:
                 return _run(lock, program, signals)
             except (LockLost, BackendError) as error:
-                if signals.came in ENDS:
-                    return 128 + signals.came
+                signals.begin()
                 if isinstance(error, LockLost):
                     failures = 1
                 elif failures == 0:
                     raise
                 report(error)
-            signals.begin()
             sleep(full_jitter(failures, base=RETRY_MIN, cap=RETRY_MAX))
             failures += 1
 
@@ -137,13 +135,16 @@ class _Signals:
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
+        self.came: int | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Wait for the lock: what comes now ends this process."""
-        self.came: int | None = None
+        """Wait for the lock: what comes now ends this process, as does what came before."""
         self._process: subprocess.Popen[bytes] | None = None
         self.ends_us = True
+        if self.came in ENDS:
+            raise SystemExit(128 + self.came)
+        self.came = None
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
