@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from distlock_app.backends.redis import RedisBackend
-from distlock_app.backends.redis.pool import MASTER_SECONDS
+from distlock_app.backends.redis.pool import MASTER_SECONDS, SENTINELS_AWAY_SECONDS
 from distlock_app.errors import BackendError
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, backend_at, claim, client_of, left_waiting
@@ -288,6 +288,29 @@ def test_a_master_that_lost_its_place_while_it_was_connected_to_is_left(private_
     backend._pool.close()
     with pytest.raises(BackendError):
         backend.release(grant)
+    backend.close()
+    for server in (sentinel, old, new):
+        server.close()
+
+
+def test_an_old_master_is_left_though_the_sentinels_knew_none_for_a_moment(private_server):
+    old, new = private_server(RedisServer), private_server(RedisServer)
+    sentinel = private_server(SentinelServer, old)
+    names = client_of(sentinel.url)
+    backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
+    backend.acquire(claim("before"), 0)
+
+    names.sentinel_remove("locks")
+    backend._pool._ask_again = 0.0
+    backend.acquire(claim("meanwhile"), 0)
+    names.sentinel_monitor("locks", "127.0.0.1", new.port, 1)
+
+    wanted = claim("after")
+    reached = client_of(new.url)
+    eventually(
+        lambda: backend.acquire(wanted, 0) and reached.exists(backend._lock(wanted.key)),
+        within=SENTINELS_AWAY_SECONDS / 2,
+    )
     backend.close()
     for server in (sentinel, old, new):
         server.close()

@@ -30,7 +30,8 @@ IDLE_SECONDS = 60.0
 TRUST_SECONDS = 0.5
 # Answers after which a connection is kept: being out of memory says nothing against it.
 KEPT_AFTER = frozenset({list, bytes, int, type(None), OutOfMemoryError})
-# The Sentinels are asked so often who the master is, and after no answer so much later.
+# The Sentinels are asked so often who the master is. If they are silent, requests wait for them a
+# tenth of the time; a refusal, as during a failover, comes at once.
 MASTER_SECONDS = 1.0
 SENTINELS_AWAY_SECONDS = 10.0
 
@@ -222,12 +223,14 @@ class Pool(Servers):
 
         A live old master learns of the failover ten seconds later, and grants locks until then.
         """
-        if monotonic() >= self._ask_again:
-            self._ask_again = monotonic() + MASTER_SECONDS  # other threads do not wait for it
+        if (asked := monotonic()) >= self._ask_again:
+            self._ask_again = asked + MASTER_SECONDS  # other threads do not wait for it
             try:
                 self._master = self._ask_master()
             except (RedisError, OSError):  # no reason to give up a connection that works
-                self._ask_again = monotonic() + SENTINELS_AWAY_SECONDS
+                failed = monotonic()
+                pause = min(max(MASTER_SECONDS, 10 * (failed - asked)), SENTINELS_AWAY_SECONDS)
+                self._ask_again = failed + pause
         return link.server == self._master
 
     def _confirm(self, link: Link, script: Script, answers: list[Any]) -> None:
