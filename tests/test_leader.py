@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from threading import Event
 
 import pytest
 
@@ -153,6 +154,45 @@ def test_a_coroutine_is_cancelled_when_the_lead_is_lost():
     asyncio.run(asyncio.wait_for(main(), DEADLINE))
 
     assert log == ["begun", "ended", "begun", "ended"]
+    assert not Lock("a", using="locmem").locked()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_second_cancellation_does_not_end_the_lead_before_the_work(threaded):
+    begun, cancelled, may_end, led_at_end = Event(), [], Event(), []
+
+    def in_thread(ended):
+        begun.set()
+        assert ended.wait(DEADLINE)
+        assert may_end.wait(DEADLINE)
+        led_at_end.append(leader.is_leader)
+
+    async def in_loop():
+        begun.set()
+        while not may_end.is_set():
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                cancelled.append(True)
+        led_at_end.append(leader.is_leader)
+
+    async def main():
+        task = asyncio.ensure_future(leader.arun())
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    leader = Leader("a", in_thread if threaded else in_loop, using="locmem")
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+    assert led_at_end == [True]
+    assert len(cancelled) == (0 if threaded else 2)
     assert not Lock("a", using="locmem").locked()
 
 

@@ -120,8 +120,10 @@ class Leader:
         try:
             await asyncio.wait([work])
         finally:
-            end()
-            await asyncio.wait([work])
+            while not work.done():  # however often it is cancelled: the next one leads after that
+                end()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
             self.hold, self._end = None, standing
         return None if work.cancelled() else work.exception()
 
