@@ -54,6 +54,7 @@ def missing_packages(wanted: Container[str]) -> list[str]:
         ("", _asked(sys.executable), ["python3-venv"]),
         # Tests that kill a server start one of their own, even if the suite's is given by a URL.
         ("", has("redis-server") or has("valkey-server"), ["redis-server"]),
+        ("", has("openssl"), ["openssl"]),  # makes certificates
         ("etcd", has("etcd"), ["etcd-server"]),
         ("zookeeper", has("java"), ["default-jre-headless"]),
         ("zookeeper", zookeeper, ["zookeeper"]),

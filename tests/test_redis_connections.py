@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -21,13 +22,20 @@ pytest_plugins = ["tests.redis_fixtures"]
 LIMITS = {"SOCKET_TIMEOUT": 1, "SOCKET_CONNECT_TIMEOUT": 30}
 
 
+@pytest.fixture
+def short_path():
+    """A directory for sockets, whose paths have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="distlock-") as path:
+        yield path
+
+
 @pytest.fixture(params=["tcp", "unix", "tls"])
-def reached(request, private_server, tmp_path):
+def reached(request, private_server, tmp_path, short_path):
     """A server, and a backend that reaches it this way."""
     config, url, options = {}, "redis://127.0.0.1:{port}/0", dict(LIMITS)
     if request.param == "unix":
-        config["unixsocket"] = str(tmp_path / "redis.sock")
-        url = f"unix://{tmp_path}/redis.sock?db=0"
+        config["unixsocket"] = f"{short_path}/redis.sock"
+        url = f"unix://{short_path}/redis.sock?db=0"
     if request.param == "tls":
         certificate, key = certified(tmp_path)
         config = {"tls-port": str(free_port()), "tls-auth-clients": "no"}
