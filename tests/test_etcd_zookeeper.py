@@ -427,7 +427,7 @@ def test_16_processes_take_turns_with_few_requests_each(engine, processes):
     least, most = min(map(len, waits)), max(map(len, waits))
     print(f"{engine.name}: {each:.2f} requests each, {least} to {most} each")
     assert each <= 6 * 1.1  # connecting counts, too
-    assert most <= 1.5 * least + 3
+    assert most <= 2 * least + 3  # they do not all begin at once
 
 
 def test_a_child_leaves_the_locks_of_its_parent_alone(engine, processes):
