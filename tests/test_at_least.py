@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from time import monotonic
 
 import pytest
 from django.core.management import call_command
@@ -25,6 +24,7 @@ from distlock_app import (
 from distlock_app.core.registry import registry
 from distlock_app.core.renewal import renewer
 from distlock_app.primitives.names import key_of
+from distlock_app.primitives.timing import monotonic
 from distlock_app.signals import lock_released
 from distlock_app.testing import held_elsewhere, lose
 from tests import engines
