@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from time import monotonic, sleep
+from time import sleep
 
 import pytest
 from django.conf import settings
@@ -17,6 +17,7 @@ from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.core.registry import registry
+from distlock_app.primitives.timing import monotonic
 from tests.engines import renewed
 
 pytestmark = [
