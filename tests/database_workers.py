@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ def claim(name: str, *, ttl: float = 30.0, owner: str = "") -> Claim:
     holder = json.dumps({"pid": os.getpid()})
     owner = owner or secrets.token_hex(16)
     return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder)
+
+
+def lock_table(request: Any) -> Iterator[DatabaseBackend]:
+    """The lock table in the second database, as one process has it, by each kind of SQL."""
+    if request.param == "generic":
+        request.getfixturevalue("generic_dialect")
+    backend = DatabaseBackend(alias="default", location="locks")
+    yield backend
+    backend.close()
 
 
 def grab(backend: DatabaseBackend, name: str, **options: Any) -> Grant:

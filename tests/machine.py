@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.launching import ROOT
@@ -109,6 +110,7 @@ def _apt_get(packages: Sequence[str], log: Path) -> bool:
     return done.returncode == 0
 
 
+@cache
 def find_python(version: str) -> str | None:
     """Return the path of a working Python of this version, from PATH or pyenv."""
     name = f"python{version}"

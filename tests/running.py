@@ -36,7 +36,7 @@ from typing import IO, Any
 
 from tests.lanes import DATABASES, SERVERS, Choice, Lane, plan
 from tests.launching import ROOT
-from tests.machine import Environments, Pair, find_python, install, missing_packages
+from tests.machine import Environments, Pair, find_python, has, install, missing_packages
 
 
 class Stopped(Exception):
@@ -285,7 +285,9 @@ class LaneRun:
         if pair.version == "3.10":
             self._run.skipped.append("types and import floors: their checkers need Python 3.11")
             del checks["types"], checks["pyright"], checks["imports"]
-        elif not self._run.run("sh", "-c", f"{programs}/pyright --version", out=self._out):
+        elif not has(str(programs / "pyright")) or not self._run.run(
+            programs / "pyright", "--version", out=self._out
+        ):
             # Older Pythons do without, and what it runs is a package of npm.
             self._run.skipped.append("pyright: it cannot be had here")
             del checks["pyright"]

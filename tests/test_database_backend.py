@@ -16,7 +16,7 @@ from distlock_app.backends.database import DatabaseBackend, people
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
-from tests.database_workers import claim, grab
+from tests.database_workers import claim, grab, lock_table
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -24,14 +24,7 @@ NASTY = ["job", "JOB", "job ", " job", "jöb", "jo\u0308b", "job\x00", "job\x00x
          "'; --", "\u202ejob", "\ud800", "日本", "🔒", "a" * 10_000, "a" * 9_999]  # fmt: skip
 
 
-@pytest.fixture(params=["tuned", "generic"])
-def backend(request):
-    """The lock table in the second database, as one process has it, by each kind of SQL."""
-    if request.param == "generic":
-        request.getfixturevalue("generic_dialect")
-    backend = DatabaseBackend(alias="default", location="locks")
-    yield backend
-    backend.close()
+backend = pytest.fixture(params=["tuned", "generic"])(lock_table)
 
 
 def rows():

@@ -18,6 +18,7 @@ from distlock_app.backends.database import DatabaseBackend, members
 from distlock_app.claims import Grant
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
+from tests.database_workers import lock_table
 from tests.engines import running, until
 from tests.sharing_workers import together, visits_of
 
@@ -29,14 +30,7 @@ KINDS = [READER, {"limit": 9}]
 on_server = pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server")
 
 
-@pytest.fixture(params=["tuned", "generic"])
-def backend(request):
-    """The lock table in the second database, as one process has it, by each kind of SQL."""
-    if request.param == "generic":
-        request.getfixturevalue("generic_dialect")
-    backend = DatabaseBackend(alias="default", location="locks")
-    yield backend
-    backend.close()
+backend = pytest.fixture(params=["tuned", "generic"])(lock_table)
 
 
 @pytest.fixture

@@ -51,11 +51,6 @@ class NameTemplate:
             if field:
                 self._quoted |= separators
 
-    @property
-    def roots(self) -> set[str]:
-        """The names of the arguments that the fields begin with."""
-        return {_root(field) for _, field in self._parts if field}
-
     def check(self, known: Collection[str] | None, what: str) -> None:
         """Raise ValueError if a field begins with none of `known` (None: anything goes)."""
         for _, field in self._parts:

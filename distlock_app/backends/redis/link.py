@@ -38,8 +38,8 @@ class Link:
         self._kernel_limits = plain and self._poll is not None
         if self._kernel_limits:
             seconds, micros = divmod(int(self.connection.socket_timeout * 1_000_000), 1_000_000)
+            timeval = struct.pack("@ll", seconds, micros)
             for option in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
-                timeval = struct.pack("@ll", seconds, micros)
                 self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
             self._socket.settimeout(None)
 
