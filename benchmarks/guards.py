@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 TURNS = 4  # in which all are measured, one after the other: what disturbs one disturbs them all
@@ -229,9 +230,11 @@ def measure(seconds: float, counts: list[int]) -> dict[str, Any]:
 
 
 def saving(rounds: int, plain_sqlite: bool) -> dict[str, float]:
-    """Return the medians of `VersionedModel.save()` and the plain `save()`, in microseconds.
+    """Return medians in microseconds, of what nobody else does at the time.
 
-    `plain_sqlite`: SQLite as Django sets it up, where each commit waits for the disk.
+    `VersionedModel.save()` beside the plain `save()`; and, where rows can be locked, a transaction
+    with `lock_in_transaction()` beside one with a row by `select_for_update()`. `plain_sqlite`:
+    SQLite as Django sets it up, where each commit waits for the disk.
     """
     from django.db import connection, models
 
@@ -259,14 +262,41 @@ def saving(rounds: int, plain_sqlite: bool) -> dict[str, float]:
         for model in made.values():
             editor.create_model(model)
     rows = {title: model.objects.create() for title, model in made.items()}
-    times: dict[str, list[float]] = {title: [] for title in made}
+
+    def save(title: str) -> None:
+        rows[title].balance += 1
+        rows[title].save()
+
+    found = _medians(rounds, {title: partial(save, title) for title in rows})
+    if connection.features.has_select_for_update:
+        found |= _medians(rounds, _locking(made["plain"], rows["plain"].pk))
+    return found
+
+
+def _locking(model: Any, pk: int) -> dict[str, Callable[[], object]]:
+    from django.db import transaction
+
+    from distlock_app import lock_in_transaction
+
+    @transaction.atomic
+    def for_update() -> None:
+        model.objects.select_for_update().get(pk=pk)
+
+    @transaction.atomic
+    def in_transaction() -> None:
+        lock_in_transaction("saving")
+
+    return {"for_update": for_update, "in_transaction": in_transaction}
+
+
+def _medians(rounds: int, actions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the median of each action, in microseconds; they take turns."""
+    times: dict[str, list[float]] = {title: [] for title in actions}
     for turn in range(rounds):
         # Who comes second finds the caches of the processor as the first has left them.
-        for title in sorted(rows, reverse=bool(turn % 2)):
-            row = rows[title]
+        for title in sorted(actions, reverse=bool(turn % 2)):
             for _ in range(SAVES):
-                row.balance += 1
                 begun = time.perf_counter()
-                row.save()
+                actions[title]()
                 times[title].append(time.perf_counter() - begun)
     return {title: statistics.median(values) * 1e6 for title, values in times.items()}

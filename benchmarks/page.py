@@ -252,7 +252,19 @@ def saving(kinds: dict[str, Any]) -> str:
         for kind, x in kinds.items()
         if "error" not in x
     ]
-    return _table(["", "`save()`, µs", "`VersionedModel.save()`, µs", "ratio"], rows)
+    locked = [
+        [
+            *(TITLES[kind], f"{x['for_update']:.0f}", f"{x['in_transaction']:.0f}"),
+            f"{x['in_transaction'] / x['for_update']:.2f}",
+        ]
+        for kind, x in kinds.items()
+        if "for_update" in x
+    ]
+    text = _table(["", "`save()`, µs", "`VersionedModel.save()`, µs", "ratio"], rows)
+    if locked:
+        head = ["", "`select_for_update()`, µs", "`lock_in_transaction()`, µs", "ratio"]
+        text += "\nA transaction that locks one row:\n\n" + _table(head, locked)
+    return text
 
 
 def guards(kinds: dict[str, Any]) -> str:

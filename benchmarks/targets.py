@@ -110,6 +110,9 @@ def _saving(results: Results, kind: str) -> Iterator[Row]:
     found = results["saving"][kind]
     ratio = found["versioned"] / found["plain"]
     yield f"{kind}: `VersionedModel.save()`, of `save()`", ratio, 1.1, ""
+    if "for_update" in found:
+        ratio = found["in_transaction"] / found["for_update"]
+        yield f"{kind}: `lock_in_transaction()`, of `select_for_update()`", ratio, 1.15, ""
 
 
 def _guards(results: Results, kind: str) -> Iterator[Row]:

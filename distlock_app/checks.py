@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from .core.registry import LONG_TTL, Entry, check_deployed, registry
+from .core.limits import LONG_TTL
+from .core.registry import Entry, check_deployed, registry
 from .operations import history
 
 # A renewal comes every third of the ttl: below this, a pause of a third of a second loses locks.
 SHORT_TTL = 1.0
+TTL_HINT = "TTL: how long a lock stays taken after a crash. Renewal covers longer work."
 
 
 def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
@@ -43,7 +46,7 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
 def check_servers(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """Let the backends ask their servers: those in these databases, and those in none.
+    """Let backends ask their servers: those in these databases, and those in no database.
 
     `migrate` runs this first. It must not fail because a lock server is down, nor for want of
     the lock table that it is about to make: whatever is found here is a warning at most.
@@ -69,14 +72,8 @@ def register() -> None:
 
 def _entries() -> Iterator[Entry]:
     """Yield the aliases that work; `check_settings` reports the others."""
-    try:
-        for alias in registry:
-            try:
-                yield registry[alias]
-            except Exception:
-                continue
-    except ImproperlyConfigured:
-        return
+    with suppress(ImproperlyConfigured):
+        yield from (registry[alias] for alias in registry if not registry.misconfigured(alias))
 
 
 def _says(alias: str, error: Exception) -> str:
@@ -90,14 +87,14 @@ def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
     if entry.backend.expires and entry.ttl < SHORT_TTL:
         yield checks.Warning(
             f"DISTLOCK[{entry.alias!r}]: any short pause exceeds a TTL of {entry.ttl:g} s.",
-            hint="TTL: how long a lock stays taken after a crash. Renewal covers longer work.",
+            hint=TTL_HINT,
             id="distlock_app.W002",
         )
     if entry.ttl > LONG_TTL:
         yield checks.Warning(
             f"DISTLOCK[{entry.alias!r}]: a TTL of {entry.ttl:g} s keeps a lock taken for "
             f"{entry.ttl / 3600:.1f} hours after a crash. The unit is seconds, not milliseconds.",
-            hint="TTL: how long a lock stays taken after a crash. Renewal covers longer work.",
+            hint=TTL_HINT,
             id="distlock_app.W005",
         )
 

@@ -20,9 +20,6 @@ class LockBusy(LockError):
         # Seconds until the other claim expires unless its holder renews it; None: unknown.
         self.free_in = free_in
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.args[0], {"free_in": self.free_in}))
-
 
 class LockTimeout(LockBusy):
     """The lock was not free within the time that the caller waited."""
@@ -61,10 +58,6 @@ class StaleObjectError(Exception):
         self.expected = expected
         self.found = found
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {"obj": self.obj, "expected": self.expected, "found": self.found}
-        return (_rebuild, (type(self), self.args[0], state))
-
 
 class StaleFenceError(LockLost):
     """A later holder of the lock has written the row, so this write was refused."""
@@ -83,14 +76,6 @@ class StaleFenceError(LockLost):
         self.fence = fence
         self.found = found
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {"obj": self.obj, "fence": self.fence, "found": self.found}
-        return (_rebuild, (type(self), self.args[0], state))
-
 
 class RetriesExhausted(StaleObjectError):
     """Every attempt of a retrying save had a conflict with another writer."""
-
-
-def _rebuild(cls: type[Exception], message: str, state: dict[str, Any]) -> Exception:
-    return cls(message, **state)

@@ -43,7 +43,7 @@ ByTemplate = dict[tuple[str, str], int]
 
 
 def use_prometheus(registry: Any = None) -> None:
-    """Count in `registry` (default: prometheus_client's own) from now on.
+    """From now on, count in `registry` (default: that of prometheus_client).
 
     Histograms `distlock_wait_seconds` (outcome: acquired, busy, failed, opened)
     and `distlock_hold_seconds` (released, lost), counters `distlock_cleared_total` and
@@ -78,7 +78,7 @@ def use_prometheus(registry: Any = None) -> None:
 
 
 def use_opentelemetry(*, meter_provider: Any = None, tracer_provider: Any = None) -> None:
-    """Record metrics and spans with these providers (default: the global ones) from now on.
+    """From now on, record metrics and spans with these providers (default: the global ones).
 
     Histograms `distlock.wait` and `distlock.hold`, counters `distlock.cleared` and
     `distlock.version_conflicts`, gauges `distlock.held` and `distlock.waiting` of this process;

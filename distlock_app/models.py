@@ -41,13 +41,14 @@ class LockEvent(models.Model):
     """Something that happened to a lock; written by `history`, if settings ask for one."""
 
     ACQUIRED, BUSY, RELEASED, LOST, CLEARED = "acquired", "busy", "released", "lost", "cleared"
+    WAITS, ENDS = (ACQUIRED, BUSY), (RELEASED, LOST)  # what `seconds` is about
 
     at = models.DateTimeField()  # by the clock of the host that reports it
     alias = models.CharField(max_length=100)
     key = models.CharField(max_length=64)
     name = models.CharField(max_length=255)
     event = models.CharField(max_length=10)
-    seconds = models.FloatField(null=True)  # waited or held
+    seconds = models.FloatField(null=True)
     fence = models.BigIntegerField(null=True)
     detail = models.TextField(blank=True, default="")  # the holder as JSON; why; who cleared it
 
@@ -75,7 +76,7 @@ class LiveLock(models.Model):
         default_permissions = ("view",)
         permissions = [
             ("clear_lock", _("Can force the release of locks")),
-            ("extend_lock", _("Can let locks end later")),
+            ("extend_lock", _("Can extend locks")),
         ]
 
     def __str__(self) -> str:

@@ -175,21 +175,26 @@ def fork_while_threads_lock(forks):
     engine()
     stop = threading.Event()
 
+    # A child that is forked in the middle of an import can never import that module: all of them
+    # lock once before the first fork.
+    locked = [threading.Event() for _ in range(4)]
+
     def hammer(number):
         while not stop.is_set():
             # A short ttl, so that the renewer has something to do at the fork.
             with suppress(LockLost), Lock(f"b{number % 2}", ttl=0.3, wait=None):
-                pass
+                locked[number].set()
 
     async def ahammer():
         while not stop.is_set():
             async with Lock("c", wait=None):
-                pass
+                locked[3].set()
 
     threads = [threading.Thread(target=hammer, args=(n,), daemon=True) for n in range(3)]
     threads.append(threading.Thread(target=lambda: asyncio.run(ahammer()), daemon=True))
     for thread in threads:
         thread.start()
+    assert all(event.wait(CHILD_DEADLINE) for event in locked)
 
     def work():
         for name in ("a", "b0", "b1", "c"):

@@ -8,13 +8,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import cycle
 
 
 class Proxy:
-    """Passes bytes on; `lose` is the chance that an answer is lost and its connection cut."""
+    """Passes bytes on; `lose` is the chance that an answer is lost and its connection cut.
 
-    def __init__(self, port: int, *, seed: int = 1) -> None:
-        self.server = ("127.0.0.1", port)
+    To several ports, as a load balancer does, one connection after the other.
+    """
+
+    def __init__(self, *ports: int, seed: int = 1) -> None:
+        self._ports = cycle(ports)
         self.lose = 0.0
         self.lost = 0  # answers lost so far
         self.silent = False  # passes nothing on any more, and cuts nothing: a black hole
@@ -49,7 +53,7 @@ class Proxy:
             while True:
                 client, _ = self._listener.accept()
                 try:
-                    server = socket.create_connection(self.server, timeout=5)
+                    server = socket.create_connection(("127.0.0.1", next(self._ports)), timeout=5)
                 except OSError:
                     client.close()
                     continue
@@ -84,9 +88,9 @@ class Proxy:
 
 
 @contextmanager
-def proxy_to(port: int) -> Iterator[Proxy]:
-    """Run a proxy to a port of this machine."""
-    proxy = Proxy(port)
+def proxy_to(*ports: int) -> Iterator[Proxy]:
+    """Run a proxy to ports of this machine."""
+    proxy = Proxy(*ports)
     try:
         yield proxy
     finally:

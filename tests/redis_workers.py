@@ -235,6 +235,8 @@ class Proxy:
             self.server.shutdown(socket.SHUT_RDWR)  # or a thread would accept one more
         self.thread.join(DEADLINE)
         for one in self.sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # or a thread that reads from it would read on
             one.close()
 
 

@@ -326,6 +326,19 @@ def test_the_list_fits_its_page_and_a_phone_shows_what_is_urgent(browser, width)
     assert narrow[1:5] == ["name", "state", "held_for", "waiters"]
 
 
+def test_a_phone_shows_whose_lock_is_taken_away(browser, width):
+    taken("invoice:42", who="manage.py import --from=/var/spool/of/some/very/long/path/file.csv")
+    page = browser("view_livelock", "clear_lock")
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+    page.find_element(By.PARTIAL_LINK_TEXT, "Force release").click()
+    shows(page, "Take this lock away")
+
+    width(390)
+
+    table = page.find_element(By.CSS_SELECTOR, ".dl-scroll")
+    assert table.get_property("scrollWidth") <= table.get_property("clientWidth")
+
+
 def test_filters_and_search_pick_locks(browser):
     taken("invoice:42")
     taken("nightly")

@@ -19,7 +19,8 @@ from tests.test_browser import WITHIN, chromium, shows, text, violations  # noqa
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
-# Where pictures of the pages are kept, for people who want to look at them.
+# Where pictures of the pages are kept, for people who want to look at them. What the docs show as
+# docs/images/race.png is race-en-light.png of tests/test_race.py.
 PICTURES = os.environ.get("DISTLOCK_TEST_PICTURES")
 
 
@@ -86,7 +87,7 @@ def save(page):
 def picture(page, name):
     if PICTURES:
         height = page.execute_script("return document.documentElement.scrollHeight")
-        page.set_window_size(1400, max(1000, height + 140))
+        page.set_window_size(1400, max(1000, height + 200))
         page.save_screenshot(Path(PICTURES) / f"{name}.png")
         page.set_window_size(1400, 1000)
 

@@ -74,6 +74,18 @@ def test_a_dump_says_how_long_it_may_take(engine):
     assert 40 < holding.expires_in <= 60
 
 
+@pytest.mark.parametrize("owner, kept", [(None, (4, 5)), ("nightly", (40, 60))])
+def test_it_lasts_no_longer_once_it_is_resumed(engine, owner, kept):
+    """Unless other processes may have it, too: a crash must not keep it for so long."""
+    text = Lock("a", ttl=5, owner=owner).acquire().dump(60)
+
+    hold = Lock.resume(text)
+
+    (holding,) = engine.holders()
+    assert kept[0] < holding.expires_in <= kept[1]
+    hold.release()
+
+
 def test_a_resumed_hold_knows_its_mode(engine):
     got = []
     text = Lock("a", limit=2).acquire().dump()
@@ -117,7 +129,7 @@ def test_an_engine_that_cannot_tell_leaves_both_chances(engine):
     hold.check()
 
     text = hold.dump()
-    engine.fail("extend", times=1)
+    engine.fail("end_in", times=1)
     with pytest.raises(BackendError):
         Lock.resume(text)
 
@@ -152,7 +164,9 @@ def test_no_dump_before_the_commit(engine):
         hold = Lock("a").acquire()
         with pytest.raises(LockError, match="after the commit"):
             hold.dump()
-        Lock("b", release="now").acquire().dump()
+        text = Lock("b", release="now").acquire().dump()
+        Lock.resume(Lock.resume(text).dump()).release()
+        assert not Lock("b").locked()
         hold.release()
 
 

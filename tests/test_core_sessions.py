@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
 import time
 from collections import deque
@@ -133,3 +135,25 @@ def test_a_connection_that_is_dropped_as_the_interpreter_ends_raises_nothing(mon
     queued.__del__()
 
     assert queued.session is None
+
+
+class InterruptedSlots(deque):
+    """Slots of which one is taken just as Ctrl-C arrives."""
+
+    def pop(self):
+        super().pop()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_the_slot_of_a_connection_free_and_raises_nothing_else(monkeypatch):
+    slots, raised = InterruptedSlots([None]), []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+
+    connections.QueuedConnection.__new__(connections.QueuedConnection)  # interrupted at once
+    with pytest.raises(KeyboardInterrupt) as error:
+        connections.QueuedConnection(slots)
+    del error
+    gc.collect()
+
+    assert len(slots) == 1
+    assert raised == []

@@ -324,10 +324,13 @@ def test_a_server_may_keep_locks_beside_other_data():
 
 
 @on_sqlite
-def test_check_warns_of_locks_in_the_file_of_other_data():
+@pytest.mark.parametrize("debug, found", [(False, ["distlock_app.W011"]), (True, [])])
+def test_check_warns_in_production_of_locks_in_the_file_of_other_data(settings, debug, found):
+    settings.DEBUG = debug
+
     messages = DatabaseBackend(alias="default").check()
 
-    assert [message.id for message in messages] == ["distlock_app.W011"]
+    assert [message.id for message in messages] == found
 
 
 def test_a_missing_table_is_an_error_that_says_so(backend, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -19,11 +20,13 @@ from django.db.transaction import atomic
 
 from distlock_app import BackendError, Lock, LockTimeout
 from distlock_app.backends.database import DatabaseBackend, sql
+from distlock_app.backends.database import connections as database_connections
 from distlock_app.claims import Busy, Grant
 from distlock_app.core import waiting
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.models import DistLock
+from distlock_app.testing.claims import a_claim
 from tests.database_workers import claim, grab
 from tests.engines import running
 from tests.proxy import proxy_to
@@ -187,6 +190,26 @@ def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, s
     assert refused.ticket.queue.connection.called(within=DEADLINE)
 
 
+def test_a_release_of_a_lock_that_was_held_for_long_calls_the_waiter_after_it(
+    backend, sessions, monkeypatch
+):
+    monkeypatch.setattr(database_connections, "IDLE", 0.0)
+    held = grab(backend, "a")
+    refused = registry["locks"].backend.acquire(claim("a"), 30)
+    in_queue()
+    queued, release, early = refused.ticket.queue.connection, sql.base.Dialect.release, []
+
+    def watched(*asked):
+        early.append(queued.called(within=1.0))
+        return release(*asked)
+
+    monkeypatch.setattr(sql.base.Dialect, "release", watched)
+    assert backend.release(held) is True
+
+    assert early == [False]
+    assert queued.called(within=DEADLINE)
+
+
 def test_a_newcomer_at_the_hand_over_does_not_overtake(long_handover, backend, sessions, only_told):
     held = grab(backend, "a")
     waiting_for = claim("a")
@@ -197,6 +220,45 @@ def test_a_newcomer_at_the_hand_over_does_not_overtake(long_handover, backend, s
     assert isinstance(backend.acquire(claim("a"), 0), Busy)
     assert refused.ticket.queue.connection.called(within=DEADLINE)
     assert isinstance(registry["locks"].backend.acquire(waiting_for, 30), Grant)
+
+
+class Interrupted:
+    """A cursor that does something else after it has inserted a row."""
+
+    def __init__(self, cursor, then):
+        self._cursor, self._then = cursor, then
+
+    def __getattr__(self, name):
+        return getattr(self._cursor, name)
+
+    def execute(self, statement, *asked):
+        self._cursor.execute(statement, *asked)
+        if "INSERT" in statement:
+            self._then()
+
+
+@on_mysql
+def test_a_claim_that_comes_as_a_name_gets_its_row_is_not_called_too_early(
+    backend, sessions, monkeypatch
+):
+    insert, answers = sql.mysql.MySQL.insert, []
+
+    def come(to):
+        answers.append((to, to.acquire(claim("a"), 30)))
+
+    def interrupted(dialect, cursor, *asked):
+        monkeypatch.setattr(sql.mysql.MySQL, "insert", insert)
+        cursor = Interrupted(cursor, lambda: come(registry["locks"].backend))
+        return insert(dialect, cursor, *asked)
+
+    monkeypatch.setattr(sql.mysql.MySQL, "insert", interrupted)
+    come(backend)
+
+    in_queue()
+    [(holder, held)] = [answer for answer in answers if answer[1]]
+    [(_, refused)] = [answer for answer in answers if not answer[1]]
+    assert holder.release(held) is True
+    assert refused.ticket.queue.connection.called(within=DEADLINE)
 
 
 def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_open_to_all(backend, sessions):
@@ -335,6 +397,50 @@ def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, sessions, 
     assert waiter.served()
 
 
+def test_the_processes_that_wait_are_counted(backend, sessions, processes):
+    held, free = grab(backend, "a"), grab(backend, "b")
+    waiters = [Waiter() for _ in range(2)]
+    for number, waiter in enumerate(waiters, 1):
+        waiter.start()
+        in_line(sessions, number)
+    options = {"name": "a", "using": "locks", "ttl": 30, "wait": 2 * DEADLINE}
+    worker = processes.start("tests.lock_workers:take_once", **options)
+    in_queue(2)
+
+    listed = {holding.name: holding.waiters for holding in backend.holders()}
+    [of_one] = backend.holders(held.claim.key)
+
+    assert listed == {"a": 2, "b": 0}
+    assert of_one.waiters == 2
+    assert {holding.name: holding.waiters for holding in backend.page(0, 10)[0]} == listed
+    assert backend.release(held)
+    assert all(waiter.served() for waiter in waiters)
+    worker.result(DEADLINE)
+    assert backend.release(free)
+
+
+@pytest.mark.parametrize("kind", [{"shared": True}, {"limit": 2}], ids=str)
+def test_the_first_that_waits_for_readers_or_permits_is_counted(backend, sessions, kind):
+    held = backend.acquire(a_claim("a", **kind), 0)
+    waiter = Waiter()
+    waiter.start()
+
+    eventually(lambda: [holding.waiters for holding in backend.holders()] == [1])
+
+    assert backend.release(held)
+    assert waiter.served()
+
+
+def test_where_waiters_poll_their_number_is_unknown():
+    backend = DatabaseBackend(alias="default", location="locks", queue=0)
+    held = grab(backend, "a")
+
+    assert [holding.waiters for holding in backend.holders()] == [None]
+
+    assert backend.release(held)
+    backend.close()
+
+
 def test_dead_waiters_hold_nobody_up(backend, sessions, only_told, processes):
     held = grab(backend, "a")
     options = {"name": "a", "using": "locks", "ttl": 30, "wait": DEADLINE}
@@ -377,6 +483,26 @@ def test_ctrl_c_ends_a_wait_on_the_server(backend, processes, task):
     in_queue()
 
     os.kill(worker.pid, signal.SIGINT)
+
+    in_queue(0, within=20)
+    assert backend.release(held) is True
+
+
+def test_ctrl_c_just_after_the_server_was_asked_to_wait_ends_that_wait(
+    backend, sessions, monkeypatch
+):
+    held = grab(backend, "a")
+    registry["locks"].backend.ping()
+    line_up = sessions.dialect.line_up
+
+    def interrupted(wrapper, key):
+        line_up(wrapper, key)
+        in_queue()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sessions.dialect, "line_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Lock("a", using="locks").acquire()
 
     in_queue(0, within=20)
     assert backend.release(held) is True
@@ -469,6 +595,31 @@ def test_with_queue_0_nothing_stays_with_claims():
 def test_a_number_of_connections_that_is_none_is_refused(queue):
     with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*QUEUE"):
         DatabaseBackend(alias="x", queue=queue)
+
+
+def test_waiters_poll_as_often_as_the_options_say():
+    options = {"queue": 0, "poll_min": 0.2, "poll_max": 0.4}
+    backend = DatabaseBackend(alias="default", location="locks", **options)
+    held = grab(backend, "a")
+
+    steps = waiting.acquiring(backend, claim("a"), 60)
+    pauses, step = [], next(steps)
+    while len(pauses) < 30:
+        if isinstance(step, waiting.Pause):
+            pauses.append(step.seconds)
+            step = steps.send(None)
+        else:
+            step = steps.send(step.function(*step.args))
+
+    assert 0.1 < max(pauses) <= 0.4
+    assert backend.release(held)
+    backend.close()
+
+
+@pytest.mark.parametrize("poll", [{"poll_min": 0}, {"poll_max": 0.001}, {"poll_max": math.inf}])
+def test_pauses_that_are_none_are_refused(poll):
+    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*POLL_MIN"):
+        DatabaseBackend(alias="x", **poll)
 
 
 def test_a_server_that_cannot_queue_is_polled(backend, sessions, monkeypatch):

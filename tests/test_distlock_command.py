@@ -200,10 +200,22 @@ def test_show_is_a_card_with_the_commands_that_are_of_use_now(memory, capsys):
     assert datetime.fromisoformat(card["since"]).tzinfo is None
     assert card["fencing token"] == str(grant.fence)
     assert "in the queue" in out
-    assert card["look at it"] == f"ps -fp {os.getpid()}    # on {host}"
+    assert card["look at it"] == f"ps -o pid,stat,etime,args -p {os.getpid()}    # on {host}"
     words = shlex.split(card["take it away"])
     assert words[:3] == ["python", "manage.py", "distlock"]
     assert say(capsys, *words[3:], "--yes")[:2] == (0, "1 cleared\n")
+
+
+def test_a_name_that_looks_like_an_option_comes_after_two_dashes(memory, capsys):
+    taken("-x", "second")
+
+    _, card, _ = say(capsys, "show", "--", "-x")
+
+    [command] = re.findall(r"^take it away +python manage.py distlock (.*)$", card, re.MULTILINE)
+    verb, *words = shlex.split(command)
+    assert "after -- if it begins with -" in say(capsys, "clear", "--help")[1]
+    assert say(capsys, verb, "--yes", *words)[:2] == (0, "1 cleared\n")
+    assert say(capsys, "run", "--", "-x", "sh", "-c", "exit 3")[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -443,7 +455,8 @@ def test_clear_asks_before_it_does_anything(memory, capsys, monkeypatch):
 
     for _ in range(2):
         assert str(ends_with("clear", "a")) == "nothing was cleared"
-    assert "bob /b" in capsys.readouterr().out
+    asked = capsys.readouterr().out
+    assert "bob /b" in asked and "Clearing does not stop its holder" in asked
     assert say(capsys, "clear", "a")[0] == 0
 
 

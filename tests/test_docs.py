@@ -109,6 +109,7 @@ def test_the_samples_of_a_page_run(page, shop, settings):
     names = {"INSTALLED_APPS": [], "DATABASES": {}, "BASE_DIR": ROOT}
     namespace = {"__name__": "tests.app.documented", **names, **shop}
     settings.DISTLOCK = dict.fromkeys([*settings.DISTLOCK, "redis"], {"BACKEND": LOCMEM})
+    settings.LOCKS = ("default", "redis")
 
     with override_locks(), isolate_apps("tests.app"):
         for code in blocks(page, "python"):
@@ -295,7 +296,7 @@ def test_the_reference_has_every_option_of_a_lock_and_every_part_of_a_hold():
     assert [name for name in [*options, *parts] if f"`{name}" not in of("lock.md")] == []
 
 
-@pytest.mark.parametrize("decorator", ["locked", "locked_view", "locked_command"])
+@pytest.mark.parametrize("decorator", ["locked", "locked_view", "locked_command", "unique_task"])
 def test_the_reference_has_every_option_of_a_decorator(decorator):
     options = signature(getattr(distlock_app, decorator))
 

@@ -17,6 +17,7 @@ from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, OperationalError, connection, connections, transaction
 from django.db.models import F
 from django.db.models.signals import post_save, pre_save
+from django.template import Context, Engine
 from django.test import TestCase
 
 from distlock_app import (
@@ -52,6 +53,18 @@ def row(obj: Any) -> tuple[int, int]:
 
 
 # Objects
+
+
+def test_a_template_cannot_write() -> None:
+    vault = Vault.objects.create(stock=5)
+    calls = [f"row.{verb}" for verb in ("save", "delete", "save_retrying")]
+    calls += [f"rows.{verb}" for verb in ("update", "delete", "create", "bulk_create")]
+    template = Engine().from_string("".join(f"{{{{ {call} }}}}" for call in calls))
+
+    shown = template.render(Context({"row": vault, "rows": Vault.objects.fenced(NEW)}))
+
+    assert shown == ""
+    assert list(Vault.objects.values_list("stock", "version", "fence")) == [(5, 1, 0)]
 
 
 @pytest.mark.parametrize("signal", [pre_save, post_save])

@@ -12,7 +12,8 @@ from django.test import override_settings
 from hypothesis import assume, example, given
 
 from distlock_app import Lock, bucket, locked, named
-from distlock_app.core.registry import MAX_TTL, MIN_TTL, registry
+from distlock_app.core.limits import MAX_TTL, MIN_TTL
+from distlock_app.core.registry import registry
 from distlock_app.decorators.naming import NameTemplate
 from distlock_app.primitives.names import SHOWN_LENGTH, key_of, shown
 from distlock_app.testing import NASTY_NAMES

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 
 import pytest
+from celery import Celery
 
 from distlock_app import Lock
 from tests.engines import until
@@ -158,3 +159,28 @@ def test_gunicorns_gevent_worker_serves_others_while_a_view_holds_a_lock(redis_u
     finally:
         server.terminate()
         server.wait(60)
+
+
+@pytest.mark.crowd  # and not with the lowest redis-py, which Celery refuses
+def test_tasks_in_celerys_gevent_pool_take_turns_and_their_lock_is_renewed(own_redis, tmp_path):
+    pytest.importorskip("gevent")
+    env = {"DJANGO_SETTINGS_MODULE": "tests.settings", "DISTLOCK_TEST_REDIS_URL": own_redis.url}
+    command = [sys.executable, "-m", "celery", "-A", "tests.greenlet_tasks", "worker"]
+    worker = launch(
+        [*command, "--pool=gevent", "--concurrency=3", "--loglevel=warning"],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    number = tmp_path / "number"
+    number.write_text("0")
+    try:
+        app = Celery(broker=own_redis.url, backend=own_redis.url, set_as_current=False)
+        sent = [app.send_task("count", [str(number)]) for _ in range(3)]
+
+        assert [result.get(timeout=60) for result in sent] == [False] * 3
+        assert number.read_text() == "3"
+    finally:
+        worker.terminate()
+        worker.wait(60)

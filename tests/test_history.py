@@ -247,8 +247,8 @@ def test_a_hold_that_was_cleared_ends_there_in_the_chart(kept):
 
     past = past_events.past_of("default", key_of("a"), [])
 
-    assert past.panels[1].top == pytest.approx(1.0, abs=0.01)
-    assert not past.overlap
+    assert past.chart.panels[1].top == pytest.approx(1.0, abs=0.01)
+    assert not past.chart.overlap
     assert max(held for _, _, _, held in past.sums) == 50  # which is when it was told
 
 
@@ -261,7 +261,7 @@ def test_only_the_clear_of_this_hold_ends_it(kept, fence, at):
     past = past_events.past_of("default", key_of("a"), [])
 
     most = {999: 1.0}.get(at, 2.0)
-    assert past.panels[1].top == pytest.approx(most, abs=0.01)
+    assert past.chart.panels[1].top == pytest.approx(most, abs=0.01)
 
 
 def test_the_chart_says_what_its_bars_are(page):
@@ -270,7 +270,7 @@ def test_the_chart_says_what_its_bars_are(page):
     happened("released", 40, fence=2, seconds=20)
     html = page(EVENTS, lock=id_of("default", key_of("a"))).content.decode()
 
-    assert "(on average during each bar; full height: 2.0)" in html
+    assert "(average per bar; full height: 2.0)" in html
     assert html.count("Waits are shown once they have ended.") == 1
     assert "A holder that lost the lock counts as holding it until it noticed" in html
 

@@ -100,6 +100,12 @@ def test_every_module_says_what_it_is_for(path):
     assert not tree.body or "migrations" in path.parts or ast.get_docstring(tree)
 
 
+def test_the_package_imports_nothing_that_lies_beside_it():
+    beside = re.compile(r"^\s*(?:from|import) (?:tests|demo_project|benchmarks)\b", re.MULTILINE)
+
+    assert [path for path in MODULES if beside.search(path.read_text())] == []
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_lua_script_says_what_it_does_and_its_keys_arguments_and_answer(path):
     first, *head = path.read_text().partition("\n\n")[0].splitlines()
@@ -225,6 +231,16 @@ def test_the_tests_of_the_source_archive_pass_where_it_is_unpacked(unpacked):
         deadline=300,
         env=environment,
     )
+
+
+@pytest.mark.slow
+def test_the_linter_of_the_source_archive_leaves_out_what_the_tests_install(unpacked):
+    pytest.importorskip("ruff")
+    installed = unpacked / ".venv-tests/mysql/printers.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("import gdb")
+
+    run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=unpacked)
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_a_second_race_is_refused_and_the_end_of_the_first_ends_its_buyers(shop)
     first.communicate(timeout=60)
 
     assert (second.returncode, first.returncode) == (75, 143)
-    assert "a race is running already" in said
+    assert "a race is already running" in said
     until(lambda: not alive(first.pid))
     assert shop.ask("SELECT state FROM shop_race ORDER BY id DESC LIMIT 1") == [("cancelled",)]
     assert not shop.ask(HELD, "locks")
@@ -230,7 +230,7 @@ def test_a_race_is_watched_and_stopped(page, site, shop):
     there = page.current_url
     page.get(f"{site}/race/")
     choose(page)
-    shows(page, "A race is running already")
+    shows(page, "A race is already running")
 
     page.get(there)
     page.find_element(By.CSS_SELECTOR, "main button.danger").click()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import contextmanager
 
@@ -193,5 +194,9 @@ def test_a_guarded_write_needs_a_key_in_the_slot_of_its_lock(backend):
         backend.guarded_set(grant, "stock", 1)
     tag = str(refused.value).split("'")[1]
 
+    with pytest.raises(ValueError, match=re.escape(tag)):
+        backend.guarded_script(grant, "return 1", ["stock"], [])
+
+    assert backend.guarded_script(grant, "return #KEYS[1] > 1 and 5", [f"stock{tag}"], [1.5]) == 5
     assert backend.guarded_set(grant, f"{backend._prefix}:stock{tag}", 1, ttl=60, release=True)
     assert not backend.guarded_set(grant, f"{backend._prefix}:stock{tag}", 2, ttl=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
@@ -128,6 +129,21 @@ def test_a_lost_answer_to_release_is_repeated_and_says_what_it_can(proxy, own):
 
     assert backend.release(closed) is backend.release(silent) is False
     assert list(own[0].holders()) == []
+    backend.close()
+
+
+@pytest.mark.parametrize("how", ["close", "silent"])
+def test_a_guarded_script_whose_answer_was_lost_is_not_sent_again(proxy, own, how):
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=2, SOCKET_CONNECT_TIMEOUT=5)
+    grant = backend.acquire(claim("a"), 0)
+    count = partial(backend.guarded_script, grant, "return redis.call('INCR', KEYS[1])", ["n"], [])
+    assert count() == 1
+
+    proxy.swallow = how
+    with pytest.raises(BackendError):
+        count()
+
+    assert count() == 3
     backend.close()
 
 

@@ -351,6 +351,79 @@ def test_an_engine_without_guarded_writes_says_so(name):
         pytest.raises(LockError, match="has no guarded_set"),
     ):
         hold.guarded_set("key", "value")
+    with (
+        Lock(name, using="locmem") as hold,
+        pytest.raises(LockError, match="has no guarded_script"),
+    ):
+        hold.guarded_script("return 1")
+
+
+SELL = """
+-- 100 % of it, or nothing
+local left = tonumber(redis.call('GET', KEYS[1])) - ARGV[1]
+if left < 0 then return -1 end
+redis.call('SET', KEYS[1], left, 'KEEPTTL')
+redis.call('SET', KEYS[2], ARGV[2], 'EX', 60)
+return left -- of what there was"""
+
+
+@pytest.mark.parametrize("options", [{}, *KINDS], ids=str)
+def test_a_guarded_script_runs_with_its_own_keys_and_arguments(name, server, options):
+    keys = stock, buyer = f"{name}:stock", f"{name}:buyer"
+    server.set(stock, 10, ex=60)
+
+    with Lock(name, using="redis", **options) as hold:
+        left = [hold.guarded_script(SELL, keys, [amount, "바이어"]) for amount in (7, 4, 3)]
+
+    assert left == [3, -1, 0]
+    assert server.get(buyer) == "바이어"
+    server.delete(*keys)
+
+
+@pytest.mark.parametrize("options", [{}, *KINDS], ids=str)
+def test_a_guarded_script_of_a_lost_hold_is_not_run(name, server, options):
+    key = f"{name}:written"
+    hold = Lock(name, using="redis", **options).acquire(wait=5)
+    registry["redis"].backend.clear(key_of(name))  # nobody told the holder
+
+    with pytest.raises(LockLost):
+        hold.guarded_script("redis.call('SET', KEYS[1], '1', 'EX', 60)", [key])
+
+    assert hold.lost
+    assert not server.exists(key)
+
+
+@pytest.mark.parametrize("script", ["return nonsense(", "error('no stock')"])
+def test_a_mistake_in_a_guarded_script_is_told_and_keeps_the_lock(name, script):
+    with Lock(name, using="redis") as hold:
+        with pytest.raises(LockError, match=r"the script failed: .*(nonsense|unexpected|no stock)"):
+            hold.guarded_script(script)
+        hold.check()
+
+        assert hold.guarded_script("return 4") == 4
+        assert hold.guarded_script("") == 0
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "return redis.error_reply('ERR no stock')",
+        "return redis.pcall('INCR', 'no stock', 'twice')",
+    ],
+)
+def test_an_error_that_a_guarded_script_returns_is_raised(name, script):
+    with Lock(name, using="redis") as hold, pytest.raises(LockError, match="the script failed"):
+        hold.guarded_script(script)
+
+
+@pytest.mark.parametrize("result", ["2.5", "1/0", "0/0", "'nan'", "'many'", "true", "{1}"])
+def test_a_guarded_script_returns_no_other_than_a_whole_number(name, result):
+    with Lock(name, using="redis") as hold:
+        with pytest.raises(LockError, match="must return a whole number"):
+            hold.guarded_script(f"return {result}")
+
+        assert hold.guarded_script("return '-12'") == -12
+        assert hold.guarded_script("return false") == 0
 
 
 def test_a_hold_that_was_taken_away_is_lost_alone(name):

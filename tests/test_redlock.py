@@ -101,13 +101,18 @@ def test_acquire_and_release_cost_one_request_each_at_each_node(backend, nodes):
     backend.release(wait_for(backend, 5, "a"))
     before = nodes.sent()
 
-    for _ in range(100):
-        backend.release(wait_for(backend, 5, "a"))
-    backend.release(wait_for(backend, 5, "a"))
+    pairs = 0
 
-    until(lambda: min(b - a for a, b in zip(before, nodes.sent(), strict=True)) >= 202)
+    def asked():
+        """Ask on until each node got 200 requests: one that is slow is left out for a moment."""
+        nonlocal pairs
+        backend.release(wait_for(backend, 5, "a"))
+        pairs += 1
+        return min(b - a for a, b in zip(before, nodes.sent(), strict=True)) >= 200
+
+    until(asked, within=60)
     # The fence is made known with a request more when the clock was misjudged.
-    assert sum(b - a for a, b in zip(before, nodes.sent(), strict=True)) <= 5 * 202 * 1.2
+    assert sum(b - a for a, b in zip(before, nodes.sent(), strict=True)) <= 5 * 2 * pairs * 1.2
 
 
 def test_a_fence_ahead_on_one_node_is_made_known_to_a_majority(backend, nodes):
@@ -168,7 +173,8 @@ def test_a_lock_on_a_minority_blocks_nobody_and_one_on_a_majority_does(backend, 
         for client in nodes.clients[:count]:
             client.set(f"distlock:redlock:{wanted.key}", "stranger 5 1 {} a", px=60_000)
 
-        answer = backend.acquire(claim("a"), 0)
+        # A node that is slow to be reached has no vote in the first try.
+        answer = wait_for(backend, 30, "a") if free else backend.acquire(claim("a"), 0)
 
         assert bool(answer) is free
         if free:

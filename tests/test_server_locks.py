@@ -19,7 +19,8 @@ from distlock_app.backends.sessions import backend as session_backend
 from distlock_app.backends.sessions import extending as session_extending
 from distlock_app.backends.sessions import pool as session_pool
 from distlock_app.claims import Grant
-from distlock_app.core.registry import MAX_TTL, registry
+from distlock_app.core.limits import MAX_TTL
+from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.core.waiting import waiting
 from distlock_app.operations import doctor
@@ -127,6 +128,33 @@ def test_a_replica_grants_no_lock(own_locks):
     with pytest.raises(BackendError, match="on 'own': the server is a read-only replica"):
         lock("a", using="own").acquire()
     assert "read-only replica" in doctor.examine("own").trouble
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [ENGINE, "distlock_app.backends.database.DatabaseBackend"])
+def test_two_servers_behind_one_address_are_told(
+    own_locks, private_server, settings, monkeypatch, engine
+):
+    def told(*ports):
+        with proxy_to(*ports) as proxy:
+            address = {"HOST": "127.0.0.1", "PORT": proxy.port}
+            monkeypatch.setattr(own, "settings_dict", {**own.settings_dict, **address})
+            ids = [message.id for message in registry["own"].backend.check(ask=True)]
+            registry["own"].backend.close()
+        return "distlock_app.W033" in ids
+
+    own = connections["own"]
+    settings.DISTLOCK = {"own": {"BACKEND": engine, "LOCATION": "own"}}
+    other = private_server(type(own_locks))
+    if connection.vendor == "mysql":
+        there = own.copy()
+        there.settings_dict["PORT"] = other.port
+        with there._nodb_cursor() as cursor:
+            cursor.execute(f"CREATE DATABASE {own.settings_dict['NAME']}")
+
+    assert not told(own_locks.port)
+    assert told(own_locks.port, other.port)
+    other.close()
 
 
 @pytest.mark.slow

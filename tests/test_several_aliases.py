@@ -248,7 +248,7 @@ def test_what_is_gone_on_one_alias_is_not_resumed(engine, other):
 def test_a_resume_may_be_repeated_when_one_backend_was_down(engine, other):
     text = Lock("a", using=BOTH).acquire().dump()
 
-    other.fail("extend", times=1)
+    other.fail("end_in", times=1)
     with pytest.raises(BackendError):
         Lock.resume(text)
 

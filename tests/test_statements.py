@@ -38,6 +38,7 @@ MAY = {
     "wrapper.connection.thread_id()": "an int of the driver",
     "table": "quote_name() of a model's table",
     "column": "quote_name() of a model's column",
+    "function + _GUARDED_SCRIPT": "the project's own script; what it works on goes apart",
 }
 
 

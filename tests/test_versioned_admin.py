@@ -301,7 +301,7 @@ def test_inlines_without_a_version_are_guarded_by_their_objects(
     response = bob.post(address, {**of_bob, "note_set-0-text": "bob's"})
 
     assert response.status_code == 409
-    assert "something that belongs to it" in response.content.decode()
+    assert "related data may have been" in response.content.decode()
     note.refresh_from_db()
     assert note.text == "ann's"
 

@@ -203,5 +203,5 @@ def missing() -> dict[str, tuple[Any, Any]]:
     for alias in registry:
         kind = type(registry[alias].backend)
         if kind in IN_ONE_PROCESS:
-            reasons[alias] = (kind.__name__, _("excludes nobody in another process"))
+            reasons[alias] = (kind.__name__, _("does not exclude other processes"))
     return reasons

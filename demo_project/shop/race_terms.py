@@ -37,11 +37,11 @@ LABELS = {
 }
 HELP = {
     "buyers": _("processes of the operating system"),
-    "purchases": _("tried by all buyers together"),
+    "purchases": _("attempts by all buyers together"),
     "stock": _("units, before each strategy"),
     "think": _("seconds between reading and writing"),
-    "hot": _("of the purchases want one and the same product; the others one of eight"),
-    "buckets": _("rows that the hot product’s stock is split over"),
+    "hot": _("share of purchases of the hot product; the others are spread over eight"),
+    "buckets": _("number of rows over which the hot product’s stock is split"),
     "seconds": _("seconds for each strategy; then its buyers are stopped"),
 }
 

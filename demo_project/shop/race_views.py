@@ -81,7 +81,7 @@ def start(request: HttpRequest, chosen: dict[str, Any]) -> HttpResponse:
     try:
         return redirect(lab.start(Terms(**chosen), keys, by=request.user.get_username()))
     except LockBusy:
-        messages.error(request, _("A race is running already. It is the first one below."))
+        messages.error(request, _("A race is already running: the first one below."))
     except LockError as error:
         messages.error(request, _("No race was started: %(error)s") % {"error": error})
     return redirect("races")
@@ -162,30 +162,30 @@ def findings(results: list[Result], titles: dict[str, Any]) -> list[str]:
     if naive := by_key.get("none"):
         if naive.right:
             text = _(
-                "Without a guard nothing went wrong this time. That was luck: more buyers or a "
-                "longer think time end it."
+                "Without a guard nothing went wrong this time. That was luck: it ends with more "
+                "buyers or a longer think time."
             )
         else:
             text = _(
-                "Without a guard %(oversold)d units were sold that were not there, and the stock "
-                "does not know of %(lost)d sales."
+                "Without a guard, %(oversold)d units were sold that did not exist, and %(lost)d "
+                "sales are missing from the stock."
             )
         found.append(text % {"oversold": naive.oversold, "lost": naive.lost})
     if right := [result for result in results if result.right and result.promises]:
         best = max(right, key=lambda result: result.throughput)
-        text = _("Fastest without a mistake: %(title)s, %(rate)d a second.")
+        text = _("Fastest without a mistake: %(title)s, %(rate)d units per second.")
         title = titles.get(best.strategy, best.title)
-        found.append(text % {"title": title, "rate": best.throughput})
+        found.append(text % {"title": title, "rate": round(best.throughput)})
     if (tried := by_key.get("optimistic")) and tried.sold:
         if tried.retries * 10 > tried.sold:
             text = _(
-                "Optimistic: %(retries)d purchases were done again for %(sold)d sales. Writes "
-                "collide often here; that is well only if a retry costs little."
+                "Optimistic: %(sold)d sales needed %(retries)d retries. Writes collide often "
+                "here, which is fine only if a retry is cheap."
             )
         else:
             text = _(
-                "Optimistic: %(retries)d purchases were done again for %(sold)d sales. Writes "
-                "hardly collide here, and no buyer waited."
+                "Optimistic: %(sold)d sales needed %(retries)d retries. Writes rarely collide "
+                "here, and no buyer waited."
             )
         found.append(text % {"retries": tried.retries, "sold": tried.sold})
     return found

@@ -21,6 +21,7 @@ from .race_plot import plot_of
 from .race_results import Result, counted, percentile, split, stock_up, timed
 from .race_strategies import strategies
 from .race_terms import LIMITS, Terms
+from .race_views import findings
 
 FORM = {"buyers": 2, "purchases": 4, "stock": 2, "think": 0, "hot": 1, "buckets": 1, "seconds": 1}
 
@@ -111,7 +112,7 @@ class Pages(TransactionTestCase):
         self.assertEqual((race.strategies, race.started_by), (["f", "none"], "boss"))
         self.assertEqual(self.popen.call_count, 1)
         self.assertIn(f"--conduct={race.pk}", self.popen.call_args[0][0])
-        self.assertContains(refused, "A race is running already")
+        self.assertContains(refused, "A race is already running")
         (handed_over,) = self.popen.return_value.communicate.call_args[0]
         Lock.resume(handed_over).release()
         self.assertFalse(lab.LOCK.locked())
@@ -233,6 +234,13 @@ class Numbers(SimpleTestCase):
         self.assertEqual((found["retries"], found["conflicts"], found["gave_up"]), (2, 2, 1))
         self.assertEqual((found["seconds"], found["note"]), (5, "late"))
         self.assertEqual((found["wait_p50"], found["wait_p99"]), (0.1, 0.2))
+
+    def test_the_fastest_is_as_fast_as_in_the_table(self) -> None:
+        result = Result(strategy="f", title="F", sold=1449, seconds=10)
+
+        self.assertEqual(
+            findings([result], {}), ["Fastest without a mistake: F, 145 units per second."]
+        )
 
     def test_the_plot_is_sound_whatever_is_drawn(self) -> None:
         titles = {key: strategy.title for key, strategy in strategies().items()}

@@ -78,7 +78,7 @@ def _take_money(request: HttpRequest, pk: int, *, lock: str = "") -> HttpRespons
     if trade.take_money(pk, think=think_time(request), lock=lock):
         messages.success(request, _("Thank you: %(amount)s paid.") % {"amount": order.amount_text})
     else:
-        messages.info(request, _("This order is paid already: nothing was taken again."))
+        messages.info(request, _("This order is already paid: nothing was charged again."))
     return redirect(order)
 
 

@@ -11,7 +11,7 @@ from django.contrib.admin.utils import quote
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.urls import URLPattern, path, reverse
+from django.urls import reverse
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
@@ -32,32 +32,21 @@ DAY = 24 * 3600
 
 
 class LiveActions(LiveColumns, _Base):
-    """Each by POST alone, with a permission of its own, written into the history."""
+    """The actions; each needs POST and its own permission, and is in the change history."""
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
-        """Return whether this user may force a release: not all that may look at locks."""
+        """Return whether this user may force releases; seeing locks is not enough."""
         allowed = request.user.has_perm("distlock_app.clear_lock")
         return allowed and self.has_view_permission(request)
 
     def has_extend_permission(self, request: HttpRequest) -> bool:
-        """Return whether this user may let locks end later."""
+        """Return whether this user may extend locks."""
         allowed = request.user.has_perm("distlock_app.extend_lock")
         return allowed and self.has_view_permission(request)
 
-    def action_urls(self) -> list[URLPattern]:
-        views = {
-            "clear": self.clear_view,
-            "extend": self.extend_view,
-            "leftover": self.leftover_view,
-        }
-        return [
-            path(f"{name}/", self.admin_site.admin_view(view), name=f"distlock_app_livelock_{name}")
-            for name, view in views.items()
-        ]
-
     @admin.action(permissions=["clear"], description=_("Force release of selected locks"))
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
-        """Ask for confirmation; what changed hands since the list was shown is left out."""
+        """Ask for confirmation, without locks that changed hands since the list was shown."""
         if request.POST.get("select_across", "0") == "0":
             found = clearing.rows_of(request.POST.getlist(ACTION_CHECKBOX_NAME))
             self._warn(request, found.problems)
@@ -67,7 +56,7 @@ class LiveActions(LiveColumns, _Base):
         return self._confirm(request, rows, clearing.ReasonForm()) if rows else None
 
     def clear_view(self, request: HttpRequest) -> HttpResponse:
-        """Show the confirmation; on POST take the locks away."""
+        """Show the confirmation; on POST, release the locks."""
         if not self.has_clear_permission(request):
             raise PermissionDenied
         posted = request.method == "POST"
@@ -84,7 +73,7 @@ class LiveActions(LiveColumns, _Base):
         return HttpResponseRedirect(self._list())
 
     def extend_view(self, request: HttpRequest) -> HttpResponse:
-        """Let a lock end so many seconds from now, or later; POST only."""
+        """Extend a lock to this many seconds from now or more; POST only."""
         if not self.has_extend_permission(request):
             raise PermissionDenied
         if request.method != "POST":
@@ -100,7 +89,7 @@ class LiveActions(LiveColumns, _Base):
         return HttpResponseRedirect(self._url("change", quote(back)) if back else self._list())
 
     def leftover_view(self, request: HttpRequest) -> HttpResponse:
-        """Count what lock tables keep of locks that ended; on POST clear or purge it."""
+        """Count expired claims and old rows in lock tables; on POST, clear or purge them."""
         if not self.has_clear_permission(request):
             raise PermissionDenied
         posted = request.method == "POST"
@@ -147,7 +136,7 @@ class LiveActions(LiveColumns, _Base):
         self._report(request, row, problem, entry % facts, done % facts)
 
     def _report(self, request: Any, row: LiveLock, problem: str, entry: str, done: str) -> None:
-        """Show the problem, or log what was done to the lock and say so."""
+        """Show the problem; without one, log what was done and show that."""
         if problem:
             self._warn(request, [problem])
             return
@@ -169,7 +158,9 @@ class LiveActions(LiveColumns, _Base):
                 request, ngettext("Force release of a lock", "Force release of locks", len(rows))
             ),
             "headings": [fact.short_description for fact in facts],
-            "rows": [(row, [fact(row) for fact in facts]) for row in rows],
+            "rows": [
+                (row, [(fact.short_description, fact(row)) for fact in facts]) for row in rows
+            ],
             "form": form,
             "clear_url": self._url("clear"),
         }

@@ -1,30 +1,29 @@
-"""What those buttons do: compare with what the page showed, act, or explain the refusal."""
+"""What the admin's actions do: compare with what the page showed, act, or explain why not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
-from urllib.parse import urlencode
 
 from django import forms
 from django.contrib.admin.models import LogEntry
-from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from ..backends.base import Purgeable
 from ..claims import Holding
 from ..core import people
-from ..core.registry import MAX_TTL, registry
+from ..core.limits import MAX_TTL
+from ..core.registry import registry
 from ..errors import BackendError
 from ..models import LiveLock
 from ..operations import history
 from ..operations.people import who
-from ..operations.reading import Health, ask, read
+from ..operations.reading import Health, ask
 from ..primitives.names import SHOWN_LENGTH, key_of, shown
-from .rows import id_of, parts_of, row_of
+from .rows import id_of, read_again, row_of
 
 
 class ReasonForm(forms.Form):
@@ -42,7 +41,7 @@ class ReasonForm(forms.Form):
 
 
 class ExtendForm(forms.Form):
-    """How long a lock shall last."""
+    """How long a lock is to last at least."""
 
     seconds = forms.IntegerField(label=_("Seconds"), min_value=1, max_value=int(MAX_TTL))
 
@@ -51,7 +50,7 @@ CLEAR_EXPIRED, PURGE = "clear-expired", "purge"
 
 
 class LeftoverForm(forms.Form):
-    """What to do with what a lock table keeps; `days` is for PURGE.
+    """What to delete from a lock table; `days` is for PURGE.
 
     Not less than a day: fences go on from the server's clock, and it may be set back a little.
     """
@@ -63,7 +62,7 @@ class LeftoverForm(forms.Form):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What of the locks asked for is still held as it was seen."""
+    """The locks asked for that are still held as shown, and what to say of the others."""
 
     rows: list[LiveLock] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # for the user that asked
@@ -72,44 +71,34 @@ class Found:
 
 
 def rows_of(ids: Iterable[str]) -> Found:
-    """Read the holdings with these ids (see `rows.id_of`) afresh from their backends."""
-    asked: dict[str, tuple[str, str, str]] = {}
-    for row_id in ids:
-        try:
-            asked[row_id] = parts_of(row_id)
-        except ValueError:
-            continue  # made up by hand
-    wanted: dict[str, dict[str, None]] = {}
-    for alias, key, _seen in asked.values():
-        wanted.setdefault(alias, {})[key] = None
-    reading = read({alias: list(keys) for alias, keys in wanted.items()})
-    unknown = [backend for backend in reading.backends if not backend.known]
+    """Read these holdings again from their backends (ids: see `rows.id_of`)."""
+    asked, reading = read_again(ids)
+    unknown = {backend.alias: backend.reason for backend in reading.backends if not backend.known}
     problems = [
-        gettext("“%(alias)s”: %(reason)s.")
-        % {"alias": shown(backend.alias), "reason": backend.reason}
-        for backend in unknown
+        gettext("“%(alias)s”: %(reason)s.") % {"alias": shown(alias), "reason": reason}
+        for alias, reason in unknown.items()
     ]
     rows: dict[str, LiveLock] = {}
     free = 0
-    for alias, key, version in asked.values():
+    for alias, key, version in asked:
         same = [h for h in reading.holdings if (h.alias, h.key) == (alias, key)]
         matching = [row_of(h) for h in same if not version or h.version == version]
         if matching:
             rows[matching[0].pk] = matching[0]
         elif same:
             problems.append(_changed_hands(row_of(same[0])))
-        elif alias not in {backend.alias for backend in unknown}:
+        elif alias not in unknown:
             free += 1
     if free:
         problems.append(
-            ngettext("The lock is free by now.", "%(count)d locks are free by now.", free)
+            ngettext("The lock is free now.", "%(count)d locks are free now.", free)
             % {"count": free}
         )
     return Found(list(rows.values()), problems, reading.holdings, free)
 
 
 def name_of(alias: str, key: str, linked: str = "") -> str:
-    """Return the name of a lock, free or not; its key if nothing tells it any more.
+    """Return the name of a lock, held or free; its key if the name is not known.
 
     `linked`: the name in the link that was followed. A link cannot lie, for the key is its hash.
     """
@@ -122,13 +111,8 @@ def name_of(alias: str, key: str, linked: str = "") -> str:
     return [*(row.name for row in rows), *(event.name for event in events), key][0]
 
 
-def query_of(rows: Iterable[LiveLock]) -> str:
-    """Return the query string that names these rows to the confirmation page."""
-    return urlencode([("lock", row.pk) for row in rows])
-
-
 def clear(row: LiveLock, user: str, reason: str) -> str:
-    """Take the lock from the holder in `row`; return why not, or nothing if it is done."""
+    """Take the lock from the holder in `row`; return the problem, or an empty text."""
     held = row.holding
     try:
         if people.clear(held.alias, held.key, row.name, held.version, user, reason):
@@ -137,12 +121,11 @@ def clear(row: LiveLock, user: str, reason: str) -> str:
         why = Health(alias=held.alias, error=error).reason
         text = gettext("“%(name)s” may still be held: “%(alias)s” %(reason)s.")
         return text % {"name": row.name, "alias": held.alias, "reason": why}
-    found = rows_of([row.pk])
-    return found.problems[0] if found.problems else _changed_hands(row)
+    return _why_not(row)
 
 
 def extend(row: LiveLock, seconds: float, user: str) -> str:
-    """Let the lock end so many seconds from now or later; return why not, or nothing."""
+    """Extend the lock to this many seconds from now or more; return the problem, if any."""
     held = row.holding
     if not may_extend(row):
         return gettext("Locks of “%(alias)s” cannot be extended here.") % {"alias": held.alias}
@@ -151,37 +134,27 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
             return ""
     except BackendError as error:
         return Health(alias=held.alias, error=error).reason
-    found = rows_of([row.pk])
-    return found.problems[0] if found.problems else _changed_hands(row)
+    return _why_not(row)
 
 
 def may_extend(row: LiveLock) -> bool:
-    """Return whether the backend can let this lock end later."""
+    """Return whether the backend can extend this lock."""
     return row.holding.expires_in is not None and registry[row.holding.alias].backend.prolongs
 
 
 def tables() -> list[str]:
-    """Return the aliases whose backend keeps something of locks that ended."""
-    found = []
-    for alias in registry:
-        with suppress(ImproperlyConfigured):  # said by the system checks
-            if isinstance(registry[alias].backend, Purgeable):
-                found.append(alias)
-    return found
+    """Return the aliases whose backend keeps data of free locks."""
+    working = [alias for alias in registry if not registry.misconfigured(alias)]
+    return [alias for alias in working if isinstance(registry[alias].backend, Purgeable)]
 
 
 def leftovers(older_than: float) -> list[tuple[Health, tuple[int, int] | None]]:
     """Count for each table what CLEAR_EXPIRED and PURGE would find."""
-
-    def count(backend: Any) -> tuple[int, int]:
-        found: tuple[int, int] = backend.left_over(older_than)
-        return found
-
-    return ask(dict.fromkeys(tables(), count))
+    return ask(dict.fromkeys(tables(), methodcaller("left_over", older_than)))
 
 
 def clear_up(alias: str, action: str, older_than: float) -> tuple[Health, int | None]:
-    """Do CLEAR_EXPIRED or PURGE; return how many rows that were, None if it went wrong."""
+    """Do CLEAR_EXPIRED or PURGE; return the number of rows, None after an error."""
     backend: Any = registry[alias].backend
     try:
         count = backend.clear_expired() if action == CLEAR_EXPIRED else backend.purge(older_than)
@@ -193,6 +166,12 @@ def clear_up(alias: str, action: str, older_than: float) -> tuple[Health, int | 
 def holder_of(row: LiveLock) -> str:
     """Return the holder of the lock, for a sentence."""
     return who(row.holding.holder) or gettext("an unnamed holder")
+
+
+def _why_not(row: LiveLock) -> str:
+    """Read the lock again; return why nothing was done."""
+    found = rows_of([row.pk])
+    return found.problems[0] if found.problems else _changed_hands(row)
 
 
 def _changed_hands(row: LiveLock) -> str:

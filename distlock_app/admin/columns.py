@@ -52,7 +52,7 @@ MOST_GROUPS = 20
 
 
 class _Filter(admin.SimpleListFilter):
-    """Choices that cost no question of their own."""
+    """A filter of what was read: it asks no backend."""
 
     value_of: Callable[[Holding], str]
 
@@ -108,7 +108,7 @@ class HostFilter(_Filter):
 
 
 class GroupFilter(_Filter):
-    """Beginnings of names, up to the first ":", and how many locks that were read have each."""
+    """Names up to the first ":", each with the number of locks that were read."""
 
     title = _("group")
     parameter_name = "group"
@@ -122,7 +122,7 @@ class GroupFilter(_Filter):
 
 
 class LiveColumns:
-    """Every fact of a row as people read it; countdown.js keeps the times going."""
+    """The columns, for people; countdown.js keeps the times running."""
 
     @admin.display(description=_("state"), ordering="state")
     def state(self, row: LiveLock) -> SafeString:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from django.conf import settings
-from django.contrib.admin import ModelAdmin
 from django.contrib.auth.decorators import login_not_required
 from django.http import HttpRequest, JsonResponse
 from django.utils import timezone
@@ -16,9 +13,7 @@ from django.utils.translation import gettext_lazy
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
-from ..models import LiveLock
-from ..operations.people import state_of
-from ..operations.reading import Reading
+from ..operations.people import facts_of
 from .rows import PagedLocks
 
 MOST_LISTED = 1_000
@@ -28,7 +23,7 @@ MOST_ASKED = 4_000
 TOO_LONG = gettext_lazy("Search and filters are too long: shorten them.")
 
 
-def data_view(admin: ModelAdmin[LiveLock], reading: Callable[[HttpRequest], Reading]) -> Any:
+def data_view(admin: Any) -> Any:
     """Return the view; it takes the parameters of the list, `start` and `limit`."""
 
     @login_not_required
@@ -48,15 +43,13 @@ def data_view(admin: ModelAdmin[LiveLock], reading: Callable[[HttpRequest], Read
             start, limit = _number(request, "start", 0), _number(request, "limit", 100)
         except ValueError:
             return JsonResponse({"error": "start and limit are numbers from 0"}, status=400)
-        return JsonResponse(
-            _locks(admin, reading(request), request, start, min(limit, MOST_LISTED))
-        )
+        return JsonResponse(_locks(admin, request, start, min(limit, MOST_LISTED)))
 
     return view
 
 
 def too_long(request: HttpRequest) -> bool:
-    """Return whether more is asked for than a person would type."""
+    """Return whether the query is longer than a person would type."""
     return len(request.META.get("QUERY_STRING", "")) > MOST_ASKED
 
 
@@ -72,12 +65,9 @@ def _number(request: HttpRequest, name: str, default: int) -> int:
     return int(text)
 
 
-def _locks(
-    admin: ModelAdmin[LiveLock], read: Reading, request: HttpRequest, start: int, limit: int
-) -> dict[str, Any]:
-    found: Any = admin.get_queryset(request)
-    filters: Any = admin.list_filter
-    for kind in filters if not isinstance(found, PagedLocks) else ():
+def _locks(admin: Any, request: HttpRequest, start: int, limit: int) -> dict[str, Any]:
+    found = admin.get_queryset(request)
+    for kind in admin.list_filter if not isinstance(found, PagedLocks) else ():
         if wanted := request.GET.get(kind.parameter_name):
             found = found.where(lambda held, k=kind, w=wanted: k.value_of(held) == w)
     found, _ = admin.get_search_results(request, found, request.GET.get("q", ""))
@@ -85,16 +75,9 @@ def _locks(
     return {
         "read_at": timezone.now(),
         "backends": [
-            {
-                "alias": backend.alias,
-                "up": backend.up,
-                "ping_ms": backend.ping_ms,
-                "reason": backend.reason,
-                "locks": backend.total,
-                "looked_at": backend.looked,
-            }
-            for backend in read.backends
+            {**backend.facts(), "locks": backend.total, "looked_at": backend.looked}
+            for backend in admin.reading(request).backends
         ],
         "count": found.count(),
-        "locks": [{**asdict(row.holding), "state": state_of(row.holding)} for row in rows],
+        "locks": [facts_of(row.holding) for row in rows],
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -20,10 +20,11 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from ..claims import Holding
+from ..core.registry import registry
 from ..models import LiveLock
 from ..operations import history
 from ..operations.people import activity_of, origin_of, who
-from ..operations.reading import Reading, queue_of, read, read_more
+from ..operations.reading import Reading, queue_of, read, read_more, read_pages
 from ..primitives.names import key_of, shown
 from . import clearing
 from . import past as past_events
@@ -31,13 +32,6 @@ from .actions import LiveActions
 from .columns import FACTS, UNKNOWN, AliasFilter, GroupFilter, HostFilter, KindFilter, StateFilter
 from .json import TOO_LONG, data_view, too_long
 from .rows import LiveLocks, PagedLocks, id_of, parts_of, row_of
-
-if TYPE_CHECKING:
-    _Admin = admin.ModelAdmin[LiveLock]
-    _Concrete = admin.ModelAdmin[LiveLock]
-else:
-    _Admin = object
-    _Concrete = admin.ModelAdmin
 
 # Locks of one alias that are read, sorted and filtered for every page.
 MOST_SORTED = 1_000
@@ -47,14 +41,14 @@ LOOKED_FOR = 0.4
 
 
 class _LockList(ChangeList):
-    """Its links name the lock: a link to a lock that is free by now can say of which it is."""
+    """Its links contain the name, so that the page of a lock that is free by now can tell it."""
 
     def url_for_result(self, result: Any) -> str:
         return f"{super().url_for_result(result)}?{urlencode({'name': result.name})}"
 
 
-class LiveLockAdminMixin(LiveActions, _Admin):
-    """Everything of the pages; put it before the ModelAdmin of the theme that is in use."""
+class LiveLockAdminMixin(LiveActions):
+    """All of the pages; put it before the ModelAdmin of your theme."""
 
     list_display = ("name", *FACTS)
     list_filter = (AliasFilter, StateFilter, GroupFilter, KindFilter, HostFilter)
@@ -102,7 +96,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     def get_search_results(
         self, request: HttpRequest, queryset: Any, search_term: str
     ) -> tuple[Any, bool]:
-        """Keep those in whose name or holder each of the words is."""
+        """Keep the locks whose name or holder contains every word."""
         words = search_term.casefold().split()
         if not words:
             return queryset, False
@@ -122,14 +116,14 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> LiveLock | None:
-        """Return what the view has read before: asking twice might give two answers."""
+        """Return what the view has read: a second reading might differ."""
         row: LiveLock | None = getattr(request, "distlock_row", None)
         return row
 
     def reading(self, request: Any) -> Reading:
-        """Ask the backends, once for each request; longer to look through many locks."""
+        """Ask the backends, once per request; for longer if the list is filtered or sorted."""
         if not hasattr(request, "distlock_reading"):
-            reading = read(most=MOST_SORTED)
+            reading = read_pages(dict.fromkeys(registry, (0, MOST_SORTED)))
             if _looks_through(request):
                 reading = read_more(reading, _cut(request, reading), LOOKED_FOR)
             request.distlock_reading = reading
@@ -139,10 +133,19 @@ class LiveLockAdminMixin(LiveActions, _Admin):
     # The pages.
 
     def get_urls(self) -> list[URLPattern]:
-        data = path("data/", data_view(self, self.reading), name="distlock_app_livelock_data")
-        view = self.admin_site.admin_view(self.events_view)
-        events = path("events/", view, name="distlock_app_livelock_events")
-        return [data, events, *self.action_urls(), *super().get_urls()]
+        admin_view = self.admin_site.admin_view
+        views = {
+            "data": data_view(self),
+            "events": admin_view(self.events_view),
+            "clear": admin_view(self.clear_view),
+            "extend": admin_view(self.extend_view),
+            "leftover": admin_view(self.leftover_view),
+        }
+        pages = [
+            path(f"{page}/", view, name=f"distlock_app_livelock_{page}")
+            for page, view in views.items()
+        ]
+        return [*pages, *super().get_urls()]
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -188,15 +191,12 @@ class LiveLockAdminMixin(LiveActions, _Admin):
             "title": _("Live lock"),
             "subtitle": _brief(row.name),
             "list_url": self._list(),
-            "clear_url": f"{self._url('clear')}?{clearing.query_of([row])}",
+            "clear_url": f"{self._url('clear')}?{urlencode({'lock': row.pk})}",
             "may_clear": self.has_clear_permission(request),
             "extend_url": self._url("extend"),
             "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
             "row": row,
-            "holders": self._holders(found.same),
-            "queue": self._queue(row.holding.alias, row.holding.key),
-            "past": past_events.past_of(row.holding.alias, row.holding.key, found.same),
-            "history_url": self._url("history", quote(row.pk)),
+            **self._facts(row.holding.alias, row.holding.key, found.same),
         }
         return super().change_view(
             request, quote(row.pk), form_url, {**more, **(extra_context or {})}
@@ -211,39 +211,40 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         except ValueError:
             return HttpResponseRedirect(self._list())
         found = clearing.rows_of([id_of(alias, key)])
-        past = past_events.past_of(alias, key, found.same)
+        facts = self._facts(alias, key, found.same)
+        past = facts["past"]
         if past is None:
             return HttpResponseRedirect(self._list())
-        holders = self._holders(found.same)
         context = {
             **self._context(request, _("Events of a lock")),
             "alias": shown(alias),
             "name": past.name or (shown(found.same[0].name) if found.same else shown(key)),
-            "holders": holders,
-            "queue": self._queue(alias, key),
-            "past": past,
-            "history_url": self._url("history", quote(id_of(alias, key))),
+            **facts,
         }
         return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
 
-    def _holders(self, holdings: Iterable[Holding]) -> list[tuple[str, str]]:
-        """Return the holders of a lock, and the page of each."""
+    def _facts(self, alias: str, key: str, holdings: list[Holding]) -> dict[str, Any]:
+        """Return what both pages of a lock show of its holders, its waiters and its past."""
         rows = [row_of(held) for held in holdings]
-        return [(_who(row.holding.holder), self._url("change", quote(row.pk))) for row in rows]
-
-    def _queue(self, alias: str, key: str) -> list[str]:
-        return [_who(waiter) for waiter in queue_of(alias, key) or ()]
+        return {
+            "holders": [
+                (_who(row.holding.holder), self._url("change", quote(row.pk))) for row in rows
+            ],
+            "queue": [_who(waiter) for waiter in queue_of(alias, key) or ()],
+            "past": past_events.past_of(alias, key, holdings),
+            "history_url": self._url("history", quote(id_of(alias, key))),
+        }
 
     def _free(self, request: HttpRequest, object_id: str) -> str:
-        """Return what to say of a link to a lock that was released since."""
+        """Return the message for a link to a lock that is free by now."""
         alias, key, _seen = parts_of(unquote(object_id))
         facts = {"name": clearing.name_of(alias, key, request.GET.get("name", ""))}
-        said = gettext("“%(name)s” is free by now.") % facts
+        said = gettext("“%(name)s” is free now.") % facts
         url = self._url("history", quote(id_of(alias, key)))
         return format_html('{} <a href="{}">{}</a>', said, url, gettext("Change history"))
 
     def _events(self, row_id: str) -> str:
-        """Return where the events of a lock are; nothing without a history."""
+        """Return the address of a lock's events; an empty text without a history."""
         try:
             alias, key, _seen = parts_of(row_id)
         except ValueError:
@@ -252,7 +253,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
         return f"{self._url('events')}?{query}" if history.kept() else ""
 
     def _pasts(self, name: str) -> list[tuple[str, str, str]]:
-        """Return the lock and each alias that knows of it, and where its events are."""
+        """Return the lock, each alias that has events of it, and the address of these."""
         aliases = history.aliases_of(name) if name and history.kept() else []
         lock = shown(name)
         return [(lock, alias, self._events(id_of(alias, key_of(name)))) for alias in aliases]
@@ -272,7 +273,7 @@ class LiveLockAdminMixin(LiveActions, _Admin):
 
 
 @admin.register(LiveLock)
-class LiveLockAdmin(LiveLockAdminMixin, _Concrete):
+class LiveLockAdmin(LiveLockAdminMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     """Live locks in Django's own theme."""
 
 
@@ -286,7 +287,7 @@ def _brief(name: str) -> str:
 
 
 def _looks_through(request: HttpRequest) -> bool:
-    """Return whether locks are picked or sorted, so that each has to be looked at."""
+    """Return whether the list is filtered or sorted, so that every lock has to be read."""
     return any(request.GET.get(name) for name in ("q", "o", "state", "group", "kind", "host"))
 
 
@@ -295,5 +296,5 @@ def _chosen(request: HttpRequest, alias: str) -> bool:
 
 
 def _cut(request: HttpRequest, reading: Reading) -> list[str]:
-    """Return the aliases asked for that hold more than was read."""
+    """Return the chosen aliases that hold more locks than were read."""
     return [e.alias for e in reading.backends if e.truncated and _chosen(request, e.alias)]

@@ -13,7 +13,7 @@ from django.core.exceptions import FieldError
 from ..claims import Holding
 from ..models import LiveLock
 from ..operations.people import activity_of, place_of, state_of, urgency
-from ..operations.reading import Health, read, read_pages
+from ..operations.reading import Health, Reading, read, read_pages
 from ..primitives.names import is_key, shown
 
 
@@ -41,6 +41,18 @@ def row_of(holding: Holding) -> LiveLock:
     return row
 
 
+def read_again(ids: Iterable[str]) -> tuple[list[tuple[str, str, str]], Reading]:
+    """Return the parts of these ids, and what is held now of these locks, by any owner."""
+    asked = []
+    for row_id in dict.fromkeys(ids):
+        with suppress(ValueError):  # made up by hand
+            asked.append(parts_of(row_id))
+    keys: dict[str, dict[str, None]] = {}
+    for alias, key, _ in asked:
+        keys.setdefault(alias, {})[key] = None
+    return asked, read(keys)
+
+
 # What the list may be sorted by. None sorts last, as "for ever" should.
 _SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
     "urgency": urgency,
@@ -62,7 +74,7 @@ def _number(value: float | None) -> float:
 
 
 class LiveLocks:
-    """What is held, with what the admin's change list asks of a queryset, and no more.
+    """What is held, with as much of a queryset as the admin's list uses.
 
     Rows are made of those that are looked at: that takes longer than to read them.
     """
@@ -90,11 +102,11 @@ class LiveLocks:
         return len(self._holdings)
 
     def where(self, wanted: Callable[[Holding], bool]) -> LiveLocks:
-        """Return those for which `wanted` says so."""
+        """Return those that `wanted` accepts."""
         return LiveLocks(filter(wanted, self._holdings))
 
     def with_these(self, holdings: Iterable[Holding]) -> LiveLocks:
-        """Return those and these, each once."""
+        """Return these and the given ones, each once."""
         every = {(h.alias, h.key, h.version): h for h in (*self._holdings, *holdings)}
         return LiveLocks(every.values())
 
@@ -109,7 +121,7 @@ class LiveLocks:
         return self.where(lambda held: id_of(held.alias, held.key, held.version) in wanted)
 
     def order_by(self, *fields: str) -> LiveLocks:
-        """Return them in this order; a leading "-" turns it round."""
+        """Return them sorted; a leading "-" reverses."""
         found = sorted(self._holdings, key=_SORT_KEYS["pk"])
         for name in reversed(fields):  # sorting is stable: the first field decides
             found.sort(key=_SORT_KEYS[name.lstrip("-")], reverse=name.startswith("-"))
@@ -123,7 +135,7 @@ class LiveLocks:
 
 
 class PagedLocks(LiveLocks):
-    """More locks than can be sorted: of one backend after the other, each in its own order.
+    """More locks than can be sorted: one backend after the other, each in its own order.
 
     A row for each lock, more where several hold it; read when they are looked at.
     """
@@ -155,12 +167,8 @@ class PagedLocks(LiveLocks):
         if "pk__in" not in lookups:
             super().filter(*conditions, **lookups)  # refuses whatever else is asked for
             return self
-        keys: dict[str, list[str]] = {}
-        for row_id in lookups["pk__in"]:
-            with suppress(ValueError):  # made up by hand
-                alias, key, _ = parts_of(row_id)
-                keys.setdefault(alias, []).append(key)
-        return LiveLocks(read(keys).holdings).filter(*conditions, **lookups)
+        _, reading = read_again(lookups["pk__in"])
+        return LiveLocks(reading.holdings).filter(*conditions, **lookups)
 
     def order_by(self, *fields: str) -> LiveLocks:
         return self

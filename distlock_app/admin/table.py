@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from datetime import timezone as zones
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.conf import settings
 from django.contrib import admin
@@ -23,14 +23,9 @@ from ..operations.people import activity_of, origin_of
 from ..primitives.identity import holder_fields
 from . import clearing
 
-if TYPE_CHECKING:
-    _TableAdmin = admin.ModelAdmin[DistLock]
-else:
-    _TableAdmin = admin.ModelAdmin
-
 
 class DatabaseFilter(admin.SimpleListFilter):
-    """Of which database the rows are: of one at a time, and `get_queryset` reads them there."""
+    """Selects one database; `get_queryset` reads its rows."""
 
     title = _("database")
     parameter_name = "database"
@@ -52,12 +47,12 @@ class DatabaseFilter(admin.SimpleListFilter):
 
 
 @admin.register(DistLock)
-class DistLockAdmin(_TableAdmin):
-    """The lock table, to look at; never the owners, which are known by that token alone."""
+class DistLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """The lock table, read-only, without the owners: they are secret tokens."""
 
-    list_display = ("name", "held", "expiry", "acquired_at", "origin", "fence")
+    list_display = ("name", "held", "expiry", "acquired_at", "activity", "origin", "fence")
     fields = (
-        "name", "key", "database", "held", "expiry", "acquired_at", "origin", "activity", "fence",
+        "name", "key", "database", "held", "expiry", "acquired_at", "activity", "origin", "fence",
     )  # fmt: skip
     readonly_fields = fields
     list_filter = (DatabaseFilter,)
@@ -78,23 +73,23 @@ class DistLockAdmin(_TableAdmin):
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
-        """Return whether there is a table to see, and this user may."""
+        """Return whether there is a lock table, and this user may see it."""
         return super().has_view_permission(request, obj) and bool(_databases())
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DistLock]:
-        """Read the table where the locks are, which need not be the default database."""
+        """Read the table of the selected database."""
         database = _database(request)
         now = timezone.now()
         if database and not settings.USE_TZ and connections[database].vendor in ("mysql", "sqlite"):
             now = datetime.now(zones.utc).replace(tzinfo=None)  # as their rows are written
         taken = ~Q(owner="") & Q(expiry__gt=now)
-        rows = super().get_queryset(request).using(database).defer("owner")
+        rows: QuerySet[DistLock] = super().get_queryset(request).using(database).defer("owner")
         return rows.annotate(is_held=ExpressionWrapper(taken, output_field=BooleanField()))
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Say whose rows these are."""
+        """Name the database and its aliases."""
         database = _database(request) or ""
         facts = {"database": database, "aliases": _aliases_of(database)}
         text = gettext("Database “%(database)s”, with the locks of: %(aliases)s")
@@ -102,21 +97,20 @@ class DistLockAdmin(_TableAdmin):
         return super().changelist_view(request, {**more, **(extra_context or {})})
 
     def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
-        """Refuse ?owner__startswith=... in the address: it would reveal the token by its digits."""
+        """Refuse ?owner__startswith=..., which would reveal the token digit by digit."""
         return lookup == DatabaseFilter.parameter_name
 
     @admin.display(description=_("held"), boolean=True)
     def held(self, row: Any) -> bool:
-        held: bool = row.is_held
-        return held
+        return bool(row.is_held)
 
     @admin.display(description=_("last holder"), empty_value="—")
-    def origin(self, row: DistLock) -> str:
-        return origin_of(holder_fields(row.holder))
-
-    @admin.display(description=_("doing"), empty_value="—")
     def activity(self, row: DistLock) -> str:
         return activity_of(holder_fields(row.holder))
+
+    @admin.display(description=_("where"), empty_value="—")
+    def origin(self, row: DistLock) -> str:
+        return origin_of(holder_fields(row.holder))
 
     @admin.display(description=_("database"))
     def database(self, row: DistLock) -> str:
@@ -134,7 +128,7 @@ def _databases() -> dict[str, list[str]]:
 
 
 def _database(request: HttpRequest) -> str | None:
-    """Return the database that the list is asked for, or was when it linked to this page."""
+    """Return the selected database, also on a page that the list links to."""
     listed = QueryDict(request.GET.get("_changelist_filters", ""))
     wanted = request.GET.get("database", listed.get("database"))
     found = _databases()

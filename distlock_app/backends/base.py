@@ -213,7 +213,7 @@ class InTransaction:
 
 
 class GuardedWrites:
-    """Its store can hold other data too: `Hold.guarded_set()`."""
+    """Its store can hold other data too: `Hold.guarded_set()`, `Hold.guarded_script()`."""
 
     def guarded_set(
         self,
@@ -227,6 +227,15 @@ class GuardedWrites:
         """Write `value` under `key` for `ttl` seconds, only if the claim is still ours.
 
         Return whether it was. With `release` the same request ends the claim.
+        """
+        raise NotImplementedError
+
+    def guarded_script(
+        self, grant: Grant, script: str, keys: Sequence[str], args: Sequence[str | bytes | float]
+    ) -> int | None:
+        """Run `script` in the store, at most once, only if the claim is still ours.
+
+        Return its number, or None: the claim was not ours, so it was not run.
         """
         raise NotImplementedError
 

@@ -15,7 +15,8 @@ from ..primitives.names import shown
 from ..primitives.timing import monotonic
 from .hold import Hold
 from .lease import Lease
-from .registry import aliases_of, checked_wait, registry
+from .limits import checked_wait
+from .registry import aliases_of, registry
 from .releasing import releaser
 from .renewal import renewer
 from .timer import timer

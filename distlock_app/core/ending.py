@@ -18,8 +18,8 @@ from ..primitives.timing import monotonic
 from ..signals import asend, lock_released, send
 from .entered import Entered
 from .lease import GONE, LATE, Lease
+from .limits import MIN_TTL
 from .offloading import in_thread
-from .registry import MIN_TTL
 from .releasing import releaser
 from .renewal import renewer
 from .reporting import lease_facts

@@ -17,8 +17,9 @@ from .acquiring import UNSET
 from .batch import Together
 from .entered import Entered, WithBlock
 from .hold import Hold
+from .limits import checked_wait
 from .offloading import in_thread
-from .registry import aliases_of, checked_wait, registry
+from .registry import aliases_of, registry
 
 
 class Holds(tuple[Hold, ...], Entered):

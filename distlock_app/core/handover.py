@@ -13,16 +13,16 @@ SALT = "distlock_app.handover"
 FIELDS = ("name", "owner", "ttl", "shared", "fair", "limit", "stable")
 
 
-def packed(alias: str, grant: Grant) -> str:
+def packed(alias: str, grant: Grant, release: str) -> str:
     """Return `grant` as text for `unpacked`. Anyone with the text can release the lock."""
-    claim = {field: getattr(grant.claim, field) for field in FIELDS}
+    claim = {field: getattr(grant.claim, field) for field in FIELDS} | {"release": release}
     # An object, such as a connection, cannot be handed over.
     session = grant.session if isinstance(grant.session, (int, str)) else None
     return signing.dumps([alias, claim, grant.fence, session], salt=SALT)
 
 
 def unpacked(text: str) -> tuple[str, dict[str, Any], int | None, Any]:
-    """Return alias, fields of the claim, fencing token and session, or raise ValueError."""
+    """Return alias, options of the lock, fencing token and session, or raise ValueError."""
     try:
         alias, claim, fence, session = signing.loads(text, salt=SALT)
     except signing.BadSignature:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from django.db import connections
 
@@ -18,8 +18,8 @@ from ..signals import lock_released, send
 from .ending import Ending
 from .handover import packed
 from .lease import GONE
+from .limits import MIN_TTL, checked_ttl
 from .offloading import in_thread
-from .registry import MIN_TTL, checked_ttl
 from .releasing import releaser
 from .renewal import renewer
 from .reporting import lease_facts
@@ -187,31 +187,53 @@ class Hold(Ending):
 
         With `release=True` the same request releases the lock. Raise LockLost if it is gone.
         """
-        self.check()
-        backend = self._lease.backend
         if release and self._lease.keep_until:
             self.guarded_set(key, value, ttl=ttl)
             self.release()
             return
-        if not isinstance(backend, GuardedWrites):
-            raise LockError(f"the backend of alias {self._lease.alias!r} has no guarded_set()")
+        backend = self._guarding("guarded_set()")
         if release and self._lease.holds > 1:
             raise LockError(
                 "guarded_set(release=True) cannot release: another hold of the lock is open"
             )
         if not backend.guarded_set(self._lease.grant, key, value, ttl=ttl, release=release):
-            releaser.lose(self._lease, "the backend refused the guarded write")
-            raise self._lost_error()
+            self._refused_write()
         if release:
             self._lease.remove_hold(self)
             timer.cancel(self._lease)
             if lock_released.receivers:
                 send(lock_released, lease_facts(self._lease))
 
+    def guarded_script(
+        self, script: str, keys: Sequence[str] = (), args: Sequence[str | bytes | float] = ()
+    ) -> int:
+        """Run a Lua script if the lock is still ours, in one step; Redis only.
+
+        It finds `keys` in KEYS and `args` in ARGV, and returns a whole number (nothing is 0), which
+        this returns. Raise LockLost if the lock is gone, LockError for a mistake in the script, and
+        BackendError if the answer was lost: the script may have run then. It is never sent twice.
+        """
+        backend = self._guarding("guarded_script()")
+        answer = backend.guarded_script(self._lease.grant, script, keys, args)
+        if answer is None:
+            self._refused_write()
+        return answer
+
     def enter(self, *, inside: bool = True) -> Hold:
         """Let the running thread or task take the lock again until the release, or no longer."""
         self._lease.enter(self, inside=inside)
         return self
+
+    def _guarding(self, what: str) -> GuardedWrites:
+        self.check()
+        backend = self._lease.backend
+        if not isinstance(backend, GuardedWrites):
+            raise LockError(f"the backend of alias {self._lease.alias!r} has no {what}")
+        return backend
+
+    def _refused_write(self) -> NoReturn:
+        releaser.lose(self._lease, "the backend refused the guarded write")
+        raise self._lost_error()
 
     def _check_extend(self) -> None:
         self.check()
@@ -227,7 +249,8 @@ class Hold(Ending):
             raise LockError("dump() is not possible inside atomic(): call it after the commit")
 
     def _dumped(self) -> str:
-        return packed(self._lease.alias, self._leave_claim())
+        release = "now" if self._release_now else "transaction_end"
+        return packed(self._lease.alias, self._leave_claim(), release)
 
     def _leave_claim(self) -> Grant:
         """End the hold without releasing the lock; drop the backend's session data."""

@@ -12,8 +12,9 @@ from ..claims import Claim, Grant
 from ..errors import LockBusy
 from ..primitives import identity, names
 from .acquiring import UNSET, stable_token
+from .limits import checked_ttl, checked_wait
 from .offloading import in_thread
-from .registry import checked_ttl, checked_wait, registry
+from .registry import registry
 from .releasing import releaser
 from .waiting import acquired, acquiring, arun
 from .wakers import AsyncWaker, Waker

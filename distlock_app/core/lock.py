@@ -8,7 +8,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
@@ -25,9 +25,10 @@ from .entered import WithBlock
 from .groups import AllOf, Holds
 from .handover import unpacked
 from .hold import Hold
+from .limits import LONG_TTL, check_max_hold, checked_ttl, checked_wait
 from .offloading import in_thread
 from .people import clear
-from .registry import LONG_TTL, MIN_TTL, aliases_of, checked_ttl, checked_wait, registry
+from .registry import aliases_of, registry
 from .releasing import releaser
 from .waiting import acquired, acquiring, arun, waiting
 from .wakers import AsyncWaker, Waker
@@ -75,7 +76,7 @@ class Lock(WithBlock[Hold]):
         if self.wait is not UNSET:
             checked_wait(self.wait)
         if self.max_hold is not None:
-            _check_max_hold(self.max_hold)
+            check_max_hold(self.max_hold)
         if not isinstance(self.limit, int) or self.limit < 1:
             raise ValueError(f"limit must be a whole number of 1 or more, not {self.limit!r}")
         if self.release not in ("transaction_end", "now"):
@@ -212,25 +213,32 @@ class Lock(WithBlock[Hold]):
     def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Take over the lock that `Hold.dump()` handed over; only once.
 
-        A second resume is not detected: both would have the lock, with the same fencing token.
+        From now on it is kept for its own ttl, not for that of `dump()`, and renewed. A second
+        resume is not detected: both would have the lock, with the same fencing token.
 
         Raise LockLost if it is too late, ValueError for an invalid text, and BackendError if the
         backend does not answer: then try again.
         """
         parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
-        return _resumed(
-            parts, [attempt.backend.extend(grant, attempt.ttl) for attempt, grant in parts]
-        )
+        return _resumed(parts, [_take_over(attempt, grant) for attempt, grant in parts])
 
     @classmethod
     async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Like `resume`, without blocking the event loop."""
         parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
         answers = [
-            await in_thread(attempt.backend, attempt.backend.extend, grant, attempt.ttl)
-            for attempt, grant in parts
+            await in_thread(attempt.backend, _take_over, attempt, grant) for attempt, grant in parts
         ]
         return _resumed(parts, answers)
+
+    @classmethod
+    def _not_resumed(cls, text: str, error: BackendError) -> Hold:
+        """Give up what nobody will resume, once its backend is back; raise `error`, or ON_DOWN."""
+        parts = [cls._resuming(part, True, None) for part in text.split(" ")]
+        for attempt, grant in parts:
+            releaser.give_back(attempt.backend, grant)
+        holds = [attempt.opened(grant.claim, error) for attempt, grant in parts]
+        return holds[0] if len(holds) == 1 else Holds(holds)  # type: ignore[return-value]
 
     @classmethod
     def _resuming(cls, text: str, renew: bool, max_hold: float | None) -> tuple[Attempt, Grant]:
@@ -275,11 +283,11 @@ class Lock(WithBlock[Hold]):
             )
 
 
-def _check_max_hold(seconds: Any) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"max_hold must be a number of seconds, not {seconds!r}")
-    if not seconds >= MIN_TTL:
-        raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")
+def _take_over(attempt: Attempt, grant: Grant) -> bool:
+    """Keep the claim for its ttl: a crash must not leave it for the longer one of `dump()`."""
+    backend = attempt.backend
+    keep = backend.extend if grant.claim.stable else backend.end_in  # others may have it, too
+    return keep(grant, attempt.ttl)
 
 
 def _resumed(parts: list[tuple[Attempt, Grant]], answers: list[bool]) -> Hold:

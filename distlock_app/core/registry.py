@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from django.utils.module_loading import import_string
 from ..backends.base import BaseLockBackend
 from ..backends.dummy import DummyBackend
 from ..primitives.logs import fields, logger
+from .limits import DEFAULT_TTL, DEFAULT_WAIT, checked_ttl, checked_wait
 
 DEFAULT_SETTING: dict[str, dict[str, Any]] = {
     "default": {
@@ -34,37 +34,6 @@ EXTRAS = {
     "psycopg": "postgresql",
     "kazoo": "zookeeper",
 }
-DEFAULT_TTL = 30.0
-DEFAULT_WAIT = 10.0
-
-# Backends count milliseconds, and several renewals must fit into a ttl. The upper bound limits
-# the damage of a mistake (milliseconds for seconds).
-MIN_TTL = 0.1
-MAX_TTL = 31 * 24 * 3600.0
-
-
-# A longer one is probably a mistake: renewal covers longer work.
-LONG_TTL = 3600.0
-
-
-def checked_ttl(ttl: Any, what: str = "ttl") -> float:
-    """Return `ttl` as seconds, or raise TypeError / ValueError: always finite, within bounds."""
-    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)):
-        raise TypeError(f"{what} must be a number of seconds, not {ttl!r}")
-    if not MIN_TTL <= ttl <= MAX_TTL:
-        raise ValueError(f"{what} must be {MIN_TTL} to {MAX_TTL:.0f} seconds, not {ttl!r}")
-    return float(ttl)
-
-
-def checked_wait(wait: Any) -> float | None:
-    """Return `wait` as seconds or None (forever), or raise TypeError / ValueError."""
-    if wait is None:
-        return None
-    if isinstance(wait, bool) or not isinstance(wait, (int, float)):
-        raise TypeError(f"wait must be a number of seconds or None (forever), not {wait!r}")
-    if not wait >= 0:
-        raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
-    return None if wait > sys.float_info.max else float(wait)
 
 
 def aliases_of(using: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ..errors import LockError
 
 
 class OutOfAtomicRequests(set[str]):
-    """What a view has as `_non_atomic_requests` to be exempt from ATOMIC_REQUESTS everywhere.
+    """The `_non_atomic_requests` of a view that is exempt from ATOMIC_REQUESTS on every alias.
 
     Django asks only whether an alias is in it. It holds the aliases that the view named itself.
     """
@@ -21,7 +21,7 @@ class OutOfAtomicRequests(set[str]):
         return True
 
     def aliases(self, atomic: str | None) -> tuple[str, ...]:
-        """Return on which databases the view is to run in a transaction, the outermost first."""
+        """Return the databases of the view's transactions, the outermost first."""
         settings = connections.settings
         own = set(iter(self))
         found = [a for a in settings if settings[a]["ATOMIC_REQUESTS"] and a not in own]

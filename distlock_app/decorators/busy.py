@@ -1,4 +1,4 @@
-"""What `locked_view` answers if it does not get the lock: a page, JSON or a line of text."""
+"""What `locked_view` answers without the lock: its status, and a page, JSON or a line of text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from ..core.registry import aliases_of
 from ..errors import BackendError, LockBusy
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
+from .functions import cannot_take
 
 # A claim mostly ends long before its ttl does, which is all that the backend knows.
 LONGEST_RETRY_AFTER = 10
-UNAVAILABLE = 503
+# The status while another request has the lock (RFC 4918, 11.3), and while its backend is down.
+LOCKED, UNAVAILABLE = 423, 503
 # Seconds after which the page goes back. That repeats no request, so it may be soon.
 BACK_AFTER = 3
 
@@ -56,11 +58,8 @@ def answer(
 def log_unavailable(name: str, using: str | tuple[str, ...], error: BackendError) -> None:
     """Log why the answer is 503."""
     alias = ", ".join(aliases_of(using))
-    logger.warning(
-        "answered 503: cannot take the lock %r (alias %r): %s",
-        *(shown(name), alias, error),
-        extra=fields("unavailable", alias, name=shown(name), error=str(error)),
-    )
+    facts = fields("unavailable", alias, name=shown(name), error=str(error))
+    logger.warning("answered 503: %s", cannot_take(name, using, error), extra=facts)
 
 
 def _page(request: Any, text: str, back: str) -> str:
@@ -73,7 +72,7 @@ def _page(request: Any, text: str, back: str) -> str:
 
 
 def _page_before(request: Any, methods: Collection[str]) -> str:
-    """Return the page of this site that the visitor came from; GET shows it and does nothing.
+    """Return the page of this site that the visitor came from, if its GET is harmless.
 
     Not the view itself if its GET is locked: to look at it would be to do it again.
     """

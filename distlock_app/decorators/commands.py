@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
@@ -17,12 +17,12 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 
 from ..core.acquiring import held_by_runner, release_half_taken
 from ..core.hold import Hold
+from ..core.limits import checked_ttl, checked_wait
 from ..core.lock import Lock
-from ..core.registry import aliases_of, checked_ttl, checked_wait
 from ..errors import BackendError, LockBusy, Terminated
 from ..primitives import identity
 from ..primitives.names import shown
-from .functions import probe, sorted_out
+from .functions import cannot_take, probe, sorted_out
 from .naming import NameTemplate
 
 # sysexits.h: "service unavailable", "temporary failure; user is invited to retry".
@@ -68,10 +68,7 @@ def locked_command(
     """
     template, name, command = sorted_out(template, name, bool(lock_options))
     using = lock_options.get("using", "default")
-    if callable(using):
-        probe({**lock_options, "wait": wait, "using": "default"})
-    else:
-        probe({**lock_options, "wait": wait})
+    probe({**lock_options, "wait": wait, "using": "default" if callable(using) else using})
     atomic = lock_options.pop("atomic", False)
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
@@ -189,8 +186,10 @@ class _Guard:
                 try:
                     hold = lock.acquire()
                     hold.enter()
-                    with _committed_under(hold, self.atomic):
+                    with _transaction(self.atomic):
                         result = handle()
+                        if self.atomic is not None:
+                            hold.check()
                 finally:
                     termination.shielded = True
             except BaseException as error:
@@ -216,14 +215,8 @@ class _Guard:
             command.stdout.write(text)
 
 
-@contextmanager
-def _committed_under(hold: Hold, alias: str | None) -> Iterator[None]:
-    if alias is None:
-        yield
-        return
-    with transaction.atomic(using=alias, durable=True):
-        yield
-        hold.check()
+def _transaction(alias: str | None) -> AbstractContextManager[None]:
+    return nullcontext() if alias is None else transaction.atomic(alias, durable=True)
 
 
 class _Termination:
@@ -275,9 +268,7 @@ def held_by(lock: Lock) -> str:
 
 def unavailable(lock: Lock, error: BackendError) -> CommandError:
     """Return what to raise if the backend of the lock is down."""
-    aliases = ", ".join(aliases_of(lock.using))
-    text = f"cannot take the lock {shown(lock.name)!r} (alias {aliases!r}): {error}"
-    return CommandError(text, returncode=EX_UNAVAILABLE)
+    return CommandError(cannot_take(lock.name, lock.using, error), returncode=EX_UNAVAILABLE)
 
 
 def _command_name(command: type) -> str:

@@ -17,7 +17,7 @@ from ..core.acquiring import leases_of_runner
 from ..core.in_transaction import held_in_transaction, transaction_under_lock
 from ..core.lock import Lock
 from ..core.registry import aliases_of, registry
-from ..errors import LockBusy, LockLost, NotHeld
+from ..errors import BackendError, LockBusy, LockLost, NotHeld
 from ..primitives.names import Made, shown
 from .naming import NameTemplate, arguments, parameters_of, signature_of
 
@@ -25,6 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Many = TypeVar("Many", bound=Callable[..., Iterator[Any] | AsyncIterator[Any]])
 P = ParamSpec("P")
 R = TypeVar("R")
+# The lock of one call, from its arguments.
+LockOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 OnBusy = Literal["raise", "skip"] | Callable[..., Any]
 
 # Methods of the tasks of Django, Celery, RQ, Dramatiq and Huey.
@@ -101,9 +103,12 @@ def locked(
                 "transaction"
             )
         naming = Naming.of(function, template, name)
-        if in_transaction:
-            kind = partial(_call, lock=transaction_under_lock)
-        wrapper: F = kind(function, naming, lock_options, on_busy)
+        kind_of_lock = transaction_under_lock if in_transaction else Lock
+
+        def lock(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return kind_of_lock(naming(args, kwargs), **lock_options)
+
+        wrapper: F = kind(function, lock, on_busy)
         if naming.signature is not None:
             # Celery checks what is sent to a task against the outermost function.
             wrapper.__signature__ = naming.signature  # type: ignore[attr-defined]
@@ -204,6 +209,11 @@ def probe(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None
             raise
 
 
+def cannot_take(name: str, using: str | tuple[str, ...], error: BackendError) -> str:
+    """Return the sentence for a backend that is down, for logs and terminals."""
+    return f"cannot take the lock {shown(name)!r} (alias {', '.join(aliases_of(using))!r}): {error}"
+
+
 def path_of(function: Any) -> str:
     """Return the dotted path of a function or class."""
     beneath = function
@@ -238,14 +248,12 @@ def _kind_of(function: Callable[..., Any]) -> Callable[..., Any]:
 # decorator. `on_busy` handles only this lock, not one that the function itself finds busy.
 
 
-def _call(
-    function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy, lock: Any = Lock
-) -> Any:
+def _call(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             try:
-                stack.enter_context(lock(naming(args, kwargs), **options))
+                stack.enter_context(lock(args, kwargs))
             except LockBusy as busy:
                 return _answer(on_busy, busy, args, kwargs)
             return refuse_undone(function(*args, **kwargs), function)
@@ -253,12 +261,12 @@ def _call(
     return wrapper
 
 
-def _coroutine(function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy) -> Any:
+def _coroutine(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
     @wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(Lock(naming(args, kwargs), **options))
+                await stack.enter_async_context(lock(args, kwargs))
             except LockBusy as busy:
                 answer = _answer(on_busy, busy, args, kwargs)
                 return await answer if inspect.isawaitable(answer) else answer
@@ -267,12 +275,12 @@ def _coroutine(function: Any, naming: Naming, options: dict[str, Any], on_busy: 
     return wrapper
 
 
-def _generator(function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy) -> Any:
+def _generator(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with ExitStack() as stack:
             try:
-                stack.enter_context(Lock(naming(args, kwargs), **options))
+                stack.enter_context(lock(args, kwargs))
             except LockBusy as busy:
                 return (yield from _answer(on_busy, busy, args, kwargs) or ())
             return (yield from function(*args, **kwargs))
@@ -280,14 +288,12 @@ def _generator(function: Any, naming: Naming, options: dict[str, Any], on_busy: 
     return wrapper
 
 
-def _async_generator(
-    function: Any, naming: Naming, options: dict[str, Any], on_busy: OnBusy
-) -> Any:
+def _async_generator(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
     @wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(Lock(naming(args, kwargs), **options))
+                await stack.enter_async_context(lock(args, kwargs))
             except LockBusy as busy:
                 items = _answer(on_busy, busy, args, kwargs)
             else:

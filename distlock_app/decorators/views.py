@@ -17,13 +17,10 @@ from ..core.lock import Lock
 from ..errors import BackendError, LockBusy
 from ..primitives import identity
 from .atomic_requests import in_transactions, mark, refuse_open
-from .busy import answer, log_unavailable
+from .busy import LOCKED, answer, log_unavailable
 from .drf import as_the_view_sees_it
 from .functions import F, path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
 from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of, visitor
-
-# "The request was refused because the resource is locked": RFC 4918, 11.3.
-LOCKED = 423
 
 
 @overload
@@ -104,7 +101,6 @@ class _Call:
 
     request: Any
     view: Callable[[], Any]
-    path: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     fields: Callable[[], Mapping[str, Any]]
@@ -127,7 +123,7 @@ class _Guard:
 
     @property
     def database(self) -> str | None:
-        """The database on which the view is to run in a transaction, if it says one."""
+        """The database on which the view runs in a transaction, if its options name one."""
         if self.in_transaction:
             return database_of(self.lock_options.get("using", "default"))
         return self.atomic
@@ -229,7 +225,7 @@ def _roll_back_failed(response: Any, call: _Call) -> None:
 
 def _default_name(call: _Call, request: Any) -> str:
     match = getattr(call.request, "resolver_match", None)
-    path, captured = call.path, call.kwargs
+    path, captured = path_of(call.owner), call.kwargs
     if match is not None:
         # A class is named by itself: its `dispatch` may be that of View.
         path = path_of(getattr(match.func, "view_class", match.func))
@@ -237,6 +233,19 @@ def _default_name(call: _Call, request: Any) -> str:
     parts = [f"{key}={quoted(text_of(captured[key]), '%:')}" for key in sorted(captured)]
     parts += [quoted(text_of(value), "%:") for value in call.args]
     return ":".join([path, *parts, quoted(visitor(request), "%:")])
+
+
+def _call_of(view: partial[Any], owner: Any, signature: Any, aliases: tuple[str, ...]) -> _Call:
+    at, request = _request_in(view.args, view.keywords)
+    return _Call(
+        request=request,
+        view=view,
+        args=view.args[at + 1 :],
+        kwargs=view.keywords,
+        fields=partial(arguments, signature, view.args, view.keywords),
+        aliases=aliases,
+        owner=owner,
+    )
 
 
 def _around_function(guard: _Guard, view: Any) -> Any:
@@ -249,17 +258,8 @@ def _around_function(guard: _Guard, view: Any) -> Any:
         guard.template.check(known, f"arguments of {path_of(view)}()")
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        at, request = _request_in(args, kwargs)
-        return _Call(
-            request=request,
-            view=partial(view, *args, **kwargs),
-            path=path_of(view),
-            args=args[at + 1 :],
-            kwargs=kwargs,
-            fields=partial(arguments, signature, args, kwargs),
-            aliases=exempt.aliases(guard.database),
-            owner=view,
-        )
+        aliases = exempt.aliases(guard.database)
+        return _call_of(partial(view, *args, **kwargs), view, signature, aliases)
 
     if _is_async(view):
 
@@ -280,25 +280,15 @@ def _around_dispatch(guard: _Guard, inner: Any) -> Any:
     @wraps(inner)
     def dispatch(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         run = guard.arun if self.view_is_async else guard.run
-        return run(
-            _Call(
-                request=request,
-                view=partial(inner, self, request, *args, **kwargs),
-                path=path_of(type(self)),
-                args=args,
-                kwargs=kwargs,
-                fields=lambda: kwargs,
-                aliases=exempt.aliases(guard.database),
-                owner=self,
-            )
-        )
+        view = partial(inner, self, request, *args, **kwargs)
+        return run(_call_of(view, self, None, exempt.aliases(guard.database)))
 
     exempt = mark(dispatch, inner)
     return dispatch
 
 
 def _request_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Any]:
-    """Return the place of the request among `args`, after a possible `self`, and the request."""
+    """Return the index of the request in `args`, perhaps after `self`, and the request."""
     for at, value in enumerate(args[:2]):
         if hasattr(value, "META") and hasattr(value, "method"):
             return at, value
@@ -314,7 +304,7 @@ def _is_async(view: Any) -> bool:
 
 
 def _kept_while_streaming(response: Any, hold: Hold) -> bool:
-    """Whether the hold is left to the end of the response, which the server closes."""
+    """Whether the response keeps the hold until the server closes it."""
     if not getattr(response, "streaming", False):
         return False
     response._resource_closers.append(partial(hold.leave, None))

@@ -12,6 +12,7 @@ from ..errors import LockError, StaleFenceError
 from .optimistic.fields import LAST
 from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
+from .optimistic.saving import MISSING, put
 from .retrying import M
 
 if TYPE_CHECKING:
@@ -67,8 +68,6 @@ class FencedQuerySet(models.QuerySet[M]):
             rows = self._claimed(fence)
             return super(FencedQuerySet, rows).update(**kwargs) if kwargs else rows.count()
 
-    update.alters_data = True  # type: ignore[attr-defined]
-
     def delete(self) -> tuple[int, dict[str, int]]:
         fence = self._fence
         if fence is None:
@@ -77,7 +76,6 @@ class FencedQuerySet(models.QuerySet[M]):
         with transaction.atomic(using=self.db):
             return super(FencedQuerySet, self._claimed(fence)).delete()
 
-    delete.alters_data = True  # type: ignore[attr-defined]
     delete.queryset_only = True  # type: ignore[attr-defined]
 
     def _of_one_table(self) -> bool:
@@ -110,8 +108,6 @@ class FencedQuerySet(models.QuerySet[M]):
             kwargs["fence"] = self._fence
         return super().create(**kwargs)
 
-    create.alters_data = True  # type: ignore[attr-defined]
-
     def bulk_create(self, objs: Iterable[Any], *args: Any, **kwargs: Any) -> list[M]:
         objs = list(objs)
         if self._fence is not None:
@@ -123,16 +119,12 @@ class FencedQuerySet(models.QuerySet[M]):
                 obj.fence = self._fence
         return super().bulk_create(objs, *args, **kwargs)
 
-    bulk_create.alters_data = True  # type: ignore[attr-defined]
-
     def update_or_create(
         self, defaults: Any = None, create_defaults: Any = None, **kwargs: Any
     ) -> tuple[M, bool]:
         if self._fence is not None:
             raise NotSupportedError("update_or_create() cannot check fencing tokens: use update()")
         return super().update_or_create(defaults, create_defaults, **kwargs)
-
-    update_or_create.alters_data = True  # type: ignore[attr-defined]
 
 
 if TYPE_CHECKING:
@@ -178,20 +170,13 @@ class FencedModel(models.Model):
         try:
             super().save(*args, **kwargs)
         except BaseException:
-            if before is MISSING:
-                del self.__dict__["fence"]
-            else:
-                self.fence = before
+            put(self, "fence", before)
             raise
         finally:
             state.fencing = outer
 
-    save.alters_data = True  # type: ignore[attr-defined]
-
     async def asave(self, *args: Any, **kwargs: Any) -> None:
         return await sync_to_async(self.save)(*args, **kwargs)
-
-    asave.alters_data = True  # type: ignore[attr-defined]
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False, *, fence: Any = None
@@ -211,12 +196,8 @@ class FencedModel(models.Model):
                 refuse_newer(rows, number, obj=self)
             return super().delete(using=using, keep_parents=keep_parents)
 
-    delete.alters_data = True  # type: ignore[attr-defined]
-
     async def adelete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
         return await sync_to_async(self.delete)(*args, **kwargs)
-
-    adelete.alters_data = True  # type: ignore[attr-defined]
 
     def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
         field = self._meta.get_field("fence")
@@ -278,9 +259,6 @@ class FencedVersionedModel(FencedModel, VersionedModel):
 
     class Meta(VersionedModel.Meta):
         abstract = True
-
-
-MISSING = object()
 
 
 def refuse_newer(rows: Any, fence: int, *, obj: Any = None) -> None:

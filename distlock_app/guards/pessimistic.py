@@ -229,21 +229,8 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
     """Evaluate a locking queryset with a limited wait."""
     wait = _bounded(wait)
     deadline = Deadline(wait)
-    connection = connections[rows.db]
-    if wait == 0 and connection.features.has_select_for_update_nowait:
-        rows = _locking(rows, nowait=True)
     try:
-        if connection.vendor == "sqlite":
-            _lock_file(connection, rows.model, wait)
-        elif connection.vendor == "postgresql" and wait is not None:
-            with _postgresql_time(connection, wait):
-                return list(rows)
-        elif getattr(connection, "mysql_is_mariadb", False) and wait:
-            with _mariadb_time(connection, wait):
-                return list(rows)
-        elif wait:
-            return _poll(rows, deadline)
-        return list(rows)
+        return _read_locking(rows, wait, deadline)
     except OperationalError as error:
         # Cancelled by a person, a statement says on PostgreSQL what it says after its time.
         if not _was_refused(error) or (code_of(error) == "57014" and deadline.remaining()):
@@ -252,6 +239,24 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         if wait == 0:
             raise LockBusy(f"rows of {label} are locked by another transaction") from error
         raise LockTimeout(f"rows of {label} were not free within {wait} s") from error
+
+
+def _read_locking(rows: models.QuerySet[M], wait: float | None, deadline: Deadline) -> list[M]:
+    """Limit the wait as the database can."""
+    connection: Any = connections[rows.db]
+    if wait == 0 and connection.features.has_select_for_update_nowait:
+        rows = _locking(rows, nowait=True)
+    if connection.vendor == "sqlite":
+        _lock_file(connection, rows.model, wait)
+    elif connection.vendor == "postgresql" and wait is not None:
+        with _postgresql_time(connection, wait):
+            return list(rows)
+    elif wait and getattr(connection, "mysql_is_mariadb", False):
+        with _mariadb_time(connection, wait):
+            return list(rows)
+    elif wait:
+        return _poll(rows, deadline)
+    return list(rows)
 
 
 def _bounded(wait: float | None) -> float | None:

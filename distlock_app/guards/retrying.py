@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from inspect import isasyncgenfunction, iscoroutine, iscoroutinefunction, isgeneratorfunction
 from typing import Any, Generic, TypeVar, overload
 
@@ -68,40 +69,34 @@ def _remember(row: tuple[str, type, str]) -> None:
     _hot[row] = time.monotonic() + HOT_SECONDS
 
 
+@dataclass
 class Retrying(Generic[M]):
     """One change to one row, retried until it is saved.
 
     `read(lock)` returns the fresh object, with `lock` locked until the end of the transaction.
     """
 
-    def __init__(
-        self,
-        read: Callable[[bool], M],
-        change: Callable[[M], Any],
-        *,
-        using: str,
-        model: type,
-        pk: Any,
-        attempts: int = ATTEMPTS,
-        lock_from: int | None = LOCK_FROM,
-        pause: float = PAUSE,
-        max_pause: float = MAX_PAUSE,
-    ) -> None:
-        if attempts < 1:
+    read: Callable[[bool], M]
+    change: Callable[[M], Any]
+    _: KW_ONLY
+    using: str
+    model: type
+    pk: Any
+    attempts: int = ATTEMPTS
+    lock_from: int | None = LOCK_FROM  # negative: counted from the end; None: never
+    pause: float = PAUSE
+    max_pause: float = MAX_PAUSE
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
             raise ValueError("attempts must be at least 1")
-        self.read = read
-        self.change = async_to_sync(change) if iscoroutinefunction(change) else change
-        self.using = using
-        self.attempts = attempts
-        # Negative: counted from the end. None: never.
-        self.lock_from = attempts + 1 if lock_from is None else lock_from
-        if self.lock_from < 0:
-            self.lock_from += attempts + 1
-        self._row = using, model, str(pk)  # a composite key may come as a list
-        if lock_from is not None and _hot.get(self._row, 0.0) > time.monotonic():
+        if iscoroutinefunction(self.change):
+            self.change = async_to_sync(self.change)
+        self._row = self.using, self.model, str(self.pk)  # a composite key may come as a list
+        if self.lock_from is not None and _hot.get(self._row, 0.0) > time.monotonic():
             self.lock_from = 1
-        self.pause = pause
-        self.max_pause = max_pause
+        elif self.lock_from is not None and self.lock_from < 0:
+            self.lock_from += self.attempts + 1
 
     def run(self) -> M:
         """Return the saved object, or raise RetriesExhausted."""
@@ -162,7 +157,7 @@ class Retrying(Generic[M]):
             # shows the current row. Without locking reads (SQLite), the UPDATE that matched no
             # row has made this transaction the only writer, on a current snapshot.
             return bool(connections[self.using].features.has_select_for_update)
-        return attempt >= self.lock_from
+        return self.lock_from is not None and attempt >= self.lock_from
 
 
 @contextmanager

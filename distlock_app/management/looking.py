@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from shutil import get_terminal_size
 from time import sleep
@@ -18,7 +17,7 @@ from django.core.management.base import BaseCommand, CommandError
 from ..claims import Holding
 from ..core.registry import registry
 from ..decorators.commands import EX_UNAVAILABLE
-from ..operations.people import CONTENDED, EXPIRING, HELD, ORPHANED, state_of
+from ..operations.people import CONTENDED, EXPIRING, HELD, ORPHANED, facts_of, state_of
 from ..operations.reading import Health, queue_of, read, read_all
 from ..operations.tables import SORTS, card, table
 from ..primitives import names
@@ -38,19 +37,24 @@ class Looking(BaseCommand):
         stuck: bool = False,
         **options: Any,
     ) -> int:
-        if using is not None:
-            registry[using]  # a wrong alias is the caller's mistake, not a backend that is down
-        reading = read_all(None if using is None else [using])
+        reading = read_all(self._aliases(using))
         found = [
             held
-            for held in sorted(reading.holdings, key=lambda held: (held.alias, held.name))
+            for held in reading.holdings
             if fnmatchcase(held.name, match)
             and ((held.held_for or 0.0) >= held_for or stuck and state_of(held) != HELD)
         ]
-        none = f"nothing {'is stuck' if stuck else 'matches'} (locks held: {len(reading.holdings)})"
-        if not reading.holdings:
-            none = "nothing is held" if all(backend.known for backend in reading.backends) else ""
-        self._write(sorted(found, key=SORTS[sort]), as_json, reading.backends, none)
+        found.sort(key=lambda held: (SORTS[sort](held), held.alias, held.name))
+        if as_json:
+            backends = [backend.facts() for backend in reading.backends]
+            self._write_json({"locks": list(map(facts_of, found)), "backends": backends})
+        elif found:
+            self._write_table(found)
+        elif reading.holdings:
+            what = "is stuck" if stuck else "matches"
+            self.stdout.write(f"nothing {what} (locks held: {len(reading.holdings)})")
+        elif all(backend.known for backend in reading.backends):
+            self.stdout.write("nothing is held")
         for backend in reading.backends:
             if backend.truncated:
                 of = "" if backend.total is None else f" of {backend.total}"
@@ -76,17 +80,21 @@ class Looking(BaseCommand):
 
     def _show(self, *, name: str, using: str | None, as_json: bool, **options: Any) -> int:
         held = self._held(name, using)
-        if as_json or not held:
-            aliases = ", ".join(registry if using is None else [using])
-            none = f"nobody holds {names.shown(name)!r} (asked: {aliases})"
-            self._write(held, as_json, none=none)
-            return 0 if held else 1
+        if as_json:
+            self._write_json({"locks": list(map(facts_of, held))})
+        elif not held:
+            aliases = ", ".join(self._aliases(using))
+            self.stdout.write(f"nobody holds {names.shown(name)!r} (asked: {aliases})")
+        else:
+            self._write_cards(held)
+        return 0 if held else 1
+
+    def _write_cards(self, held: Sequence[Holding]) -> None:
         for number, holding in enumerate(held):
             self.stdout.write("\n" if number else "", ending="")
             for label, text in card(holding, queue_of(holding.alias, holding.key)):
                 style = self._style_of(text) if label == "state" else str
                 self.stdout.write(f"{label:15}{style(text)}")
-        return 0
 
     def _held(self, name: str, using: str | None) -> list[Holding]:
         """Return the holders of the lock; exit with 69 if it is not known whether it is held."""
@@ -94,57 +102,47 @@ class Looking(BaseCommand):
             key = names.key_of(names.checked(name))
         except ValueError as error:
             raise CommandError(str(error)) from error
-        if using is not None:
-            registry[using]  # as above
-        reading = read(dict.fromkeys(registry if using is None else [using], [key]))
+        reading = read(dict.fromkeys(self._aliases(using), [key]))
         self._report_unknown(reading.backends)
         if not reading.holdings and not all(backend.known for backend in reading.backends):
             sys.exit(EX_UNAVAILABLE)
         return reading.holdings
 
-    def _report_unknown(self, backends: Collection[Health]) -> int:
-        """Name the backends whose locks are not known; return the code if one is down."""
-        for backend in backends:
-            if not backend.lists:
-                self.stderr.write(f"{backend.alias} cannot list its locks")
-        down = [backend for backend in backends if not backend.up]
-        for backend in down:
-            wrong = isinstance(backend.error, ImproperlyConfigured)
-            # A user with a shell here may read what the driver says.
-            why = backend.error or backend.reason
-            self.stderr.write(f"{backend.alias} {'cannot be used' if wrong else 'is down'}: {why}")
-        return EX_UNAVAILABLE if down else 0
+    def _aliases(self, using: str | None) -> list[str]:
+        """Return the alias that was asked for, or all of them."""
+        if using is None:
+            return list(registry)
+        registry[using]  # a wrong alias is the caller's mistake, not a backend that is down
+        return [using]
 
-    def _write(
-        self,
-        held: Sequence[Holding],
-        as_json: bool,
-        backends: Iterable[Health] | None = None,
-        none: str = "",
-    ) -> None:
-        if not as_json:
-            # That of COLUMNS or of the terminal; neither of them: nothing is cut.
-            for line, state in table(held, get_terminal_size((0, 0)).columns):
-                self.stdout.write(self._style_of(state)(line))
-            if none and not held:
-                self.stdout.write(none)
-            return
-        answer: dict[str, Any] = {"locks": [{**asdict(h), "state": state_of(h)} for h in held]}
-        if backends is not None:
-            answer["backends"] = [
-                {"alias": e.alias, "up": e.up, "ping_ms": e.ping_ms, "reason": e.reason}
-                for e in backends
-            ]
-        self.stdout.write(json_of(answer))
+    def _report_unknown(self, backends: Iterable[Health]) -> int:
+        """Name the backends whose locks are not known; return the code if one is down."""
+        code = 0
+        for backend in backends:
+            if not backend.up:
+                code = EX_UNAVAILABLE
+                wrong = isinstance(backend.error, ImproperlyConfigured)
+                # A user with a shell here may read what the driver says.
+                why = backend.error or backend.reason
+                what = "cannot be used" if wrong else "is down"
+                self.stderr.write(f"{backend.alias} {what}: {why}")
+            elif not backend.lists:
+                self.stderr.write(f"{backend.alias} cannot list its locks")
+        return code
+
+    def _write_table(self, held: Sequence[Holding]) -> None:
+        # The width of COLUMNS or of the terminal; with neither, nothing is cut.
+        for line, state in table(held, get_terminal_size((0, 0)).columns):
+            self.stdout.write(self._style_of(state)(line))
+
+    def _write_json(self, answer: Any) -> None:
+        """Write JSON for programs and people: letters stay, what cannot be printed is escaped."""
+        text = json.dumps(answer, indent=2, default=str, ensure_ascii=False)
+        printable = (c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+        self.stdout.write("".join(printable))
 
     def _style_of(self, state: str) -> Callable[[str], str]:
-        """Return how to colour a state; on a terminal alone, says Django."""
+        """Return the style of a state, which Django applies on a terminal only."""
         styles = {CONTENDED: "WARNING", EXPIRING: "ERROR", ORPHANED: "ERROR"}
         found: Callable[[str], str] = getattr(self.style, styles.get(state, ""), str)
         return found
-
-
-def json_of(value: Any) -> str:
-    """Return JSON for programs and people: letters as they are, what cannot be printed escaped."""
-    text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
-    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)

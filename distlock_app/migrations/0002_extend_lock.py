@@ -16,7 +16,7 @@ class Migration(migrations.Migration):
                 "managed": False,
                 "permissions": [
                     ("clear_lock", "Can force the release of locks"),
-                    ("extend_lock", "Can let locks end later"),
+                    ("extend_lock", "Can extend locks"),
                 ],
                 "verbose_name": "live lock",
                 "verbose_name_plural": "live locks",

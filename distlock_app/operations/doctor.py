@@ -19,7 +19,7 @@ TTL = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Finding:
-    """What was seen of one alias."""
+    """What the doctor found out about one alias."""
 
     alias: str
     backend: str = ""
@@ -35,7 +35,7 @@ class Finding:
 
 
 def examine(alias: str) -> Finding:
-    """Ask the backend of `alias` everything that its checks ask, and take a lock of it twice."""
+    """Run the checks of the backend of `alias`, and take a lock on it twice."""
     found = Finding(alias=alias)
     try:
         backend = registry[alias].backend

@@ -53,13 +53,13 @@ def trouble() -> str:
 
 def events_of(alias: str, key: str) -> list[LockEvent]:
     """Return the last events of a lock, the newest first, by the clocks of their hosts."""
-    events = LockEvent.objects.using(router.db_for_read(LockEvent)).filter(alias=alias, key=key)
+    events = LockEvent.objects.filter(alias=alias, key=key)
     return list(events.order_by("-at", "-pk")[: kept()])
 
 
 def aliases_of(name: str) -> list[str]:
     """Return the aliases under which something is known of a lock."""
-    events = LockEvent.objects.using(router.db_for_read(LockEvent)).filter(key=key_of(name))
+    events = LockEvent.objects.filter(key=key_of(name))
     return sorted(events.values_list("alias", flat=True).distinct())
 
 
@@ -154,7 +154,7 @@ atexit.register(writer.flush)
 
 def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) -> None:
     detail, fence = "", facts.get("fence")
-    if event in (LockEvent.ACQUIRED, LockEvent.BUSY):
+    if event in LockEvent.WAITS:
         detail = identity.holder_text()
     elif event == LockEvent.CLEARED:
         detail = shown(": ".join(filter(None, (facts["user"], facts["reason"]))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from datetime import timezone as zones
 from typing import Any
@@ -25,34 +26,40 @@ EXPIRING_BELOW = 0.1
 
 
 def state_of(holding: Holding) -> str:
-    """Return ORPHANED, EXPIRING, CONTENDED or HELD: the first that is so.
+    """Return the first that applies: ORPHANED, EXPIRING, CONTENDED or HELD.
 
     Orphaned: its process has ended, no other renews it, and it was not to be kept (`at_least`).
-    Expiring: it was not renewed, and ends in a moment.
+    Expiring: it was not renewed in time, or it is not to be renewed and ends in a moment.
     """
     left, ttl = holding.expires_in, _ttl_of(holding)
     kept = holding.held_for is not None and holding.held_for < at_least_of(holding)
     overdue = left is None or left < ttl * OVERDUE_BELOW
     if overdue and not kept and _process_ended(holding.holder):
         return ORPHANED
-    if left is not None and left < min(ttl, left + (holding.held_for or 0.0)) * EXPIRING_BELOW:
+    below = OVERDUE_BELOW if is_renewed(holding) and not kept else EXPIRING_BELOW
+    if left is not None and left < min(ttl, left + (holding.held_for or 0.0)) * below:
         return EXPIRING
     return CONTENDED if holding.waiters else HELD
 
 
+def facts_of(holding: Holding) -> dict[str, Any]:
+    """Return what programs get as JSON."""
+    return {**asdict(holding), "state": state_of(holding)}
+
+
 def is_renewed(holding: Holding) -> bool:
-    """Return whether its holder renews it, as long as it lives: not so with `renew=False`."""
+    """Return whether its holder renews it; not with `renew=False`."""
     return holding.holder.get("renew") is not False
 
 
 def at_least_of(holding: Holding) -> float:
-    """Return for how many seconds from its acquire it stays taken, even without its process."""
+    """Return the seconds from its acquire for which it outlives its process."""
     at_least = holding.holder.get("at_least")
     return float(at_least) if isinstance(at_least, (int, float)) else 0.0
 
 
 def urgency(holding: Holding) -> tuple[bool, int]:
-    """Return what to sort by: what others wait for comes first, then what is held longest.
+    """Return the sort key: contended locks first, then those held longest.
 
     In whole seconds: backends are not read in the same instant.
     """
@@ -109,7 +116,7 @@ def _ttl_of(holding: Holding) -> float:
 
 
 def _process_ended(holder: Mapping[str, Any]) -> bool:
-    """Return whether it is certain: its process ids are ours, and there is none like it."""
+    """Return whether it has certainly ended: it ran on this machine, and its id is free."""
     pid = holder.get("pid")
     if not machine() or holder.get("machine") != machine() or not isinstance(pid, int) or pid < 1:
         return False

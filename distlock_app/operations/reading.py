@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -45,7 +46,7 @@ class Health:
 
     @property
     def known(self) -> bool:
-        """Whether it said what it holds."""
+        """Whether its locks are known."""
         return self.up and self.lists
 
     @property
@@ -55,7 +56,7 @@ class Health:
 
     @property
     def reason(self) -> str:
-        """Why its locks are not known, for a page, without what drivers say: addresses, users."""
+        """Why its locks are not known, without the driver's message: it may have addresses."""
         if self.up:
             return "" if self.lists else gettext("cannot list its locks")
         if self.error is None:
@@ -65,42 +66,42 @@ class Health:
             return gettext("wrong settings, see the system checks")
         return gettext("cannot be used (%(error)s)") % {"error": kind}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what programs get as JSON."""
+        return {"alias": self.alias, "up": self.up, "ping_ms": self.ping_ms, "reason": self.reason}
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read in one go."""
+    """What was read at one time."""
 
     holdings: list[Holding] = field(default_factory=list)
     backends: list[Health] = field(default_factory=list)
 
 
-def read(wanted: Mapping[str, Iterable[str] | None] | None = None, *, most: int = MOST) -> Reading:
-    """Ask the backends of these aliases for what they hold of these keys (None: everything).
+def read(keys: Mapping[str, Iterable[str]]) -> Reading:
+    """Ask the backends of these aliases who holds these keys.
 
-    Without `wanted` ask all that settings name, each for the first `most` locks. Return within
-    `ANSWER_WITHIN` seconds, as all that follow here.
+    Return within `ANSWER_WITHIN` seconds, as all that follow here.
     """
-    if wanted is None:
-        wanted = dict.fromkeys(registry)
-    every = _page(0, most)
-    return _read({alias: every if keys is None else _of(keys) for alias, keys in wanted.items()})
+    return _read({alias: partial(_of, keys[alias]) for alias in keys})
 
 
-def read_all(aliases: Collection[str] | None = None) -> Reading:
-    """Ask the backends of these aliases (None: of all) for everything that can be read in time."""
-    reading = read(None if aliases is None else dict.fromkeys(aliases))
+def read_all(aliases: Collection[str]) -> Reading:
+    """Ask the backends of these aliases for everything that can be read in time."""
+    reading = read_pages(dict.fromkeys(aliases, (0, MOST)))
     cut = [backend.alias for backend in reading.backends if backend.truncated]
     return read_more(reading, cut, READ_FOR) if cut else reading
 
 
 def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
     """Ask for a number of locks (start, count) of each alias, in the backend's own order."""
-    return _read({alias: _page(*pair) for alias, pair in ranges.items()})
+    return _read({alias: partial(_page, *pair) for alias, pair in ranges.items()})
 
 
 def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
     """Return `reading` with as many locks of these aliases as can be read in so many seconds."""
-    more = _read(dict.fromkeys(aliases, _within(seconds)))
+    more = _read(dict.fromkeys(aliases, partial(_within, seconds)))
     backends = {backend.alias: backend for backend in reading.backends}
     for backend in more.backends:
         if backend.up and backend.total is None:  # cut short again
@@ -112,7 +113,7 @@ def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Rea
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What was read of one backend: so many locks of so many."""
+    """What was read of one backend: `looked` locks of `total`."""
 
     holdings: Sequence[Holding]
     looked: int
@@ -123,40 +124,32 @@ T = TypeVar("T")
 Question = Callable[[BaseLockBackend], T]
 
 
-def _page(start: int, count: int) -> Question[Part]:
-    def ask(backend: BaseLockBackend) -> Part:
-        holdings, total = backend.page(start, count)
-        return Part(holdings, count if total is None else min(total, start + count), total)
-
-    return ask
+def _page(start: int, count: int, backend: BaseLockBackend) -> Part:
+    holdings, total = backend.page(start, count)
+    return Part(holdings, count if total is None else min(total, start + count), total)
 
 
-def _of(keys: Iterable[str]) -> Question[Part]:
-    def ask(backend: BaseLockBackend) -> Part:
-        holdings = [holding for key in keys for holding in backend.holders(key)]
-        return Part(holdings, len(holdings), len(holdings))
-
-    return ask
+def _of(keys: Iterable[str], backend: BaseLockBackend) -> Part:
+    holdings = [holding for key in keys for holding in backend.holders(key)]
+    return Part(holdings, len(holdings), len(holdings))
 
 
-def _within(seconds: float) -> Question[Part]:
-    def ask(backend: BaseLockBackend) -> Part:
-        deadline, holdings = Deadline(seconds), []
-        for holding in backend.holders():
-            holdings.append(holding)
-            if deadline.remaining() == 0:
-                return Part(holdings, len(holdings), None)
-        return Part(holdings, len(holdings), len(holdings))
+def _within(seconds: float, backend: BaseLockBackend) -> Part:
+    deadline, holdings = Deadline(seconds), []
+    for holding in backend.holders():
+        holdings.append(holding)
+        if deadline.remaining() == 0:
+            return Part(holdings, len(holdings), None)
+    return Part(holdings, len(holdings), len(holdings))
 
-    return ask
+
+def _if_listed(question: Question[Part], backend: BaseLockBackend) -> Part | None:
+    return question(backend) if backend.lists else None
 
 
 def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
-    def listed(question: Question[Part]) -> Question[Part | None]:
-        return lambda backend: question(backend) if backend.lists else None
-
     reading = Reading()
-    for health, part in ask({alias: listed(question) for alias, question in wanted.items()}):
+    for health, part in ask({alias: partial(_if_listed, wanted[alias]) for alias in wanted}):
         if part is not None:
             health = replace(health, looked=part.looked, total=part.total)
             reading.holdings.extend(part.holdings)
@@ -171,13 +164,19 @@ def queue_of(alias: str, key: str) -> list[Mapping[str, Any]] | None:
 
 
 def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
-    """Ask the backends of these aliases, all at once; None where none came in time.
+    """Ask the backends of these aliases, all at once; None where no answer came in time.
 
-    Return within `ANSWER_WITHIN` seconds.
+    Return within `ANSWER_WITHIN` seconds. A backend that still owes an earlier answer is not asked
+    again: threads must not pile up behind it.
     """
     deadline = Deadline(ANSWER_WITHIN)
-    asked = [_ask(alias, question) for alias, question in questions.items()]
-    return [one.answer(deadline) for one in asked]
+    asked = {alias: _Asked(alias, questions[alias]) for alias in questions if not _owes(alias)}
+    for one in asked.values():
+        one.start()
+    return [
+        asked[alias].answer(deadline) if alias in asked else (Health(alias=alias), None)
+        for alias in questions
+    ]
 
 
 class _Asked(threading.Thread, Generic[T]):
@@ -221,23 +220,9 @@ class _Asked(threading.Thread, Generic[T]):
         return Health(alias=self._alias), None
 
 
-class _Silence:
-    """The answer of a backend that still owes one: threads must not pile up behind it."""
-
-    def __init__(self, alias: str) -> None:
-        self._alias = alias
-
-    def answer(self, deadline: Deadline) -> tuple[Health, None]:
-        return Health(alias=self._alias), None
-
-
 _overdue: dict[str, _Asked[Any]] = {}
 
 
-def _ask(alias: str, question: Question[T]) -> _Asked[T] | _Silence:
+def _owes(alias: str) -> bool:
     earlier = _overdue.get(alias)
-    if earlier is not None and earlier.is_alive():
-        return _Silence(alias)
-    asked = _Asked(alias, question)
-    asked.start()
-    return asked
+    return earlier is not None and earlier.is_alive()

@@ -1,4 +1,4 @@
-"""The locks that are held, for a terminal: a table of many, a card for each of a few."""
+"""Locks as text for a terminal: a table of many, a card for each of a few."""
 
 from __future__ import annotations
 
@@ -78,10 +78,12 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[t
     for number, waiter in enumerate(queue or (), start=1):
         yield f"  {number}", who(waiter) or UNKNOWN
     if isinstance(holder.get("pid"), int):
-        yield "look at it", f"ps -fp {holder['pid']}    # on {host_of(holder) or UNKNOWN}"
+        look = f"ps -o pid,stat,etime,args -p {holder['pid']}"
+        yield "look at it", f"{look}    # on {host_of(holder) or UNKNOWN}"
     if key_of(name) == held.key:  # else it is shown cut, or escaped
-        clear = ["python", "manage.py", "distlock", "clear", name, "--using", held.alias]
-        yield "take it away", shlex.join([*clear, "--if-version", held.version])
+        command = ["python", "manage.py", "distlock", "clear", "--using", held.alias]
+        names = ["--", name] if name.startswith("-") else [name]
+        yield "take it away", shlex.join([*command, "--if-version", held.version, *names])
 
 
 def _row(held: Holding) -> tuple[str, ...]:

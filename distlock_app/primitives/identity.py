@@ -1,4 +1,4 @@
-"""The runner that holds a lock: the thread or asyncio task, and its description for people."""
+"""The owner of a lock: its random token, its runner (a thread or task), its name for people."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from ..core.lock import Lock
 from ..errors import BackendError, LockTimeout
 from ..primitives.timing import monotonic
 from .claims import a_claim
-from .sharing import SharingContract
+from .suite import Suite
 
 
-class FaultContract(SharingContract):
+class FaultContract(Suite):
     """What a backend keeps when something goes wrong; see LockBackendContract."""
 
     patience = 10.0  # seconds in which a waiter has to notice what it waits for

@@ -53,7 +53,7 @@ def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> I
     backend = registry[using].backend
     grant = backend.acquire(a_claim(name, ttl=ttl), 0)
     if not grant:
-        raise AssertionError(f"the lock {name!r} is held already")
+        raise AssertionError(f"the lock {name!r} is already held")
     try:
         yield grant
     finally:

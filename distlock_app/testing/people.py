@@ -5,16 +5,16 @@ from __future__ import annotations
 from unittest import SkipTest
 
 from .claims import a_claim
-from .faults import FaultContract
+from .suite import Suite
 
 
-class PeopleContract(FaultContract):
+class PeopleContract(Suite):
     """What a backend keeps that `lists`, or `prolongs`; see LockBackendContract."""
 
     def test_people_can_prolong_the_claim_they_see_and_no_other(self) -> None:
         self.needs("prolongs", "lists")
         name = self.name()
-        grant = self.backend.acquire(a_claim(name, ttl=5), 0)
+        grant = self.take(name, ttl=5)
         (held,) = self.backend.holders(grant.claim.key)
 
         assert self.backend.prolong(grant.claim.key, held.version, 60) is True
@@ -42,7 +42,7 @@ class PeopleContract(FaultContract):
 
     def test_all_holders_are_listed(self) -> None:
         self.needs("lists")
-        grants = [self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)]
+        grants = [self.take(self.name()) for _ in range(3)]
 
         listed = {holding.key for holding in self.backend.holders()}
 
@@ -52,7 +52,7 @@ class PeopleContract(FaultContract):
 
     def test_the_queue_says_who_waits_if_the_engine_can_tell(self) -> None:
         name = self.name()
-        first = self.backend.acquire(a_claim(name), 0)
+        first = self.take(name)
         if self.backend.queue(first.claim.key) is None:
             raise SkipTest("it does not know its waiters")
         waiter = a_claim(name, wake=lambda grant: None)
@@ -68,7 +68,7 @@ class PeopleContract(FaultContract):
 
     def test_pages_have_every_lock_once_and_tell_how_many_there_are(self) -> None:
         self.needs("lists")
-        held = {self.backend.acquire(a_claim(self.name()), 0) for _ in range(3)}
+        held = {self.take(self.name()) for _ in range(3)}
 
         ours = {grant.claim.key for grant in held}
 
@@ -88,10 +88,10 @@ class PeopleContract(FaultContract):
     def test_clear_spares_a_lock_that_changed_hands(self) -> None:
         self.needs("lists")
         name = self.name()
-        first = self.backend.acquire(a_claim(name), 0)
+        first = self.take(name)
         (held,) = self.backend.holders(first.claim.key)
         self.backend.release(first)
-        second = self.backend.acquire(a_claim(name), 0)
+        second = self.take(name)
 
         assert self.backend.clear(first.claim.key, held.version) == 0
         assert self.backend.extend(second, 30) is True

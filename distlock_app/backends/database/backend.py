@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from ...primitives.timing import monotonic
 from ..sessions.pool import ConnectionLost, database_of
 from ..sessions.queues import Waiter
 from . import members
-from .connections import QueuedConnection, Session, Sessions
+from .connections import QUEUE, QueuedConnection, Session, Sessions
 from .extending import Extending
 from .in_transaction import InCallersTransaction
 from .members import kind_of
@@ -36,14 +37,30 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     latches = True
     prolongs = True
 
-    def __init__(self, *, alias: str, location: Any = None, queue: int = 8) -> None:
-        """Let at most `queue` connections of a process stay with claims; with 0 waiters poll."""
+    def __init__(
+        self,
+        *,
+        alias: str,
+        location: Any = None,
+        queue: int = QUEUE,
+        poll_min: float = 0.005,
+        poll_max: float = 0.1,
+    ) -> None:
+        """Let at most `queue` connections of a process stay with claims; with 0 waiters poll.
+
+        `poll_min`, `poll_max`: the first and the longest pause of waiters that poll, in seconds.
+        """
         super().__init__(alias=alias, location=location)
         self.using = database_of(alias, location)
         if not isinstance(queue, int) or queue < 0:
             raise ImproperlyConfigured(
                 f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"
             )
+        if not 0 < poll_min <= poll_max < math.inf:
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: 0 < POLL_MIN <= POLL_MAX must hold, in seconds"
+            )
+        self.poll_min, self.poll_max = poll_min, poll_max
         self._queue = queue
         self._polls_until = 0.0
         give_up = weakref.WeakMethod(self._give_up)
@@ -87,7 +104,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
                 return None
             first = queued is None or queued.wake_fd is None
         try:
-            return self._ask(partial(members.look, claim, first))
+            return self._ask(partial(members.look, claim, self.poll_max if first else None))
         except Contended:
             return Busy()
 
@@ -108,12 +125,14 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         if queued is not None and queued.fresh:
             release = partial(self._release_to_next, queued, grant.claim)
             return self._ask(release, again=again, on=queued.session, urgent=True)
-        if queued is not None:
-            queued.give_up()
+        if queued is not None:  # a server without connections to spare gets this one back
+            self._sessions.park(claim_key_of(grant.claim), queued)
         release = partial(_release, grant.claim)
         try:
             return self._ask(release, again=again, urgent=True)
         finally:
+            if queued is not None:
+                self._leave(grant.claim)  # after the row, for this calls the next one
             if grant.fence is None:  # given up: the process may end after this
                 self._sessions.queues.drop_dead()
 
@@ -154,10 +173,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         wait: float | None,
         session: Session,
     ) -> Grant | Busy:
-        dialect = session.dialect
-        if session.can_queue is None:
-            session.can_queue = dialect.can_queue(session.wrapper, session.cursor)
-        if not session.can_queue:
+        if not session.queues():
             return _try(session, claim, wait)
         answer = _try(session, claim, wait, "join" if wait == 0 else "wait")
         if isinstance(answer, Grant):
@@ -183,9 +199,15 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         waiter.asked = True
         queue = waiter.queue
         if queued and session and queue is not None and queue.connection is None:
-            queued.wake_fd = session.dialect.line_up(session.wrapper, claim.key)
+            # Before the request is sent: _give_up() ends a wait that it finds here.
+            queued.wake_fd = session.wrapper.connection.fileno()
             queued.keep(session)
-            queues.attach(waiter, queued)
+            try:
+                session.dialect.line_up(session.wrapper, claim.key)
+                queues.attach(waiter, queued)
+            except BaseException:  # interrupted: the server would go on waiting
+                self._give_up(queued)
+                raise
             return Busy(answer.free_in, wake_fd=queued.wake_fd, ticket=waiter)
         return Busy(answer.free_in, ticket=waiter)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
 
+from django.conf import settings
 from django.core.checks import CheckMessage, Error, Info, Warning
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
 
 from ...errors import BackendError
+from ..sessions.one_server import check_one_server
 from .connections import Session, Sessions
 from .sql import Generic
 from .sql.rows import Rows
@@ -18,11 +20,11 @@ ZONE = timedelta(minutes=10)
 
 
 def check_sharing(alias: str, using: str) -> list[CheckMessage]:
-    """Warn if other data is in the same SQLite file."""
+    """Warn if other data is in the same SQLite file, unless this is a project in development."""
     ours = connections[using]
-    names = [settings["NAME"] for settings in connections.settings.values()]
+    names = [database["NAME"] for database in connections.settings.values()]
     shared = using == DEFAULT_DB_ALIAS or names.count(ours.settings_dict["NAME"]) > 1
-    if ours.vendor != "sqlite" or not shared:
+    if ours.vendor != "sqlite" or not shared or settings.DEBUG:
         return []
     return [
         Warning(
@@ -40,7 +42,7 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
         session = sessions.lend()
         with session.wrapper.wrap_database_errors:
             tables = session.wrapper.introspection.table_names()
-            found = check_generic(alias, session)
+            found = [*check_generic(alias, session), *check_one_server(alias, sessions.using)]
     except (BackendError, DjangoDatabaseError) as error:
         text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {error}"
         return [Error(text, id="distlock_app.E011")]

@@ -35,6 +35,8 @@ from ..sessions.pool import sever
 from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues
 from .sql import Dialect, dialect_for
 
+# So many of a process stay with claims, unless the settings say otherwise.
+QUEUE = 8
 # A connection that was idle for so many seconds is closed after the next request.
 IDLE = 60.0
 
@@ -67,6 +69,12 @@ class Session:
             self.close()
             raise
 
+    def queues(self) -> bool:
+        """Return whether the server can queue the waiters of this session."""
+        if self.can_queue is None:
+            self.can_queue = self.dialect.can_queue(self.wrapper, self.cursor)
+        return self.can_queue
+
     def close(self) -> None:
         """Close the connection whatever its state; the server undoes what is unfinished."""
         try:
@@ -92,8 +100,12 @@ class QueuedConnection:
         self.wake_fd: int | None = None  # what a waiter waits on, as long as the server waits
         self.since = 0.0
         self.pid = os.getpid()
-        slots.pop()
         self._slots = slots
+        try:
+            slots.pop()  # an interrupt after this gives it back
+        except IndexError:
+            self._slots = None
+            raise
 
     def keep(self, session: Session) -> None:
         """Let this connection stay."""
@@ -135,7 +147,8 @@ class QueuedConnection:
             slots.append(None)
 
     def __del__(self) -> None:
-        if _inherited is None:  # the interpreter ends, and the connection with it
+        # The interpreter ends, and the connection with it; or an interrupt came before __init__.
+        if _inherited is None or not hasattr(self, "pid"):
             return
         if self.pid == os.getpid():
             self.give_up()

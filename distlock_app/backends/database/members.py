@@ -32,7 +32,7 @@ from .sql.base import NO_ROW, ROW_WAIT, Decide, LockRow, T, busy
 # The owner of such a row, and the kind of its holdings. Owners of claims are hex digits.
 SHARED, PERMIT = "shared", "permit"
 
-# Microseconds for which newcomers wait behind the first waiter, which looks every 0.1 s.
+# Microseconds for which newcomers wait behind the first waiter, or longer if it looks seldom.
 NEXT_US = 1_000_000
 
 
@@ -83,12 +83,15 @@ class Members:
         self._row = self._row._replace(name=shown(claim.name), acquired_us=self.now)
         return fence
 
-    def reserve(self, owner: str) -> bool:
-        """Let newcomers wait behind this waiter; return whether anything is to be written."""
-        left = self.next_until - self.now
-        if not self.live or (left > 0 if self.next != owner else left > NEXT_US // 2):
+    def reserve(self, owner: str, pause: float) -> bool:
+        """Let newcomers wait behind this waiter, which looks again within `pause` seconds.
+
+        Return whether anything is to be written.
+        """
+        left, next_us = self.next_until - self.now, max(NEXT_US, round(3e6 * pause))
+        if not self.live or (left > 0 if self.next != owner else left > next_us // 2):
             return False
-        self.next, self.next_until = owner, self.now + NEXT_US
+        self.next, self.next_until = owner, self.now + next_us
         return True
 
     def row(self) -> LockRow:
@@ -122,15 +125,15 @@ def acquire(claim: Claim, session: Session) -> Grant | Busy:
     return _changed(session, claim.key, decide, claim)
 
 
-def look(claim: Claim, reserve: bool, session: Session) -> Busy | None:
-    """Say what is in the way of a waiter; `reserve`: it is the first one."""
+def look(claim: Claim, pause: float | None, session: Session) -> Busy | None:
+    """Say what is in the way of a waiter; `pause`: it is the first one, and polls so often."""
 
     def decide(row: LockRow) -> tuple[Busy | None, LockRow | None]:
         members = Members(row)
         if claim.owner == row.owner or claim.owner in members.live:
             return None, None
         refusal = members.refusal(claim)
-        write = refusal is not None and reserve and members.reserve(claim.owner)
+        write = refusal is not None and pause is not None and members.reserve(claim.owner, pause)
         return refusal, members.row() if write else None
 
     return _changed(session, claim.key, decide)
@@ -177,17 +180,21 @@ def find(key: str, fence: int, session: Session) -> tuple[str, bool] | None:
 
 
 def holdings(fence: int, holder: str, left_us: int, held_us: int | None) -> Iterator[Any]:
-    """Yield the kind of each claim in a live row, and the same of it as is known of the row."""
+    """Yield the kind of each claim in a live row, and the same of it as is known of the row.
+
+    And how many waiters the row has: the first, which polls.
+    """
     fields = fields_of(holder)
     kind = SHARED if SHARED in fields else PERMIT
     members = fields.get(kind, {}).values()
     if not members:
-        yield "exclusive", fence, fields, left_us, held_us
+        yield "exclusive", fence, fields, left_us, held_us, 0
         return
     now = max(end for _, end, _ in members) - left_us
+    _, next_until = fields.get("next", ("", 0))
     for its_fence, end, who in members:
         if end > now:
-            yield kind, its_fence, who, end - now, max(0, now - its_fence)
+            yield kind, its_fence, who, end - now, max(0, now - its_fence), int(next_until > now)
 
 
 def count_down(claim: Claim, session: Session) -> int:

@@ -27,22 +27,23 @@ PARTS = [f"{part:02x}" for part in range(256)]
 class ForPeople(Requests, Purgeable):
     """Reads and changes rows of any owner."""
 
+    _queue: int
+
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         for row in self._rows(key):
             yield from self._holdings(row)
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int]:
         def read(session: Session) -> tuple[Any, int]:
-            dialect, cursor = session.dialect, session.cursor
-            rows = dialect.holders(cursor, *ALL_KEYS, start=start, count=count)
-            return rows, dialect.count(cursor)
+            rows = self._read_holders(*ALL_KEYS, session, start=start, count=count)
+            return rows, session.dialect.count(session.cursor)
 
         rows, total = self._ask(read)
         return [holding for row in rows for holding in self._holdings(row)], total
 
     def _holdings(self, row: Any) -> Iterator[Holding]:
-        key, name, *mutex = row
-        for kind, fence, holder, left_us, held_us in members.holdings(*mutex):
+        waiters, key, name, *mutex = row
+        for kind, fence, holder, left_us, held_us, polls in members.holdings(*mutex):
             yield Holding(
                 name=name,
                 key=key,
@@ -52,17 +53,27 @@ class ForPeople(Requests, Purgeable):
                 fence=fence,
                 expires_in=left_us / 1e6,
                 held_for=None if held_us is None else held_us / 1e6,
+                waiters=None if waiters is None else waiters + polls,
                 holder=holder,
             )
 
     def _rows(self, key: str | None) -> Iterator[Any]:
         first, last = (key, key) if key else ALL_KEYS
         while True:
-            read = partial(_read_holders, first, last)
+            read = partial(self._read_holders, first, last)
             yield from (rows := self._ask(read))
             if key is not None or len(rows) < PAGE:
                 return
-            first = rows[-1][0] + "0"  # what follows that key
+            first = rows[-1][1] + "0"  # what follows that key
+
+    def _read_holders(self, first: str, last: str, session: Session, **page: int) -> list[Any]:
+        """Read live rows; each is begun by the number of processes that wait for its lock."""
+        dialect, cursor = session.dialect, session.cursor
+        rows = dialect.holders(cursor, first, last, **page)
+        if not (rows and self._queue and session.queues()):  # waiters poll: nobody knows of them
+            return [(None, *row) for row in rows]
+        waiting = dict(dialect.waiting(cursor))
+        return [(waiting.get(dialect.queue_of(row[0]), 0), *row) for row in rows]
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
@@ -117,10 +128,6 @@ class ForPeople(Requests, Purgeable):
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         asked = check_table(self.alias, self._sessions) if ask else []
         return [*check_sharing(self.alias, self.using), *asked]
-
-
-def _read_holders(first: str, last: str, session: Session) -> Any:
-    return session.dialect.holders(session.cursor, first, last)
 
 
 def _clear_part(part: str, session: Session) -> int:

@@ -37,6 +37,7 @@ from .scripts import (
     Script,
     acquire_all,
     bulks,
+    guarded_script,
     pack,
 )
 
@@ -215,16 +216,30 @@ class RedisBackend(ForPeople, GuardedWrites):
         Cluster a key in another hash slot than the lock is a ValueError, which says what to do.
         """
         claim = grant.claim
-        if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):
-            raise ValueError(
-                "In a Redis Cluster the key must be in the hash slot of its lock: it must contain "
-                f"'{{{part_of(claim.key)}}}', with no other braces before it."
-            )
+        self._check_slot(claim, key)
         data = value if isinstance(value, bytes) else str(value).encode()
         head = GUARDED_SET.head(*self._keys(claim.key), key.encode(), claim.key.encode())
         until = b"0" if ttl is None else milliseconds(ttl)
         request = head + bulks(claim.owner.encode(), data, until, b"1" if release else b"0")
         return self._pool.run(GUARDED_SET, request, once=release) == [1]
+
+    def guarded_script(
+        self, grant: Grant, script: str, keys: Sequence[str], args: Sequence[str | bytes | float]
+    ) -> int | None:
+        """Run a Lua script in the lock's database if the lock is still ours; see guarded_set().
+
+        Return the number it returns, or None: not run. It is never sent twice, so a BackendError
+        may come after it ran. A mistake in it is a LockError.
+        """
+        claim = grant.claim
+        for key in keys:
+            self._check_slot(claim, key)
+        wrapped = guarded_script(script, len(keys), len(args))
+        words = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args]
+        head = wrapped.head(*self._keys(claim.key), *(key.encode() for key in keys))
+        request = head + bulks(claim.key.encode(), claim.owner.encode(), *words)
+        ours, *number = self._pool.run_once(wrapped, request)
+        return number[0] if ours else None
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         request = self._head(CLEAR, key) + bulks((if_version or "").encode())
@@ -282,6 +297,13 @@ class RedisBackend(ForPeople, GuardedWrites):
         # Of all: keys may have moved to another server while their claim waited.
         for listener in list(self._listeners.values()):
             listener.forget(claim)
+
+    def _check_slot(self, claim: Claim, key: str) -> None:
+        if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):
+            raise ValueError(
+                "In a Redis Cluster the key must be in the hash slot of its lock: it must contain "
+                f"'{{{part_of(claim.key)}}}', with no other braces before it."
+            )
 
     def _request(self, script: Script, claim: Claim, *words: bytes) -> bytes:
         return self._head(script, claim.key) + bulks(claim.owner.encode(), *words)

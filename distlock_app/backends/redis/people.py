@@ -118,6 +118,7 @@ class ForPeople(BaseLockBackend):
             return
         seconds, micros = (answers := self._pool.ask(pack(b"TIME"), *requests))[0]
         now = int(seconds) + int(micros) / 1e6
+        now_ms = (int(seconds) * 1_000_000 + int(micros)) // 1000  # as the scripts count
         for at, (key, lock) in enumerate(locks.items()):
             held, left, waiters, members = answers[1 + 4 * at : 5 + 4 * at]
             if held is not None and left > 0:
@@ -127,9 +128,9 @@ class ForPeople(BaseLockBackend):
                 tokens, ends = members[::2], members[1::2]
                 entries = self._pool.ask(pack(b"HMGET", lock + b":w", *tokens))[0]
                 for entry, end in zip(entries, ends, strict=True):
-                    if entry is not None and (ends_in := int(end) / 1000 - now) > 0:
+                    if entry is not None and (left := int(end) - now_ms) >= 0:
                         fence, limit, about = entry.decode().split(" ", 2)
-                        yield self._holding(key, limit, fence, about, ends_in, waiters, now)
+                        yield self._holding(key, limit, fence, about, left / 1000, waiters, now)
 
     def _holding(
         self, key: str, limit: str, fence: str, about: str, left: float, waiters: int, now: float

@@ -1,4 +1,4 @@
-"""The connection pool for one Redis server: requests, time limits, errors."""
+"""The connections to one Redis server, or to the master that Sentinels name: requests, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from ...errors import BackendError
+from ...errors import BackendError, LockError
 from ...primitives.timing import monotonic
 from .link import Link
 from .scripts import Script, pack
@@ -88,6 +88,16 @@ class Servers:
                 f"Redis {self.name!r} lost the answer to a release: the lock is no longer ours, "
                 "but may have been lost before."
             ) from error
+
+    def run_once(self, script: Script, request: bytes) -> list[int]:
+        """Like `run`, but for a script of a caller: sent once, and a mistake in it is a LockError.
+
+        Our own errors do not quote the server, whose text may have a request in it.
+        """
+        [answer] = self.exchange(script, (request,), False)
+        if type(answer) is ResponseError:
+            raise LockError(f"the script failed: {answer}")
+        return answer if type(answer) is list else self._value(answer)
 
     def run_all(self, script: Script, requests: Sequence[bytes]) -> list[Any]:
         """Send many in one round trip; each answer is a list of numbers or a BackendError."""

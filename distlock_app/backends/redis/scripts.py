@@ -68,6 +68,7 @@ CLEAR = Script(lua(LUA / "clear.lua"), args=2)
 GUARDED_SET = Script(lua(LUA / "guarded_set.lua"), keys=7, args=5)
 PASS = Script(lua(LUA / "latch_pass.lua"), args=7)
 COUNT_DOWN = Script(lua(LUA / "latch_count_down.lua"), args=4)
+_GUARDED_SCRIPT = lua(LUA / "guarded_script.lua")
 _ACQUIRE_ALL = lua(LUA / "acquire_all.lua")
 
 
@@ -75,3 +76,10 @@ _ACQUIRE_ALL = lua(LUA / "acquire_all.lua")
 def acquire_all(count: int) -> Script:
     """Return the script that takes so many mutexes."""
     return Script(_ACQUIRE_ALL, keys=6 * count, args=4 * count, promises=True)
+
+
+@lru_cache(maxsize=64)
+def guarded_script(source: str, keys: int, args: int) -> Script:
+    """Return the script that runs the caller's `source` with so many keys and arguments."""
+    function = f"local function guarded(KEYS, ARGV)\n{source}\nend\n"
+    return Script(function + _GUARDED_SCRIPT, keys=6 + keys, args=2 + args)

@@ -14,6 +14,7 @@ from ..base import no_answer
 from .asking import SessionsBackend
 from .lock_session import LockSession
 from .notes import from_note, note, same
+from .one_server import check_one_server
 
 S = TypeVar("S", bound=LockSession)
 
@@ -54,7 +55,8 @@ class ForPeople(SessionsBackend[S]):
         if not ask:
             return []
         try:
-            return self._question(lambda session: list(self.look_around(session)))
+            found = self._question(lambda session: list(self.look_around(session)))
+            return [*found, *check_one_server(self.alias, self.using)]
         except BackendError as error:
             return [no_answer(self.alias, error, "distlock_app.E031")]
 

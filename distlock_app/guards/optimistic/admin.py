@@ -73,9 +73,8 @@ class VersionedFieldsets(_Base):
         shown = flatten_fieldsets(fieldsets)
         if not self.has_change_permission(request, obj) or VERSION in shown:
             return [*fieldsets]
-        (name, options), *others = fieldsets[::-1]
-        last = (name, {**options, "fields": [*options["fields"], VERSION]})
-        return [*others[::-1], last]
+        *others, (name, options) = fieldsets
+        return [*others, (name, {**options, "fields": [*options["fields"], VERSION]})]
 
 
 class VersionedInlineMixin(VersionedFieldsets, _Inline):
@@ -90,7 +89,7 @@ class VersionedInlineMixin(VersionedFieldsets, _Inline):
 
 
 class VersionedAdminMixin(VersionedFieldsets, _Admin):
-    """Everything of VersionedAdmin; put it before the ModelAdmin of the theme that is in use."""
+    """All of VersionedAdmin; put it before the ModelAdmin of your theme."""
 
     form = VersionedModelForm
     change_form_template = "admin/distlock_app/versioned/change_form.html"

@@ -97,7 +97,7 @@ def _refusal(request: Any, error: Exception) -> HttpResponse:
         if blocks and not getattr(blocks[-1], "_from_testcase", False):
             connection.set_rollback(True)
     if isinstance(error, PreconditionRequired):
-        status, text = 428, gettext("Say which version you are changing, by the header If-Match.")
+        status, text = 428, gettext("Say which version you are changing, in the If-Match header.")
     else:
         status = 412 if "If-Match" in request.headers else 409
         text = gettext("Another user changed this meanwhile. Read it again before you change it.")

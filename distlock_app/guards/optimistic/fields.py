@@ -75,7 +75,7 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
             quote = connections[using].ops.quote_name
             condition = f"{quote(self.model._meta.db_table)}.{quote(str(self.column))} = %s"
             self.guards[using] = condition
-        return ExtraWhere([condition], [self.parameter(version, using)])
+        return ExtraWhere([condition], [self.get_db_prep_value(version, connections[using])])
 
     def text_of(self, obj: Any) -> str:
         """Return the version in memory as text that is the same everywhere.
@@ -86,10 +86,6 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
         if isinstance(version, datetime) and timezone.is_aware(version):
             version = version.astimezone(times.timezone.utc)
         return version.isoformat() if isinstance(version, datetime) else str(version)
-
-    def parameter(self, version: Any, using: str) -> Any:
-        """Return the version as the driver takes it."""
-        return self.get_db_prep_value(version, connections[using])
 
     def first(self) -> Any:
         """Return the version of a new row."""
@@ -143,9 +139,6 @@ class VersionField(AnyVersionField, models.BigIntegerField):  # type: ignore[typ
     # added while the old release is still running.
     fixed = AnyVersionField.fixed | {"db_default": 1}
     counts = True
-
-    def parameter(self, version: int, using: str) -> int:
-        return version
 
     def first(self) -> int:
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from decimal import Decimal
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from django import forms
 from django.core.exceptions import ValidationError
 from django.utils import formats, timezone
+from django.utils.choices import flatten_choices
 from django.utils.translation import gettext
 
 
@@ -20,7 +22,9 @@ def shown(form: Any, name: str, key: Any) -> str:
     if isinstance(field, forms.ModelChoiceField):
         return _rows(field, key if isinstance(key, list) else [key])
     if isinstance(field, forms.ChoiceField):
-        labels = {str(value): str(label) for value, label in _flat(field.choices)}
+        choices: Any = field.choices
+        flat: Iterable[tuple[Any, Any]] = flatten_choices(choices)
+        labels = {str(value): str(label) for value, label in flat}
         keys = key if isinstance(key, list) else [key]
         return ", ".join(labels.get(str(one), str(one)) for one in keys)
     if isinstance(key, bool):
@@ -55,10 +59,3 @@ def _rows(field: Any, keys: list[Any]) -> str:
     except (TypeError, ValueError, ValidationError):
         rows = {}
     return ", ".join(str(rows.get(str(key), key)) for key in keys)
-
-
-def _flat(choices: Any) -> list[tuple[Any, Any]]:
-    flat: list[tuple[Any, Any]] = []
-    for value, label in choices:
-        flat += label if isinstance(label, list | tuple) else [(value, label)]
-    return flat

@@ -100,7 +100,7 @@ class VersionedModelForm(_ModelForm):
 
     error_stale = _("Another user saved this while you were working on it.")
     error_unknown = _(
-        "It is not known which state of this you were working on. Compare, then save again."
+        "It is not known which version you were working on. Compare, then save again."
     )
 
     def __init__(self, *args: Any, user: Any = None, **kwargs: Any) -> None:
@@ -116,7 +116,9 @@ class VersionedModelForm(_ModelForm):
         if self.instance._state.adding:
             return
         # The current state of the database, before the submission is applied to the instance.
-        self._current = self._state_of_instance()
+        names = [name for name, form_field in self.fields.items() if not form_field.disabled]
+        values = forms.model_to_dict(self.instance, fields=names)
+        self._current = {name: self._key(name, values[name]) for name in names if name in values}
         self._current_version = self.instance._version_field.text_of(self.instance)
         self.fields[VERSION].initial = self._token
 
@@ -129,11 +131,6 @@ class VersionedModelForm(_ModelForm):
     def _compared(self) -> list[str]:
         """The fields that show values of the row; a list may remove some later."""
         return [name for name in self._current if name in self.fields]
-
-    def _state_of_instance(self) -> dict[str, Any]:
-        names = [name for name, form_field in self.fields.items() if not form_field.disabled]
-        values = forms.model_to_dict(self.instance, fields=names)
-        return {name: self._key(name, values[name]) for name in names if name in values}
 
     def _key(self, name: str, value: Any) -> Any:
         """Return the value as JSON data, the same for equal meanings."""
@@ -189,16 +186,17 @@ class VersionedModelForm(_ModelForm):
             self._compare(self._seen())
 
     def _compare(self, seen: Any) -> None:
-        for name in self._compared:
-            if self._take(name) == "theirs" and seen is not None:
+        known = seen is not None
+        old = seen["state"] if known else {}
+        for name in self._compared if known else ():
+            if self._take(name) == "theirs":
                 self._take_theirs(name)
-        if seen is not None and seen["version"] == self._current_version and not self.spent:
+        if known and seen["version"] == self._current_version and not self.spent:
             return
-        old = seen["state"] if seen is not None else {}
         changes = [change for name in self._compared if (change := self._change(name, old))]
         mine = any(self._yours(name) != old.get(name) for name in self._compared)
         refuse = self.strict or self.spent or (changes and mine)
-        if seen is not None and not refuse:
+        if known and not refuse:
             # The other user changed only what this form does not show or this user did not
             # touch: there is nothing to overwrite.
             for change in changes:
@@ -207,7 +205,7 @@ class VersionedModelForm(_ModelForm):
         for change in changes:
             if change.yours is None:
                 self._take_theirs(change.name)
-        self._refuse(Conflict(changes, known=seen is not None))
+        self._refuse(Conflict(changes, known=known))
 
     def _change(self, name: str, old: dict[str, Any]) -> Change | None:
         """Describe the change if another user changed the field."""
@@ -236,8 +234,7 @@ class VersionedModelForm(_ModelForm):
         return self[name].data
 
     def _take(self, name: str) -> str:
-        taken: str = self.data.get(self.add_prefix(TAKE.format(name)), "yours")
-        return taken
+        return str(self.data.get(self.add_prefix(TAKE.format(name)), "yours"))
 
     def _take_theirs(self, name: str) -> None:
         """Keep and show the row's value of the field."""

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import django
 from django.core import checks
-from django.db import connections, models, router, transaction
+from django.db import router, transaction
 from django.db.models.fields.related import lazy_related_operation
 from django.db.models.signals import class_prepared
-from django.db.models.sql.where import AND
 from django.dispatch import receiver
 
-from ...errors import StaleObjectError
-from ...signals import version_conflict
 from ..retrying import Retrying
-from .fields import AnyVersionField, VersionField
-from .querysets import Undo, VersionedManager, VersionedQuerySet, watch, watch_read, with_versions
+from .fields import VersionField
+from .querysets import Undo, VersionedManager, VersionedQuerySet, watch_read, with_versions
+from .saving import MISSING, GuardedSave, put
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class VersionedModel(models.Model):
+class VersionedModel(GuardedSave):
     """A model whose `save()` raises StaleObjectError instead of overwriting another change."""
-
-    _version_field: AnyVersionField
 
     version = VersionField()
 
@@ -102,7 +97,7 @@ class VersionedModel(models.Model):
             raise
         finally:
             if not taken:
-                _put(self, name, before)
+                put(self, name, before)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False
@@ -112,7 +107,7 @@ class VersionedModel(models.Model):
         A missing row is not a conflict.
         """
         using = using or router.db_for_write(type(self), instance=self)
-        expected = self._version_to_rely_on(using) if _has_key(self, self) else None
+        expected = self._version_to_rely_on(using)
         if expected is None:
             return super().delete(using=using, keep_parents=keep_parents)
         field = self._version_field
@@ -131,200 +126,6 @@ class VersionedModel(models.Model):
             raise
         setattr(self, field.attname, None)
         return deleted
-
-    delete.alters_data = True  # type: ignore[attr-defined]
-
-    # Below: the path of a save through Django. `save_base()` calls `_save_table()` for each table,
-    # parents first, which calls `_do_update()`. The arguments are those of 5.2 to 6.1;
-    # `_do_update()` got one more in 6.0: its `args` begin with `update_fields, forced_update`.
-
-    def save_base(
-        self,
-        raw: bool = False,
-        force_insert: Any = False,
-        force_update: bool = False,
-        using: str | None = None,
-        update_fields: Any = None,
-    ) -> None:
-        using = using or router.db_for_write(type(self), instance=self)
-        try:
-            super().save_base(raw, force_insert, force_update, using, update_fields)
-        except StaleObjectError as conflict:
-            own = self._state.__dict__.pop("conflict", None) is conflict
-            if own and _is_first_table(self._version_field, type(self)):
-                # Django marks the transaction as broken after any exception. But an UPDATE that
-                # matched no row, before any other table was written, did no harm: the caller
-                # may catch the conflict and continue.
-                connection = connections[using]
-                if connection.in_atomic_block:
-                    connection.set_rollback(False)
-            raise
-
-    def _save_table(
-        self,
-        raw: bool = False,
-        cls: Any = None,
-        force_insert: bool = False,
-        force_update: bool = False,
-        using: Any = None,
-        update_fields: Any = None,
-    ) -> Any:
-        field = self._version_field
-        if cls is field.model:
-            if raw:
-                self._take_raw_version(using)
-            else:
-                return self._save_guarded(cls, force_insert, force_update, using, update_fields)
-        saved = super()._save_table(  # type: ignore[misc]
-            raw, cls, force_insert, force_update, using, update_fields
-        )
-        self._forget_saved(cls, update_fields)
-        return saved
-
-    def _save_guarded(
-        self, cls: Any, force_insert: Any, force_update: bool, using: str, update_fields: Any
-    ) -> Any:
-        """Save the table with the version, and then set the version in memory."""
-        field = self._version_field
-        name = field.attname
-        if update_fields:
-            update_fields = frozenset((*update_fields, name))
-        before = self.__dict__.get(name, MISSING)
-        state: Any = self._state
-        state.expected = state.written = None
-        try:
-            if not force_insert:
-                expected = None if before is MISSING else before
-                # Read from this database: the common case, nothing to check.
-                if expected is None or state.db != using:
-                    expected = self._version_to_rely_on(using) if _has_key(self, cls) else None
-                if expected is not None:
-                    state.expected, state.written = expected, field.after(expected)
-            saved = super()._save_table(  # type: ignore[misc]
-                False, cls, force_insert, force_update, using, update_fields
-            )
-            written, expected = state.written, state.expected
-            if not saved:  # inserted
-                written, expected = self.__dict__[name], None
-        except BaseException as error:
-            # Django gives an object its version before it inserts the row.
-            _put(self, name, before)
-            if isinstance(error, StaleObjectError):
-                state.conflict = error
-            raise
-        finally:
-            del state.expected, state.written
-        self._version_written(written, expected, using)
-        self._forget_saved(cls, update_fields)
-        return saved
-
-    def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
-        state: Any = self._state
-        if not hasattr(state, "expected"):  # another table, or raw
-            return super()._do_update(base_qs, using, pk_val, values, *args)
-        # Forced: `select_on_save` treats a row in an old snapshot as written.
-        args = args[0], True, *args[2:]
-        expected = state.expected
-        if expected is None:
-            return self._update_unread(base_qs, using, pk_val, values, *args)
-        # Directly, because `where.add()` would first search for an equal condition.
-        base_qs.query.where.children.append(self._version_field.guard(expected, using))
-        updated = super()._do_update(base_qs, using, pk_val, values, *args)
-        if not updated:
-            found = self._find_version(using, expected)
-            # An object that was never read or saved is inserted if there is no row, as in Django.
-            if found is not None or not state.adding:
-                raise self._conflict(expected, found)
-        return updated
-
-    def _update_unread(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
-        """Overwrite the row whatever its version, and increment that, so that others notice."""
-        field = self._version_field
-        state: Any = self._state
-        found = self._find_version(using, None)
-        while found is not None:
-            state.written = field.after(found)
-            values = [(f, m, state.written if f is field else value) for f, m, value in values]
-            guarded = base_qs.all()
-            guarded.query.where.add(field.guard(found, using), AND)
-            updated = super()._do_update(guarded, using, pk_val, values, *args)
-            if updated:
-                return updated
-            found = self._find_version(using, found)
-        return False
-
-    def _version_to_rely_on(self, using: str) -> Any:
-        """Return the version that was read with this object, None if no row was read."""
-        if self._state.db not in (None, using):
-            # Read from a replica, it is checked; copied to another database, it is new there.
-            if router.db_for_write(type(self), instance=self) != using:
-                return None
-        return self._version_read()
-
-    def _version_read(self) -> Any:
-        """Return the version in memory, None on a new object."""
-        name = self._version_field.attname
-        if name not in self.__dict__:
-            what = "was read without its version, or in a transaction that was rolled back"
-            raise self._conflict(None, None, what)
-        return self.__dict__[name]
-
-    def _version_row(self, using: str) -> Any:
-        """Return a queryset of this object's row in the table with the version."""
-        owner = self._version_field.model
-        return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
-
-    def _find_version(self, using: str, expected: Any) -> Any:
-        """Return the version in the database, None if there is no row."""
-        versions = self._version_row(using).values_list(self._version_field.attname, flat=True)
-        found = next(iter(versions), None)
-        connection = connections[using]
-        if found is not None and found == expected and connection.in_atomic_block:
-            # The UPDATE saw another version: this read is of REPEATABLE READ's old snapshot.
-            if connection.features.has_select_for_update:
-                found = next(iter(versions.select_for_update()), None)
-        return found
-
-    def _version_written(self, version: Any, before: Any, using: str) -> None:
-        """Set the version in memory."""
-        setattr(self, self._version_field.attname, version)
-        watch(self, before, using)
-
-    def _take_raw_version(self, using: str) -> None:
-        """Keep the version of a fixture; if it has none, increment the row's."""
-        field = self._version_field
-        if self.__dict__.get(field.attname) is None:
-            found = self._find_version(using, None)
-            setattr(self, field.attname, field.first() if found is None else field.after(found))
-
-    def _forget_saved(self, cls: Any, update_fields: Any) -> None:
-        if DJANGO_FORGETS:
-            return
-        fields = cls._meta.local_concrete_fields
-        if update_fields:
-            fields = [f for f in fields if f.name in update_fields or f.attname in update_fields]
-        self._forget_expressions(fields)
-
-    def _forget_expressions(self, fields: Iterable[Any]) -> None:
-        """Defer fields saved as expressions: saved again, F("stock") - 1 would apply twice."""
-        values = self.__dict__
-        for field in fields:
-            if hasattr(values.get(field.attname), "resolve_expression") and not field.primary_key:
-                del values[field.attname]
-
-    def _conflict(self, expected: Any, found: Any, what: str | None = None) -> StaleObjectError:
-        """Announce a conflict, and return the error to raise."""
-        version_conflict.send_robust(
-            sender=type(self),
-            instance=self,
-            attempt=getattr(self._state, "attempt", 1),
-            expected=expected,
-            found=found,
-        )
-        if what is None:
-            what = "was deleted" if found is None else f"has version {found}, not {expected}"
-        text = f"{self._meta.label} {self.pk!r} {what}"
-        return StaleObjectError(text, obj=self, expected=expected, found=found)
 
 
 @receiver(class_prepared)
@@ -353,28 +154,3 @@ def _add_with_versions(model: Any, related: Any, field: Any) -> None:
     descriptor = related.__dict__.get(field.remote_field.get_accessor_name())
     if descriptor is not None:  # otherwise it is hidden
         descriptor.related_manager_cls = with_versions(descriptor.related_manager_cls)
-
-
-MISSING = object()
-# Since 6.0 save() replaces an expression by its result, or defers the field.
-DJANGO_FORGETS = django.VERSION >= (6,)
-
-
-def _put(obj: Any, name: str, value: Any) -> None:
-    """Set the field in memory, or defer it."""
-    if value is MISSING:
-        obj.__dict__.pop(name, None)
-    else:
-        obj.__dict__[name] = value
-
-
-def _has_key(obj: Any, model: Any) -> bool:
-    return bool(obj._is_pk_set(model._meta))
-
-
-def _is_first_table(field: AnyVersionField, model: Any) -> bool:
-    """Whether a save of the model writes the table of the version before any other."""
-    model = model._meta.concrete_model
-    while model._meta.parents:
-        model = next(iter(model._meta.parents))
-    return bool(model is field.model)

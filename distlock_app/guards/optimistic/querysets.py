@@ -42,8 +42,6 @@ class VersionedQuerySet(models.QuerySet[M]):
             watch_rows(self.model, self.db)
         return updated
 
-    update.alters_data = True  # type: ignore[attr-defined]
-
     def bulk_update(
         self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
     ) -> int:
@@ -80,8 +78,6 @@ class VersionedQuerySet(models.QuerySet[M]):
                     obj._forget_expressions(self.model._meta.get_field(f) for f in fields)
         return rows
 
-    bulk_update.alters_data = True  # type: ignore[attr-defined]
-
     def _versions(self, objs: Iterable[Any], *, lock: bool = False) -> dict[Any, Any]:
         """Return the versions of these rows by key; with `lock`, lock the rows."""
         name = self._version_field.attname
@@ -115,8 +111,6 @@ class VersionedQuerySet(models.QuerySet[M]):
                 version = obj.__dict__[self._version_field.attname]
                 obj._version_written(version, None, self.db)  # MySQL leaves _state
         return created
-
-    bulk_create.alters_data = True  # type: ignore[attr-defined]
 
     def retrying(self, pk: Any, change: Callable[[M], Any], **options: Any) -> M:
         """Read the row, call `change(obj)`, save; repeat on a fresh row after each conflict.
@@ -197,8 +191,6 @@ def with_versions(manager: Any) -> Any:
                     # A stale object stays stale.
                     if expected is not None and before.get(obj.pk) == expected:
                         obj._version_written(written[obj.pk], expected, rows.db)
-
-        add.alters_data = True  # type: ignore[attr-defined]
 
     return VersionedRelatedManager
 

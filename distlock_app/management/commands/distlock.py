@@ -25,8 +25,9 @@ from distlock_app.core.people import clear
 from distlock_app.core.registry import aliases_of, registry, using_in
 from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by, unavailable
 from distlock_app.errors import BackendError, LockBusy, LockLost
-from distlock_app.management.looking import Looking, json_of
+from distlock_app.management.looking import Looking
 from distlock_app.operations import doctor
+from distlock_app.operations.people import facts_of
 from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, lead, run
 from distlock_app.operations.tables import SORTS
 from distlock_app.primitives import identity
@@ -53,14 +54,14 @@ class Command(Looking):
         listing = action("list", "List the locks that are held.")
         showing = action("show", "Show the holders of a lock; exit 1 if it is free.")
         clearing = action("clear", "Take a lock away from its holder.")
-        watching = action("watch", "List them again and again, until Ctrl-C.")
+        watching = action("watch", "Refresh the list until Ctrl-C.")
         stuck = action("stuck", "List those that are contended, not renewed, or held for long.")
         doctor = action("doctor", "Try each backend, and say what is wrong with it.")
         purging = action("purge", "Delete rows of locks that have long been free.", "default")
         running = action("run", "Run a program under a lock; exit 75 if it is busy.", "default")
         leading = action("lead", "Run a program in one process at a time, and go on.", "default")
         for added in (showing, clearing, running, leading):
-            added.add_argument("name", metavar="NAME")
+            added.add_argument("name", metavar="NAME", help="after -- if it begins with -")
         for added in (listing, showing, watching, stuck, doctor, clearing, purging):
             added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
         for added in (listing, watching, stuck):
@@ -93,14 +94,18 @@ class Command(Looking):
     def _doctor(self, *, using: str | None, as_json: bool, **options: Any) -> int:
         found = [doctor.examine(alias) for alias in (registry if using is None else [using])]
         if as_json:
-            self.stdout.write(json_of({"backends": [doctor.as_json(f) for f in found]}))
-        for backend in found if not as_json else ():
-            self.stdout.write(f"{backend.alias}: {_verdict(backend)}")
-            for message in backend.messages:
-                self.stdout.write(f"  {message.id}: {message.msg}")
-                if message.hint:
-                    self.stdout.write(f"    {message.hint}")
+            self._write_json({"backends": [doctor.as_json(backend) for backend in found]})
+        else:
+            for backend in found:
+                self._write_finding(backend)
         return 0 if all(backend.works for backend in found) else EX_UNAVAILABLE
+
+    def _write_finding(self, backend: doctor.Finding) -> None:
+        self.stdout.write(f"{backend.alias}: {_verdict(backend)}")
+        for message in backend.messages:
+            self.stdout.write(f"  {message.id}: {message.msg}")
+            if message.hint:
+                self.stdout.write(f"    {message.hint}")
 
     def _clear(
         self,
@@ -125,7 +130,7 @@ class Command(Looking):
             if clear(h.alias, h.key, h.name, h.version, f"{_user()} (command line)", reason)
         ]
         if as_json:
-            self._write(cleared, as_json)
+            self._write_json({"locks": list(map(facts_of, cleared))})
         else:
             self.stdout.write(f"{len(cleared)} cleared")
         return 0 if cleared else 1
@@ -139,9 +144,10 @@ class Command(Looking):
         count = 0
         if isinstance(backend, Purgeable):
             count = backend.left_over(older_than)[1] if dry_run else backend.purge(older_than)
-        text = f"{count} to delete" if dry_run else f"{count} deleted"
-        answer = {"to_purge" if dry_run else "purged": count}
-        self.stdout.write(json_of(answer) if as_json else text)
+        if as_json:
+            self._write_json({"to_purge" if dry_run else "purged": count})
+        else:
+            self.stdout.write(f"{count} {'to delete' if dry_run else 'deleted'}")
 
     def _run(self, *, wait: float | None, **options: Any) -> int:
         return self._under_lock(run, wait=UNSET if wait is None else wait, **options)
@@ -191,9 +197,9 @@ class Command(Looking):
     def _confirm(self, held: Sequence[Holding]) -> None:
         if not sys.stdin.isatty():
             raise CommandError("nobody to ask: repeat it with --yes")
-        self._write(held, False)
+        self._write_table(held)
         self.stdout.write(
-            "Its holder is not stopped, and another process may get the lock at once."
+            "Clearing does not stop its holder; another process may get the lock at once."
         )
         if input("Clear it? [y/N] ").strip().lower() not in {"y", "yes"}:
             raise CommandError("nothing was cleared")

@@ -47,7 +47,7 @@ def in_column(title: str, cell: Any) -> str:
 class Command(BaseCommand):
     help = (
         "Let buyers, each a process, fight for the same stock under each guard in turn. Exit code "
-        "1: a guard oversold or lost a sale; 75: a race is running already."
+        "1: a guard oversold or lost a sale; 75: a race is already running."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -102,7 +102,7 @@ class Command(BaseCommand):
                 announced = race.announce(terms, keys, by=getpass.getuser())
                 found = race.conduct(announced, hold, self.progress)
         except LockBusy as error:
-            raise CommandError("a race is running already", returncode=EX_TEMPFAIL) from error
+            raise CommandError("a race is already running", returncode=EX_TEMPFAIL) from error
         except LockError as error:
             raise CommandError(str(error)) from error
         if announced.state != Race.State.DONE:

@@ -100,6 +100,7 @@ class Dialect:
     END_IN: str  # as EXTEND, but also sooner
     RELEASE: str
     EVICT: str  # the session that has the queue lock
+    WAITING: str  # queue locks, and how many sessions wait for each
     RELEASED: str  # a row, if this is how our own release left it
     HOLDERS: str
     COUNT: str  # of the rows that HOLDERS would read
@@ -173,7 +174,7 @@ class Dialect:
         raise NotImplementedError
 
     def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
-        """Make the row; None if there is one meanwhile."""
+        """Make the row; None if there is one now, which is to be taken."""
         raise NotImplementedError
 
     def make(self, cursor: Cursor, claim: Claim) -> None:
@@ -212,8 +213,8 @@ class Dialect:
         """Free the queue lock that this session holds."""
         raise NotImplementedError
 
-    def line_up(self, wrapper: Any, key: str) -> int:
-        """Ask for the queue lock, without waiting for the answer; return what to wait on."""
+    def line_up(self, wrapper: Any, key: str) -> None:
+        """Ask for the queue lock, without waiting for the answer."""
         raise NotImplementedError
 
     def called(self, wrapper: Any) -> bool:
@@ -222,6 +223,10 @@ class Dialect:
 
     def leave(self, wrapper: Any, cursor: Cursor) -> None:
         """End the wait of a session, by the cursor of another one: closing it is noticed late."""
+
+    def waiting(self, cursor: Cursor) -> Any:
+        """Return the queue locks that are waited for, each with the number of sessions."""
+        return self.execute(cursor, self.WAITING, {}).fetchall()
 
     def look(self, cursor: Cursor, claim: Claim) -> Busy | None:
         """Read, without a lock, whether the row is in the way."""

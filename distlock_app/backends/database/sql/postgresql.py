@@ -135,6 +135,12 @@ class PostgreSQL(Dialect):
            AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
            AND classid = ((%(queue)s::bigint >> 32) & 4294967295)::oid
            AND objid = (%(queue)s::bigint & 4294967295)::oid"""
+    WAITING = """
+        SELECT (classid::bigint << 32) | objid::bigint, count(*)
+          FROM pg_locks
+         WHERE locktype = 'advisory' AND NOT granted AND objsubid = 1
+           AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+         GROUP BY 1"""
     # One request. The savepoint frees a row that turned out to be leased; it stays if all is well.
     LOCK_ROW = """
         SAVEPOINT distlock;
@@ -293,13 +299,12 @@ class PostgreSQL(Dialect):
         # Hashed again: advisory locks on the same name may be another app's.
         return int(key_of(f"queue/{key}")[:16], 16) - 2**63
 
-    def line_up(self, wrapper: Any, key: str) -> int:
+    def line_up(self, wrapper: Any, key: str) -> None:
         # The time for rows is not for this one; statement_timeout ends it.
         ask = (
             f"SELECT set_config('lock_timeout', '0', true), pg_advisory_lock({self.queue_of(key)})"
         )
         wrapper.connection.pgconn.send_query(ask.encode())
-        return int(wrapper.connection.pgconn.socket)
 
     def called(self, wrapper: Any) -> bool:
         answered = False

@@ -1,0 +1,91 @@
+"""The chart of a lock's past: how many waited for it, and how many held it, over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
+
+from ..claims import Holding
+from ..models import LockEvent
+
+# Of the drawing, in units of its own.
+BARS, BAR, HEIGHT = 60, 12, 56
+
+Span = tuple[datetime, datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One half of the chart: how many waited, or held, on average during each bar."""
+
+    label: Any
+    kind: str
+    top: float  # what the highest bar stands for
+    bars: Sequence[tuple[int, float, float, str]]  # left, upper edge, height, what it says
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Both halves, from the first wait or hold to the last."""
+
+    begin: datetime
+    end: datetime
+    panels: Sequence[Panel]
+    overlap: bool  # whether two may seem to hold it, as one noticed late that it was lost
+    width: int = BARS * BAR
+    height: int = HEIGHT
+
+
+def chart_of(events: Iterable[LockEvent], holdings: Iterable[Holding]) -> Chart | None:
+    """Return the chart of these events and holdings; None if none has a duration."""
+    now = timezone.now()
+    events = list(events)
+    clears = [e for e in events if e.event == LockEvent.CLEARED and e.fence is not None]
+    cleared = {e.fence: e.at for e in clears}
+    ends = [e for e in events if e.event in LockEvent.ENDS and e.seconds]
+    waits = [_before(e.at, e.seconds) for e in events if e.event in LockEvent.WAITS and e.seconds]
+    holds = [_hold(e, cleared) for e in ends]
+    holds += [_before(now, h.held_for) for h in holdings if h.held_for]
+    if not waits and not holds:
+        return None
+    begin = min(first for first, _last in [*waits, *holds])
+    end = max(last for _first, last in [*waits, *holds])
+    panels = [
+        _panel(_("waiting"), "waiting", waits, begin, end),
+        _panel(_("holding"), "holding", holds, begin, end),
+    ]
+    overlap = any(e.event == LockEvent.LOST and e.fence not in cleared for e in ends)
+    return Chart(begin, end, panels, overlap)
+
+
+def _before(end: datetime, seconds: float | None) -> Span:
+    return end - timedelta(seconds=seconds or 0.0), end
+
+
+def _hold(event: LockEvent, cleared: Mapping[int | None, datetime]) -> Span:
+    """Return when it was held: until it was cleared, though its holder noticed that later."""
+    begin, end = _before(event.at, event.seconds)
+    return begin, max(begin, min(end, cleared.get(event.fence, end)))
+
+
+def _panel(label: Any, kind: str, spans: list[Span], begin: datetime, end: datetime) -> Panel:
+    """Compute for each bar how many spans cover it on average."""
+    width = (end - begin).total_seconds() / BARS or 1.0
+    sums = [0.0] * BARS
+    for first, last in spans:
+        left, right = (first - begin).total_seconds(), (last - begin).total_seconds()
+        for bar in range(int(left / width), min(BARS, int(right / width) + 1)):
+            sums[bar] += max(0.0, min(right, (bar + 1) * width) - max(left, bar * width)) / width
+    top = max(1.0, *sums)
+    bars = []
+    for bar, value in enumerate(sums):
+        if value > 0:
+            height = max(1.0, value / top * HEIGHT)
+            at = timezone.localtime(begin + timedelta(seconds=bar * width))
+            bars.append((bar * BAR, HEIGHT - height, height, f"{at:%H:%M:%S}: {value:.2f}"))
+    return Panel(label, kind, top, bars)

@@ -1,0 +1,316 @@
+"""`unique_task`: tasks of Celery and Django that are queued once for each key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial, wraps
+from typing import Any, Literal, TypeVar
+
+from asgiref.sync import iscoroutinefunction, sync_to_async
+from django.utils import timezone
+from django.utils.module_loading import import_string
+
+from ..core.groups import current_hold
+from ..core.handover import unpacked
+from ..core.limits import checked_ttl
+from ..core.lock import Lock
+from ..core.registry import aliases_of, registry
+from ..errors import BackendError, LockBusy, LockError, LockLost, NotHeld
+from ..primitives import transactions
+from ..primitives.logs import fields as log_fields
+from ..primitives.logs import logger
+from ..primitives.names import Made, shown
+from .functions import Naming, probe
+from .naming import NameTemplate, parameters_of
+
+TaskT = TypeVar("TaskT")
+Call = tuple[Any, Any]  # the arguments of a task, and those by keyword
+
+# What carries the lock: a header of a message of Celery, an argument of a task of Django.
+CARRIER = "distlock_unique"
+
+
+def unique_task(
+    template: str | None = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    until: Literal["start", "success"] = "start",
+    on_duplicate: Literal["drop", "raise"] | Callable[..., Any] = "drop",
+    ttl: float = 3600.0,
+    using: str | tuple[str, ...] = "default",
+) -> Callable[[TaskT], TaskT]:
+    """Queue a task once for each key: `@unique_task("sync:{pk}")`, above the queue's decorator.
+
+    Enqueuing takes the lock, and the message carries it. The worker releases it before it calls
+    the function (`until="start"`), or when that has ended, even by an error ("success"): a retry
+    keeps it. `on_duplicate` is "drop" (enqueuing returns None), "raise" (LockBusy), or a function
+    that receives the LockBusy and the task's arguments and returns the result. `ttl`: seconds for
+    which the lock waits for a worker, from when the task is due; then it is renewed, with the TTL
+    of its alias. `name=` is a function of the arguments that returns the name; without it and the
+    template, the name is the task's.
+
+    Enqueuing raises LockError inside `atomic()`, and BackendError if the backend is down.
+    """
+    if template is not None and name is not None:
+        raise TypeError("pass a template or name=, not both")
+    if until not in ("start", "success"):
+        raise ValueError(f"until must be 'start' or 'success', not {until!r}")
+    if on_duplicate not in ("drop", "raise") and not callable(on_duplicate):
+        raise ValueError(f"on_duplicate must be 'drop', 'raise' or a function: {on_duplicate!r}")
+    probe({"using": using})
+    naming = name if template is None else NameTemplate(template)
+    unique = Unique(naming, until == "start", on_duplicate, checked_ttl(ttl), using)
+
+    def decorate(task: Any) -> Any:
+        if type(task).__module__ == "celery.local":
+            _when_made(task, partial(_in_celery, unique))
+        elif hasattr(task, "apply_async"):
+            _in_celery(unique, task)
+        elif hasattr(task, "enqueue"):
+            return _in_django(unique, task)
+        else:
+            raise TypeError(f"unique_task goes above the decorator of Celery or Django: {task!r}")
+        return task
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Unique:
+    """The arguments of `unique_task`: what it does when a task is enqueued, and when it runs."""
+
+    name: NameTemplate | Callable[..., str] | None
+    until_start: bool
+    on_duplicate: str | Callable[..., Any]
+    ttl: float
+    using: str | tuple[str, ...]
+
+    def naming(self, path: str, signature: inspect.Signature) -> Naming:
+        """Return what names the lock of a task by its arguments."""
+        if isinstance(self.name, NameTemplate):
+            self.name.check(parameters_of(signature), f"arguments of {path}()")
+        return Naming(self.name or Made(path, path), signature)
+
+    def enqueue(
+        self, publish: Callable[[str], Any], name: str, call: Call, delay: float, retry: bool
+    ) -> Any:
+        """Call `publish` with the lock as text, unless the task is a duplicate.
+
+        `delay`: seconds until it is due. `retry`: of the task that runs here.
+        """
+        if not retry and transactions.open_blocks():
+            # The task that it is a duplicate of may start before the commit.
+            raise LockError(
+                f"the task {shown(name)!r} is unique: enqueue it after the commit, by "
+                "transaction.on_commit()"
+            )
+        try:
+            text = self._text(name, max(delay, 0.0) + self.ttl, retry)
+        except LockBusy as busy:
+            return self._answer(busy, call)
+        try:
+            return publish(text)
+        except BaseException:
+            discard(text)
+            raise
+
+    def run(self, function: Callable[..., Any], call: Call, text: str | None) -> Any:
+        """Call the function of a task that carried `text`, unless it is late and a duplicate."""
+        if not text:  # not enqueued here: called, or sent by its name
+            return function(*call[0], **call[1])
+        try:
+            try:
+                hold = Lock.resume(text)
+            except LockLost as late:
+                hold = self._late(text, late).acquire(wait=0)
+            except BackendError as error:
+                hold = Lock._not_resumed(text, error)
+        except LockBusy as busy:
+            return self._answer(busy, call)
+        with hold:
+            if self.until_start:
+                hold.leave(None)
+            return function(*call[0], **call[1])
+
+    async def arun(self, function: Callable[..., Any], call: Call, text: str | None) -> Any:
+        """Like `run`, for a coroutine function."""
+        if not text:
+            return await function(*call[0], **call[1])
+        try:
+            try:
+                hold = await Lock.aresume(text)
+            except LockLost as late:
+                hold = await self._late(text, late).aacquire(wait=0)
+            except BackendError as error:
+                hold = Lock._not_resumed(text, error)
+        except LockBusy as busy:
+            answer = self._answer(busy, call)
+            return await answer if inspect.isawaitable(answer) else answer
+        async with hold:
+            if self.until_start:
+                await hold.aleave(None)
+            return await function(*call[0], **call[1])
+
+    def _text(self, name: str, seconds: float, retry: bool) -> str:
+        """Take the lock for `seconds`, or pass on that of the task that runs here."""
+        with suppress(NotHeld, LockLost):
+            if retry:
+                return current_hold(name, using=self.using).dump(seconds)
+        with self._lock(name).acquire(wait=0) as hold:
+            return hold.dump(seconds)
+
+    def _late(self, text: str, late: LockLost) -> Lock:
+        alias, name = _carried_lock(text)
+        extra = log_fields("started_late", alias, name=shown(name))
+        logger.info("a unique task started late: %s", late, extra=extra)
+        return self._lock(name)
+
+    def _lock(self, name: str) -> Lock:
+        ttl = min(self.ttl, *(registry[alias].ttl for alias in aliases_of(self.using)))
+        return Lock(name, ttl=ttl, using=self.using, reentrant=False, release="now")
+
+    def _answer(self, busy: LockBusy, call: Call) -> Any:
+        if self.on_duplicate == "raise":
+            raise busy
+        return self.on_duplicate(busy, *call[0], **call[1]) if callable(self.on_duplicate) else None
+
+
+def _carried_lock(text: str) -> tuple[str, str]:
+    """Return the alias (the first of several) and the name of the lock that a task carries."""
+    alias, claim, *_ = unpacked(text.partition(" ")[0])
+    return alias, claim["name"]
+
+
+def discard(text: str) -> None:
+    """Release the lock of a task that will not run; if that fails, it expires."""
+    with suppress(LockError):
+        Lock.resume(text).leave(None)
+
+
+# Celery
+
+
+def _when_made(proxy: Any, attach: Callable[[Any], None]) -> None:
+    """Call `attach` with the task behind `proxy`, once Celery has made it, in each of its apps.
+
+    To ask the proxy for it would finish the app now, before the other modules are imported.
+    """
+    from celery import _state
+
+    if hasattr(type(proxy), "__then__"):  # of app.task
+        proxy.__then__(lambda: attach(proxy._get_current_object()))
+        return
+
+    # Of shared_task, which makes the tasks in the same way.
+    def made(sender: Any, **_: Any) -> None:
+        attach(sender.tasks[proxy.name])
+
+    _state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(made, weak=False))
+    for app in list(_state._get_active_apps()):
+        if app.finalized:
+            made(app)
+
+
+def _in_celery(unique: Unique, task: Any) -> None:
+    from celery.signals import task_revoked
+    from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+    apply_async, function = task.apply_async, task.run
+    if hasattr(apply_async, CARRIER):  # its module was imported again
+        return
+    # Not that of `function`: autoretry_for= hides which arguments a bound task gets.
+    signature = partial(inspect.signature, getattr(task, "__wrapped__", function))
+    naming = cache(lambda: unique.naming(task.name, signature()))
+
+    @wraps(apply_async)
+    def enqueue(
+        args: Any = None, kwargs: Any = None, task_id: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        def publish(text: str) -> Any:
+            headers = {**(options.pop("headers", None) or {}), CARRIER: text}
+            return apply_async(args, kwargs, task_id, *more, headers=headers, **options)
+
+        delay = options.get("countdown") or 0.0
+        if not delay and (eta := maybe_iso8601(options.get("eta"))):
+            delay = (maybe_make_aware(eta, task.app.timezone) - task.app.now()).total_seconds()
+        call = args or (), kwargs or {}
+        retry = task_id is not None and task_id == task.request.id
+        # The arguments of a retry are those of its message: a tuple is a list by now.
+        text = carried(task.request) if retry else None
+        name = _carried_lock(text)[1] if text else naming()(*call)
+        return unique.enqueue(publish, name, call, delay, retry)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return unique.run(function, (args, kwargs), carried(task.request))
+
+    def carried(request: Any) -> Any:
+        return request.get(CARRIER) or (request.headers or {}).get(CARRIER)
+
+    def revoked(request: Any, terminated: bool, **_: Any) -> None:
+        if not terminated and (text := carried(request)):
+            discard(text)
+
+    setattr(enqueue, CARRIER, unique)
+    task.apply_async, task.run = enqueue, run
+    task_revoked.connect(revoked, sender=task, weak=False)
+
+
+# Django
+
+
+class _UniqueTask:
+    """What the class of a task has in addition."""
+
+    __slots__ = ()
+
+    def enqueue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.func.enqueue(self, super().enqueue, args, kwargs)  # type: ignore[misc]
+
+    async def aenqueue(self, *args: Any, **kwargs: Any) -> Any:
+        return await sync_to_async(self.enqueue)(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _unpickled, super().__reduce__()[1]
+
+
+def _unpickled(state: dict[str, Any]) -> Any:
+    return replace(import_string(state.pop("func")), **state)
+
+
+def _in_django(unique: Unique, task: Any) -> Any:
+    function, first = task.func, int(task.takes_context)
+    signature = inspect.signature(function)
+    signature = signature.replace(parameters=list(signature.parameters.values())[first:])
+    naming = unique.naming(task.module_path, signature)
+
+    def enqueue(task: Any, publish: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        delay = (task.run_after - timezone.now()).total_seconds() if task.run_after else 0.0
+        return unique.enqueue(
+            lambda text: publish(*args, **kwargs, **{CARRIER: text}),
+            naming(args, kwargs),
+            (args, kwargs),
+            delay,
+            retry=False,
+        )
+
+    def parts(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Call, str | None]:
+        text = kwargs.pop(CARRIER, None)
+        return partial(function, *args[:first]), (args[first:], kwargs), text
+
+    @wraps(function)
+    async def arun(*args: Any, **kwargs: Any) -> Any:
+        return await unique.arun(*parts(args, kwargs))
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return unique.run(*parts(args, kwargs))
+
+    made: Any = arun if iscoroutinefunction(function) else run
+    made.enqueue = enqueue
+    kind = type(type(task).__name__, (_UniqueTask, type(task)), {"__slots__": ()})
+    return kind(**{f.name: getattr(task, f.name) for f in fields(task)} | {"func": made})
