@@ -16,11 +16,12 @@ from tests.launching import NotInstalled, Server, children_of
 from tests.processes import Processes
 from tests.servers import MariaDBServer, MySQLServer, PostgreSQLServer, RedisServer
 
-# A shell starts what it puts into the background with Ctrl-C ignored, nohup with SIGHUP ignored,
-# and the programs that the tests start would inherit that.
-for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL):
+# A shell starts what it puts into the background with Ctrl-C and Ctrl-\ ignored, nohup with SIGHUP
+# ignored, and the programs that the tests start would inherit that.
+HANDLERS = {signal.SIGINT: signal.default_int_handler}
+for number in signal.SIGINT, signal.SIGQUIT, signal.SIGHUP:
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, handler)
+        signal.signal(number, HANDLERS.get(number, signal.SIG_DFL))
 
 
 def missing(server: str, reason: str) -> None:
@@ -52,6 +53,7 @@ ONCE = (
         "test_etcd_",
         "test_redlock",
         "test_translations",
+        "test_unique_tasks",
     ),
 )
 OTHER_SERVERS = {"redis_server", "cluster_urls", "etcd_url", "zookeeper_url", "redlock_urls"}
@@ -341,7 +343,7 @@ def print_promises(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the totals to a file, for the table that tests/run.sh prints at its end."""
+    """Write the totals and the failures to files, for the end of what tests/run.sh prints."""
     print_promises(terminalreporter)
     path = os.environ.get("DISTLOCK_TEST_TOTALS")
     if path:
@@ -349,3 +351,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         totals = {name: len(terminalreporter.stats.get(name, ())) for name in outcomes}
         with open(path, "w") as file:
             file.write(", ".join(f"{number} {name}" for name, number in totals.items() if number))
+        with open(f"{path}.failed", "w") as file:
+            for outcome in ("failed", "error"):
+                for report in terminalreporter.stats.get(outcome, ()):
+                    lines = report.longreprtext.splitlines()[-30:]
+                    print(f"\n--- {report.nodeid} ({report.when})", *lines, sep="\n", file=file)

@@ -52,6 +52,7 @@ class Run:
         self.failed: list[str] = []
         self.skipped: list[str] = []
         self.table: list[str] = []
+        self.failures: list[str] = []
         self.environments = Environments(self.run, compiler="mysql" in choice.databases)
         self.children: set[subprocess.Popen[bytes]] = set()
         self._changing = threading.Lock()
@@ -244,6 +245,9 @@ class LaneRun:
             result = "none"  # of those that were asked for
         found = totals.read_text() if totals.exists() else ""
         self._run.record(pair, lane.name, result, began, found)
+        failures = Path(f"{totals}.failed")
+        if failures.exists() and (text := failures.read_text()):
+            self._run.failures.append(f"\n=== {lane.name} on {pair}{text}")
 
     def _test_wheel(self, chosen: Sequence[str]) -> None:
         """Test what users install, in a copy of the project that has lost its sources."""
@@ -368,6 +372,8 @@ def _summary(run: Run) -> int:
     print("\n=== Summary", *run.table, sep="\n")
     if run.skipped:
         print("Skipped:", *[f"  - {what}" for what in run.skipped], sep="\n")
+    if run.failures:  # last: it is what a log that shows only its end has to show
+        print(*run.failures, sep="\n")
     print(f"FAILED: {', '.join(run.failed)}" if run.failed else "All passed.", flush=True)
     return 1 if run.failed else 0
 

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.lanes import SERVERS, Choice, Lane, plan
 from tests.launching import ROOT
 from tests.machine import Pair
-from tests.running import Run, Stopped, parsed
+from tests.running import LaneRun, Run, Stopped, _summary, parsed
 from tests.servers import KINDS
 
 EVERY = ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -112,6 +113,20 @@ def test_a_lane_that_breaks_fails_the_run(run, capsys):
 
     assert run.failed
     assert "new-sqlite" in capsys.readouterr().out
+
+
+def test_what_failed_is_printed_once_more_at_the_end_of_a_run(run, monkeypatch, capsys):
+    lane = LaneRun(run, Lane("slow", "sqlite", Pair("3.13", "6.1"), "slow"), run.work, None)
+    tests = run.work / "test_that_fails.py"
+    tests.write_text("def test_stock(): assert 7 == 8")
+    monkeypatch.setattr(Pair, "bin", Path(sys.executable).parent)
+
+    lane._test(str(tests), "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"))
+
+    assert _summary(run) == 1
+    printed = capsys.readouterr().out
+    assert "assert 7 == 8" in printed
+    assert printed.endswith("FAILED: slow-sqlite on 3.13-6.1\n")
 
 
 def test_a_run_that_ends_starts_nothing_more_and_ends_what_runs(run):
