@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from distlock_app.backends.database import DatabaseBackend
 from distlock_app.core import in_transaction
 from distlock_app.core.registry import registry
 from tests.app.models import Counter
+from tests.launching import Server
 from tests.processes import Processes
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -149,6 +151,48 @@ def test_after_a_wait_for_a_lock_nothing_is_left_behind(elsewhere: Callable[...,
         raise ZeroDivisionError
 
     assert elsewhere(outcome, in_own_transaction, "nor:this", 5) == "done"
+
+
+LOGGING = {
+    "mysql": {"general-log": "on", "log-output": "TABLE"},
+    "postgresql": {"log_statement": "all", "log_line_prefix": "<%p>"},
+}
+
+
+def statements_of(server: Server, session: int) -> str:
+    """Return what a session sent, from the log of the server."""
+    if connection.vendor == "postgresql":
+        said = re.findall(r"<(\d+)>([^<]*)", (server.home / "log").read_text())
+        return "\n".join(line for pid, line in said if int(pid) == session)
+    with connections["own"].cursor() as cursor:
+        cursor.execute("SELECT argument FROM mysql.general_log WHERE thread_id = %s", [session])
+        return "\n".join(str(argument) for (argument,) in cursor.fetchall())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_server", [LOGGING.get(connection.vendor)], indirect=True)
+def test_the_row_is_locked_by_select_for_update(
+    own_server: Server, elsewhere: Callable[..., Any], settings: Any
+) -> None:
+    path = "distlock_app.backends.database.DatabaseBackend"
+    settings.DISTLOCK = {"default": {"BACKEND": path, "LOCATION": "own"}}
+    own_id = {"mysql": "CONNECTION_ID()", "postgresql": "pg_backend_pid()"}[connection.vendor]
+    sessions = []
+    for name in "new", "new", "leased":
+        if name == "leased":
+            lost = elsewhere(Lock(name, ttl=0.2, renew=False).acquire)
+        with transaction.atomic("own"), connections["own"].cursor() as cursor:
+            cursor.execute(f"SELECT {own_id}")
+            sessions.append(cursor.fetchone()[0])
+            lock_in_transaction(name, wait=5)
+        connections["own"].close()
+
+    with pytest.raises(LockLost):
+        elsewhere(lost.release)
+    assert len(set(sessions)) == 3
+    for session in sessions:
+        said = statements_of(own_server, session)
+        assert re.search(r"SELECT[^;]+distlock_app_distlock[^;]+ FOR UPDATE", said), said
 
 
 def test_a_row_that_exists_costs_one_request_of_the_transaction(

@@ -7,8 +7,8 @@ connection. A leased row excludes transactions, a locked row excludes `Lock`.
 1. SELECT ... FOR UPDATE of the row, unless it is leased, and advance its fencing token: one
    request.
 2. If it is leased or missing, take a lease as `Lock` does, on another connection and in turn with
-   all other callers. Then release it in the caller's transaction: that UPDATE locks the row, and
-   the release is invisible before the commit.
+   all other callers. Then lock the row and release the lease in the caller's transaction: the
+   release is invisible before the commit.
 """
 
 from __future__ import annotations

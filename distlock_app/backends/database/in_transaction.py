@@ -29,7 +29,7 @@ class InCallersTransaction(Requests, InTransaction):
         return self._in_transaction(lambda d, cursor: d.extend(cursor, grant.claim, ttl))
 
     def release_at_commit(self, grant: Grant) -> bool:
-        released = self._in_transaction(lambda d, cursor: d.release(cursor, grant.claim))
+        released = self._in_transaction(lambda d, cursor: d.release_at_commit(cursor, grant.claim))
         self._free_queue(claim_key_of(grant.claim))  # the next one waits for the row
         return released
 

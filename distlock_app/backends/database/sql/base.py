@@ -259,6 +259,10 @@ class Dialect:
         asked = {"key": claim.key, "owner": claim.owner}
         return self.execute(cursor, self.RELEASE, asked).rowcount == 1
 
+    def release_at_commit(self, cursor: Cursor, claim: Claim) -> bool:
+        """Free the row in an open transaction, which keeps it locked, if it is still ours."""
+        return self.release(cursor, claim)
+
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         """Free the row if it is still ours and, if so, the queue lock of this session."""
         raise NotImplementedError

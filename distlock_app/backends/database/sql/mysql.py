@@ -98,6 +98,15 @@ class MySQL(Dialect):
         UPDATE {table}
            SET owner = '', expiry = UTC_TIMESTAMP(6)
          WHERE `key` = %(key)s AND owner = %(owner)s"""
+    # The UPDATE alone would lock the row, but logs of the server would not say so.
+    RELEASE_AT_COMMIT = (
+        """
+        SELECT `key` INTO @distlock
+          FROM {table}
+         WHERE `key` = %(key)s AND owner = %(owner)s
+           FOR UPDATE;"""
+        + RELEASE
+    )
     RELEASE_TO_NEXT = """
         UPDATE {table}
            SET owner = '', expiry = UTC_TIMESTAMP(6)
@@ -261,6 +270,10 @@ class MySQL(Dialect):
     def leave(self, wrapper: Any, cursor: Cursor) -> None:
         # Not the connection: that is closed before its thread has left the queue.
         cursor.execute(f"KILL QUERY {wrapper.connection.thread_id()}")
+
+    def release_at_commit(self, cursor: Cursor, claim: Claim) -> bool:
+        self._execute_all(cursor, self.RELEASE_AT_COMMIT, {"key": claim.key, "owner": claim.owner})
+        return cursor.rowcount == 1
 
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
