@@ -409,6 +409,8 @@ def test_a_mistake_in_a_guarded_script_is_told_and_keeps_the_lock(name, script):
     [
         "return redis.error_reply('ERR no stock')",
         "return redis.pcall('INCR', 'no stock', 'twice')",
+        "return redis.error_reply('NOSCRIPT of its own')",
+        "error({err = 'NOSCRIPT of its own'})",
     ],
 )
 def test_an_error_that_a_guarded_script_returns_is_raised(name, script):

@@ -17,6 +17,9 @@ from .scripts import Script
 # Bytes read at once: about a hundred answers.
 RECEIVED = 4096
 
+# Times that a script is loaded for one request: it may itself answer NOSCRIPT.
+MOST_LOADS = 3
+
 
 class Link:
     """A connection: redis-py opens it and parses lists; one line answers a script, read here."""
@@ -57,7 +60,9 @@ class Link:
         """Return whether it is as we left it: nothing to read, no end of file."""
         return self._poll is None or not self._poll.poll(0)
 
-    def talk(self, script: Script | None, requests: Sequence[bytes]) -> list[Any]:
+    def talk(
+        self, script: Script | None, requests: Sequence[bytes], loads: int = MOST_LOADS
+    ) -> list[Any]:
         """Return the answer to each request, or its error; a script answers a list of numbers."""
         if script is None:
             return self._ask(requests)
@@ -76,8 +81,8 @@ class Link:
             raise NoAnswer from error
         except (OSError, EOFError, ValueError) as error:
             raise ConnectionError from error
-        if NoScriptError in map(type, answers):
-            self._teach(script, requests, answers)
+        if NoScriptError in map(type, answers) and loads:
+            self._teach(script, requests, answers, loads - 1)
         return answers
 
     def close(self) -> None:
@@ -96,14 +101,16 @@ class Link:
             self._socket.settimeout(None)
         return answers
 
-    def _teach(self, script: Script, requests: Sequence[bytes], answers: list[Any]) -> None:
+    def _teach(
+        self, script: Script, requests: Sequence[bytes], answers: list[Any], loads: int
+    ) -> None:
         """Load the script that a restarted or flushed server forgot; repeat what needed it."""
         again = [at for at, answer in enumerate(answers) if type(answer) is NoScriptError]
         rest = self._ask([script.load])
         if isinstance(rest[0], ResponseError):  # such as NOPERM
             rest *= len(again)
         else:
-            rest = self.talk(script, [requests[at] for at in again])
+            rest = self.talk(script, [requests[at] for at in again], loads)
         for at, answer in zip(again, rest, strict=True):
             answers[at] = answer
 

@@ -11,6 +11,7 @@ from typing import Any
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -95,7 +96,7 @@ class Servers:
         Our own errors do not quote the server, whose text may have a request in it.
         """
         [answer] = self.exchange(script, (request,), False)
-        if type(answer) is ResponseError:
+        if type(answer) in (ResponseError, NoScriptError):
             raise LockError(f"the script failed: {answer}")
         return answer if type(answer) is list else self._value(answer)
 
