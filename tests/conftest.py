@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -108,15 +109,14 @@ def nothing_runs_on(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     threads, processes = set(threading.enumerate()), set(children_of(os.getpid()))
     yield
-    left = [
+    give_up = monotonic() + 5
+    while running := [
         thread
         for thread in set(threading.enumerate()) - threads
         if getattr(getattr(thread, "_target", None), "__module__", "").startswith("tests.")
-    ]
-    for thread in left:
-        thread.join(5)
-    running = [thread for thread in left if thread.is_alive()]
-    assert not running, f"it left threads behind: {running}"
+    ]:
+        assert monotonic() < give_up, f"it left threads behind: {running}"
+        sleep(0.01)  # join() refuses one that is just being started
     outliving = set(children_of(os.getpid())) - processes
     assert not outliving, f"it left processes behind: {outliving}"
 

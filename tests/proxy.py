@@ -21,6 +21,7 @@ class Proxy:
         self._ports = cycle(ports)
         self.lose = 0.0
         self.lost = 0  # answers lost so far
+        self.swallow = ""  # "silent" or "close": loses the next answer, and the connection or not
         self.silent = False  # passes nothing on any more, and cuts nothing: a black hole
         self.delay = 0.0  # seconds before each piece is passed on
         self.clear = threading.Event()  # unless set, everything waits, and nothing is lost
@@ -30,7 +31,8 @@ class Proxy:
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
 
     def cut(self) -> None:
         """Close every connection that is open now."""
@@ -41,12 +43,15 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Accept no more, and cut what is open."""
+        """Accept no more, cut what is open, and wait until nothing is passed on."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()  # what it is accepting is open, or closed
         self._listener.close()
         self.clear.set()
         self.cut()
+        for thread in self._threads:
+            thread.join()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -64,7 +69,9 @@ class Proxy:
                     self._open |= {client, server}
                 for source, target, answers in ((client, server, False), (server, client, True)):
                     args = (source, target, answers)
-                    threading.Thread(target=self._pass_on, args=args, daemon=True).start()
+                    thread = threading.Thread(target=self._pass_on, args=args, daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
 
     def _pass_on(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         with suppress(OSError):
@@ -74,6 +81,11 @@ class Proxy:
                     time.sleep(self.delay)
                 if self.silent:
                     self.lost += answers
+                    continue
+                if answers and self.swallow:
+                    how, self.swallow = self.swallow, ""
+                    if how == "close":
+                        break
                     continue
                 if answers and self.lose and self._chance.random() < self.lose:
                     self.lost += 1

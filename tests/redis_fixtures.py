@@ -6,7 +6,8 @@ import secrets
 
 import pytest
 
-from tests.redis_workers import Proxy, backend_at, client_of
+from tests.proxy import proxy_to
+from tests.redis_workers import backend_at, client_of
 
 
 @pytest.fixture
@@ -43,6 +44,6 @@ def own(own_redis):
 @pytest.fixture
 def proxy(own_redis):
     """A way to the test's own server that can swallow an answer."""
-    made = Proxy(own_redis.url)
-    yield made
-    made.close()
+    with proxy_to(own_redis.port) as made:
+        made.url = own_redis.url.replace(str(own_redis.port), str(made.port))
+        yield made

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 from django.conf import settings
@@ -181,63 +179,6 @@ def listeners(backend: RedisBackend, key: str) -> int:
     node = backend._pool.node(backend._lock(key))
     pattern = f"{backend._channels}*".encode()
     return len(node.ask(pack(b"PUBSUB", b"CHANNELS", pattern))[0])
-
-
-class Proxy:
-    """A TCP proxy before Redis that can swallow an answer, and close the connection then."""
-
-    def __init__(self, url: str) -> None:
-        self.target = (urlsplit(url).hostname, urlsplit(url).port)
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.url = (
-            urlsplit(url)._replace(netloc=f"127.0.0.1:{self.server.getsockname()[1]}").geturl()
-        )
-        self.swallow: str | None = None  # "silent" or "close": what to do to the next answer
-        self.sockets = [self.server]
-        self.thread = threading.Thread(target=self._accept, daemon=True)
-        self.thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self.server.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection(self.target)
-            except OSError:  # it has been stopped
-                client.close()
-                continue
-            self.sockets += [client, server]
-            for source, sink, answers in ((client, server, False), (server, client, True)):
-                args = (source, sink, answers)
-                threading.Thread(target=self._pass, args=args, daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
-        try:
-            while data := source.recv(65536):
-                if answers and self.swallow:
-                    how, self.swallow = self.swallow, None
-                    if how == "silent":
-                        continue
-                    break
-                sink.sendall(data)
-        except OSError:
-            pass
-        for end in (source, sink):
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.server.shutdown(socket.SHUT_RDWR)  # or a thread would accept one more
-        self.thread.join(DEADLINE)
-        for one in self.sockets:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # or a thread that reads from it would read on
-            one.close()
 
 
 def client_of(url: str) -> redis.Redis:
