@@ -268,6 +268,7 @@ class MariaDBServer(DatabaseServer):
                 "--no-defaults",
                 *(["--user=root"] if os.geteuid() == 0 else []),
                 f"--datadir={data}",
+                f"--tmpdir={data.parent}",  # one that starts removes the temporary tables in it
                 "--auth-root-authentication-method=normal",
                 "--skip-test-db",
                 f"--innodb-log-file-size={self.settings['innodb-log-file-size']}",
@@ -282,6 +283,7 @@ class MariaDBServer(DatabaseServer):
             "--no-defaults",
             *(["--user=root"] if os.geteuid() == 0 else []),
             f"--datadir={self.data}",
+            f"--tmpdir={self.home}",
             f"--socket={self.home}/sock",
             *(f"--{key}={value}" for key, value in options.items()),
         ]
@@ -324,13 +326,15 @@ class MySQLServer(MariaDBServer):
         ]
 
     def initialise(self, data: Path) -> None:
-        run_quietly([*self.program(), "--initialize-insecure", f"--datadir={data}"], data.parent)
+        places = [f"--datadir={data}", f"--tmpdir={data.parent}"]
+        run_quietly([*self.program(), "--initialize-insecure", *places], data.parent)
 
     def command(self) -> list[str]:
         options = {**self.settings, **self.config, "port": str(self.port)}
         return [
             *self.program(),
             f"--datadir={self.data}",
+            f"--tmpdir={self.home}",
             f"--socket={self.home}/sock",
             *(f"--{key}={value}" if value else f"--{key}" for key, value in options.items()),
         ]
