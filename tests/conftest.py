@@ -52,6 +52,7 @@ ONCE = (
         "test_servers",
         "test_benchmarks",
         "test_etcd_",
+        "test_model_checking",
         "test_redlock",
         "test_translations",
         "test_unique_tasks",

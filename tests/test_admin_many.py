@@ -134,6 +134,7 @@ def test_the_command_lists_what_it_can_read_in_time(settings, capsys):
     assert f"of {MANY} locks" in written.err or len(written.out.splitlines()) == MANY + 1
 
 
+@pytest.mark.once
 def test_redis_is_paged_searched_and_sorted_without_a_scan(own_redis, pages, settings):
     settings.CACHES = {
         **settings.CACHES,
