@@ -162,8 +162,9 @@ LOGGING = {
 def statements_of(server: Server, session: int) -> str:
     """Return what a session sent, from the log of the server."""
     if connection.vendor == "postgresql":
-        said = re.findall(r"<(\d+)>([^<]*)", (server.home / "log").read_text())
-        return "\n".join(line for pid, line in said if int(pid) == session)
+        _, *said = re.split(r"<(\d+)>", (server.home / "log").read_text())
+        lines = zip(said[::2], said[1::2], strict=True)
+        return "\n".join(line for pid, line in lines if int(pid) == session)
     with connections["own"].cursor() as cursor:
         cursor.execute("SELECT argument FROM mysql.general_log WHERE thread_id = %s", [session])
         return "\n".join(str(argument) for (argument,) in cursor.fetchall())
