@@ -388,13 +388,14 @@ def test_an_engine_that_hangs_costs_its_bound_once_and_one_thread(viewer, aliase
         started = time.monotonic()
         pages = [viewer.get(LIST) for _ in range(3)]
         rest = time.monotonic() - started
+        asked = HangingBackend.asked  # as soon as it answers, its thread asks again
         HangingBackend.answers.set()
 
     assert "no answer within 2 s" in html
     assert html.count("data-dl-left") == 1
     assert rest < 20
     assert all(page.status_code == 200 for page in pages)
-    assert HangingBackend.asked == 1
+    assert asked == 1
 
 
 @pytest.fixture
