@@ -396,6 +396,23 @@ def test_clear_does_not_choose_between_aliases(memory, capsys):
     assert list(registry["default"].backend.holders(key_of("a")))
 
 
+def test_every_action_takes_several_aliases(memory, capsys):
+    memory("third", "distlock_app.backends.locmem.LocMemBackend")
+    for alias in "default", "second", "third":
+        taken("a", alias)
+    both = ["--using", "second,third"]
+
+    assert {lock["alias"] for lock in listed(capsys, *both)["locks"]} == {"second", "third"}
+    assert re.findall(r"^(\w+): LocMemBackend works", say(capsys, "doctor", *both)[1], re.M) == [
+        *("second", "third")
+    ]
+    assert say(capsys, "purge", *both)[:2] == (0, "0 deleted\n")
+    assert say(capsys, "clear", "a", "--yes", *both)[:2] == (0, "2 cleared\n")
+    assert say(capsys, "show", "a", *both)[:2] == (1, "nobody holds 'a' (asked: second, third)\n")
+    assert list(registry["default"].backend.holders(key_of("a")))
+    assert "none" in str(ends_with("list", "--using", "second,none"))
+
+
 def test_show_names_a_holder_although_another_engine_is_down(memory, capsys):
     memory("broken", "tests.failing_engines.DownBackend")
     taken("a", who="bob /b")

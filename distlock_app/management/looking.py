@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError
 
 from ..claims import Holding
-from ..core.registry import registry
+from ..core.registry import aliases_of, registry, using_in
 from ..decorators.commands import EX_UNAVAILABLE
 from ..operations.people import CONTENDED, EXPIRING, HELD, ORPHANED, facts_of, state_of
 from ..operations.reading import Health, queue_of, read, read_all
@@ -109,11 +109,13 @@ class Looking(BaseCommand):
         return reading.holdings
 
     def _aliases(self, using: str | None) -> list[str]:
-        """Return the alias that was asked for, or all of them."""
+        """Return the aliases that were asked for, or all of them."""
         if using is None:
             return list(registry)
-        registry[using]  # a wrong alias is the caller's mistake, not a backend that is down
-        return [using]
+        aliases = aliases_of(using_in(using))
+        for alias in aliases:
+            registry[alias]  # a wrong alias is the caller's mistake, not a backend that is down
+        return list(aliases)
 
     def _report_unknown(self, backends: Iterable[Health]) -> int:
         """Name the backends whose locks are not known; return the code if one is down."""

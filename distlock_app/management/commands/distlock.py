@@ -47,8 +47,8 @@ class Command(Looking):
 
         def action(name: str, text: str, using: str | None = None) -> Any:
             added = actions.add_parser(name, help=text, description=text)
-            which = "every alias" if using is None else using
-            added.add_argument("--using", default=using, help=f"alias of DISTLOCK ({which})")
+            which = f"aliases of DISTLOCK, separated by commas ({using or 'all'})"
+            added.add_argument("--using", default=using, metavar="ALIAS", help=which)
             return added
 
         listing = action("list", "List the locks that are held.")
@@ -92,7 +92,8 @@ class Command(Looking):
             sys.exit(code)
 
     def _doctor(self, *, using: str | None, as_json: bool, **options: Any) -> int:
-        found = [doctor.examine(alias) for alias in (registry if using is None else [using])]
+        aliases = registry if using is None else aliases_of(using_in(using))
+        found = [doctor.examine(alias) for alias in aliases]
         if as_json:
             self._write_json({"backends": [doctor.as_json(backend) for backend in found]})
         else:
@@ -119,8 +120,8 @@ class Command(Looking):
         **options: Any,
     ) -> int:
         held = [h for h in self._held(name, using) if if_version in (None, h.version)]
-        if len(aliases := sorted({h.alias for h in held})) > 1:
-            raise CommandError(f"held under {' and '.join(aliases)}: choose one with --using")
+        if using is None and len(aliases := sorted({h.alias for h in held})) > 1:
+            raise CommandError(f"held under {' and '.join(aliases)}: choose with --using")
         if held and not yes:
             self._confirm(held)
         # What was shown is compared: a lock that changed hands since then is left alone.
@@ -140,10 +141,10 @@ class Command(Looking):
     ) -> None:
         if not 0 <= older_than <= OLDEST:
             raise CommandError(f"--older-than must be 0 to {OLDEST:.0f} seconds")
-        backend = registry[using].backend
         count = 0
-        if isinstance(backend, Purgeable):
-            count = backend.left_over(older_than)[1] if dry_run else backend.purge(older_than)
+        for alias in self._aliases(using):
+            if isinstance(backend := registry[alias].backend, Purgeable):
+                count += backend.left_over(older_than)[1] if dry_run else backend.purge(older_than)
         if as_json:
             self._write_json({"to_purge" if dry_run else "purged": count})
         else:
