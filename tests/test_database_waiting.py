@@ -51,7 +51,7 @@ def only_told(monkeypatch):
 @pytest.fixture
 def long_handover(monkeypatch):
     """Who is called has so much time to come, however busy the machine is."""
-    monkeypatch.setattr(sql.base, "HANDOVER_US", int(DEADLINE * 1e6))
+    monkeypatch.setattr(sql.statements, "HANDOVER_US", int(DEADLINE * 1e6))
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ class OnDatabase:
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server")
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 def test_the_statements_do_what_the_model_does(monkeypatch):
-    monkeypatch.setattr(sql.base, "HANDOVER_US", HANDOVER * 1_000_000)
+    monkeypatch.setattr(sql.statements, "HANDOVER_US", HANDOVER * 1_000_000)
     backend, done = DatabaseBackend(alias="default", location="locks"), set()
     model = LockTable(mysql=connection.vendor == "mysql", processes=2, ttl=2, faults=1)
     real = OnDatabase(backend)

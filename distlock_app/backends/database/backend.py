@@ -270,11 +270,9 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             queued.give_up()
 
     def _release_to_next(self, queued: QueuedConnection, claim: Claim, session: Session) -> bool:
-        if session.dialect.release_to_next(session.cursor, claim):
-            queued.detach()
-            return True
-        queued.give_up()
-        return False
+        released = session.dialect.release_to_next(session.cursor, claim)
+        (queued.detach if released else queued.give_up)()
+        return released
 
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""

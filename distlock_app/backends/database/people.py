@@ -16,7 +16,8 @@ from . import members
 from .checks import check_sharing, check_table
 from .connections import Session
 from .requests import Requests
-from .sql.base import MAX_FENCE, PAGE, PURGED
+from .sql.base import MAX_FENCE, PAGE
+from .sql.statements import PURGED
 
 # Keys are lower-case hex digits, which "g" follows.
 ALL_KEYS = ("", "g")

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import shown
+from .statements import Statements
 
 # Seconds to wait for a row that another transaction is just changing, which takes as long as a
 # commit; a longer one is a person's, in a console. MySQL knows no less than 1.
@@ -27,15 +28,8 @@ ANSWER_WAIT = 5
 # was cut off keeps its connection, and on PostgreSQL how long a waiter holds a snapshot.
 QUEUE_WAIT = 30
 
-# Microseconds for which a lock that was released is kept for the first in the queue. One that has
-# not come for it by then has died or hangs: any claim may take it. (A free row says by its `expiry`
-# since when it is; one that was cleared says: for so long already.)
-HANDOVER_US = 250_000
-
 # How often the row may come and go (purge) under one try before it is called busy.
 ROUNDS = 3
-
-PURGED = 500  # rows that one statement deletes, where there is one writer at a time
 
 PAGE = 5_000  # rows of a list that one statement reads: rarely all are wanted
 
@@ -88,38 +82,21 @@ class Cursor(Protocol):
     def close(self) -> Any: ...
 
 
-class Dialect:
+class Dialect(Statements):
     """The statements of one database, and the steps around them that all share."""
 
     locks_rows = True  # not the whole database at once
     looks_first = False  # at a row, however long a try for it may take
 
     INSERT: str  # a row that is ours from the start, unless there is a row
-    LOOK: str  # microseconds left, if the row is in the way
-    EXTEND: str
-    END_IN: str  # as EXTEND, but also sooner
-    RELEASE: str
     EVICT: str  # the session that has the queue lock
     WAITING: str  # queue locks, and how many sessions wait for each
-    RELEASED: str  # a row, if this is how our own release left it
-    HOLDERS: str
-    COUNT: str  # of the rows that HOLDERS would read
-    CLEAR: str
-    CLEAR_EXPIRED: str  # as CLEAR, all that was not renewed
-    READ: str  # a LockRow
-    REPLACE: str  # a row that is as it was read
-    LEFT_OVER: str  # how many rows CLEAR_EXPIRED would change, and PURGE delete
     PURGE: str
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
-        """Fill in the `table`, quoted; compiled once for all connections of a process."""
+        super().__init__(table)
         self.table_name = table_name
         self.database = database
-        for word in dir(type(self)):
-            if word.isupper() and isinstance(text := getattr(self, word), str):
-                text = text.replace("{table}", table).replace("{handover_us}", str(HANDOVER_US))
-                text = text.replace("{purged}", str(PURGED))
-                setattr(self, word, text)
 
     def adapt(self, settings: dict[str, Any]) -> None:
         """Change our copy of the alias's settings before it connects."""

@@ -24,6 +24,7 @@ from .base import (
     marked,
     refused,
 )
+from .statements import Statements
 
 # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
 CROWDED = frozenset({1213, 1205, 3572, 1020})
@@ -50,54 +51,42 @@ class MySQL(Dialect):
     used: MySQL folds `RELEASE_ALL_LOCKS() IS NOT NULL` to true and never calls it.
     """
 
-    JOIN = """GET_LOCK(%(queue)s, 0) OR owner <> ''
-                    OR expiry <= UTC_TIMESTAMP(6) - INTERVAL {handover_us} MICROSECOND"""
+    words = {
+        "key": "`key`",
+        "now": "UTC_TIMESTAMP(6)",
+        "now_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {now})",
+        "expiry_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expiry)",
+        "acquired_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', acquired_at)",
+        "left_us": "TIMESTAMPDIFF(MICROSECOND, {now}, expiry)",
+        "held_us": "TIMESTAMPDIFF(MICROSECOND, acquired_at, {now})",
+        "greatest": "GREATEST",
+        "in_ttl": "{now} + INTERVAL %(ttl_us)s MICROSECOND",
+        "age_ago": "{now} - INTERVAL %(age_us)s MICROSECOND",
+        "long_free": "{now} - INTERVAL {handover_us} MICROSECOND",
+        "at_acquired": "'1970-01-01' + INTERVAL %(acquired_us)s MICROSECOND",
+        "at_expiry": "'1970-01-01' + INTERVAL %(expiry_us)s MICROSECOND",
+    }
+    JOIN = "GET_LOCK(%(queue)s, 0) OR owner <> '' OR expiry <= {long_free}"
     TAKE = """
         UPDATE {table}
-           SET fence = LAST_INSERT_ID(CASE WHEN owner = %(owner)s THEN fence ELSE GREATEST(
-                   fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))) END),
-               acquired_at = CASE WHEN owner = %(owner)s THEN acquired_at
-                   ELSE UTC_TIMESTAMP(6) END,
-               expiry = GREATEST(CASE WHEN owner = %(owner)s THEN expiry
-                   ELSE UTC_TIMESTAMP(6) END,
-                   UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND),
+           SET fence = LAST_INSERT_ID(CASE WHEN owner = %(owner)s THEN fence ELSE {next_fence} END),
+               acquired_at = CASE WHEN owner = %(owner)s THEN acquired_at ELSE {now} END,
+               expiry = GREATEST(CASE WHEN owner = %(owner)s THEN expiry ELSE {now} END, {in_ttl}),
                name = %(name)s, holder = %(holder)s, owner = %(owner)s
          WHERE `key` = %(key)s
            AND CASE WHEN owner = %(owner)s THEN TRUE
-                    WHEN owner <> '' AND expiry > UTC_TIMESTAMP(6) THEN FALSE
+                    WHEN owner <> '' AND expiry > {now} THEN FALSE
                     ELSE {may} END"""
-    LEFT = """
-        SELECT TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expiry)
-          FROM {table}
-         WHERE `key` = %(key)s"""
     INSERT = """
         INSERT IGNORE INTO {table} (`key`, owner, fence, name, holder, acquired_at, expiry)
-        VALUES (%(key)s, %(owner)s, LAST_INSERT_ID(
-                TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))),
-                %(name)s, %(holder)s, UTC_TIMESTAMP(6),
-                UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND)"""
-    LOOK = """
-        SELECT TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expiry)
-          FROM {table}
-         WHERE `key` = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > UTC_TIMESTAMP(6)"""
-    EXTEND = """
-        UPDATE {table}
-           SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND)
-         WHERE `key` = %(key)s AND owner = %(owner)s"""
-    END_IN = """
-        UPDATE {table}
-           SET expiry = UTC_TIMESTAMP(6) + INTERVAL %(ttl_us)s MICROSECOND
-         WHERE `key` = %(key)s AND owner = %(owner)s"""
+        VALUES (%(key)s, %(owner)s, LAST_INSERT_ID({now_us}), %(name)s, %(holder)s, {now},
+                {in_ttl})"""
     EXTEND_PAIRS = """
         UPDATE {table}
-           SET expiry = GREATEST(expiry, UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)
+           SET expiry = GREATEST(expiry, {now} + INTERVAL %s MICROSECOND)
          WHERE (`key`, owner) IN ({pairs})"""
     OURS = """
         SELECT `key`, owner FROM {table} WHERE (`key`, owner) IN ({pairs})"""
-    RELEASE = """
-        UPDATE {table}
-           SET owner = '', expiry = UTC_TIMESTAMP(6)
-         WHERE `key` = %(key)s AND owner = %(owner)s"""
     # The UPDATE alone would lock the row, but logs of the server would not say so.
     RELEASE_AT_COMMIT = (
         """
@@ -105,11 +94,11 @@ class MySQL(Dialect):
           FROM {table}
          WHERE `key` = %(key)s AND owner = %(owner)s
            FOR UPDATE;"""
-        + RELEASE
+        + Statements.RELEASE
     )
     RELEASE_TO_NEXT = """
         UPDATE {table}
-           SET owner = '', expiry = UTC_TIMESTAMP(6)
+           SET owner = '', expiry = {now}
          WHERE `key` = %(key)s
            AND CASE WHEN owner = %(owner)s
                     THEN LAST_INSERT_ID(RELEASE_ALL_LOCKS()) >= 0 END"""
@@ -127,65 +116,15 @@ class MySQL(Dialect):
         SET @distlock = NULL;
         SELECT `key` INTO @distlock
           FROM {table}
-         WHERE `key` IN (%(key)s, '') AND (owner = '' OR expiry <= UTC_TIMESTAMP(6))
+         WHERE `key` IN (%(key)s, '') AND (owner = '' OR expiry <= {now})
            FOR UPDATE SKIP LOCKED;
         UPDATE {table}
-           SET fence = LAST_INSERT_ID(GREATEST(fence + 1,
-                   TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
-               owner = '', expiry = UTC_TIMESTAMP(6)
+           SET fence = LAST_INSERT_ID({next_fence}),
+               owner = '', expiry = {now}
          WHERE `key` = @distlock"""
-    RELEASED = """
-        SELECT 1 FROM {table} WHERE `key` = %(key)s AND owner = '' AND fence = %(fence)s"""
-    HOLDERS = """
-        SELECT `key`, name, fence, holder,
-               TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expiry),
-               TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6))
-          FROM {table}
-         WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)
-           AND `key` BETWEEN %(first)s AND %(last)s
-         ORDER BY `key`
-         LIMIT %(count)s OFFSET %(start)s"""
-    COUNT = """
-        SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > UTC_TIMESTAMP(6)"""
-    _CLEARED = """
-        UPDATE {table}
-           SET owner = '', expiry = UTC_TIMESTAMP(6) - INTERVAL {handover_us} MICROSECOND,
-               fence = GREATEST(fence + 1,
-                   TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))"""
-    CLEAR = (
-        _CLEARED
-        + """
-         WHERE `key` = %(key)s AND owner <> '' AND fence BETWEEN %(first)s AND %(last)s"""
-    )
-    CLEAR_EXPIRED = (
-        _CLEARED
-        + """
-         WHERE owner <> '' AND expiry <= UTC_TIMESTAMP(6)
-           AND `key` BETWEEN %(first)s AND %(last)s"""
-    )
-    READ = """
-        SELECT owner, fence, name, holder,
-               TIMESTAMPDIFF(MICROSECOND, '1970-01-01', acquired_at),
-               TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expiry),
-               TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
-          FROM {table}
-         WHERE `key` = %(key)s"""
-    REPLACE = """
-        UPDATE {table}
-           SET owner = %(owner)s, fence = %(fence)s, name = %(name)s, holder = %(holder)s,
-               acquired_at = '1970-01-01' + INTERVAL %(acquired_us)s MICROSECOND,
-               expiry = '1970-01-01' + INTERVAL %(expiry_us)s MICROSECOND
-         WHERE `key` = %(key)s AND owner = %(old_owner)s AND fence = %(old_fence)s
-           AND expiry = '1970-01-01' + INTERVAL %(old_expiry_us)s MICROSECOND"""
-    LEFT_OVER = """
-        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= UTC_TIMESTAMP(6)
-                                 THEN 1 ELSE 0 END), 0),
-               coalesce(sum(CASE WHEN expiry < UTC_TIMESTAMP(6) - INTERVAL %(age_us)s MICROSECOND
-                                 THEN 1 ELSE 0 END), 0)
-          FROM {table}"""
     PURGE = """
         DELETE FROM {table}
-         WHERE expiry < UTC_TIMESTAMP(6) - INTERVAL %(age_us)s MICROSECOND
+         WHERE expiry < {age_ago}
            AND `key` BETWEEN %(first)s AND %(last)s"""
 
     one_request = True

@@ -6,16 +6,13 @@ clock_timestamp(), never now(): the latter is the start of the transaction, whic
 from __future__ import annotations
 
 import math
-import select
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
-from ....errors import BackendError
 from ....primitives.names import key_of
-from ....primitives.timing import Deadline, monotonic
+from ....primitives.timing import Deadline
 from .base import (
     ANSWER_WAIT,
     QUEUE_WAIT,
@@ -28,6 +25,7 @@ from .base import (
     Step,
     refused,
 )
+from .postgresql_wait import wait_for_answer
 
 # Serialization failure, deadlock, lock timeout or NOWAIT.
 CROWDED = frozenset({"40001", "40P01", "55P03"})
@@ -50,9 +48,22 @@ class PostgreSQL(Dialect):
     before anything is decided (READ COMMITTED), as in four statements; three round trips less.
     """
 
-    JOIN = """pg_try_advisory_lock(%(queue)s::bigint) OR owner <> ''
-                       OR expiry <= clock_timestamp()
-                                   - {handover_us} * interval '1 microsecond'"""
+    words = {
+        "key": "key",
+        "now": "clock_timestamp()",
+        "now_us": "(extract(epoch FROM {now}) * 1000000)::bigint",
+        "expiry_us": "(extract(epoch FROM expiry) * 1000000)::bigint",
+        "acquired_us": "(extract(epoch FROM acquired_at) * 1000000)::bigint",
+        "left_us": "(extract(epoch FROM expiry - {now}) * 1000000)::bigint",
+        "held_us": "(extract(epoch FROM {now} - acquired_at) * 1000000)::bigint",
+        "greatest": "greatest",
+        "in_ttl": "{now} + %(ttl_us)s::bigint * interval '1 microsecond'",
+        "age_ago": "{now} - %(age_us)s::bigint * interval '1 microsecond'",
+        "long_free": "{now} - {handover_us} * interval '1 microsecond'",
+        "at_acquired": "'epoch'::timestamptz + %(acquired_us)s::bigint * interval '1 microsecond'",
+        "at_expiry": "'epoch'::timestamptz + %(expiry_us)s::bigint * interval '1 microsecond'",
+    }
+    JOIN = "pg_try_advisory_lock(%(queue)s::bigint) OR owner <> '' OR expiry <= {long_free}"
     TAKE = """
         WITH locked AS MATERIALIZED (
             SELECT key, owner, expiry
@@ -63,20 +74,16 @@ class PostgreSQL(Dialect):
             SELECT key,
                    owner = %(owner)s AS mine,
                    CASE WHEN owner = %(owner)s THEN true
-                        WHEN owner <> '' AND expiry > clock_timestamp() THEN false
+                        WHEN owner <> '' AND expiry > {now} THEN false
                         ELSE {may} END AS free,
-                   (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint AS left_us
+                   {left_us} AS left_us
               FROM locked
         ), taken AS (
             UPDATE {table} AS lock
                SET owner = %(owner)s, name = %(name)s, holder = %(holder)s,
-                   fence = CASE WHEN seen.mine THEN lock.fence
-                       ELSE greatest(lock.fence + 1,
-                           (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) END,
-                   acquired_at = CASE WHEN seen.mine THEN lock.acquired_at
-                       ELSE clock_timestamp() END,
-                   expiry = greatest(CASE WHEN seen.mine THEN lock.expiry END,
-                       clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
+                   fence = CASE WHEN seen.mine THEN fence ELSE {next_fence} END,
+                   acquired_at = CASE WHEN seen.mine THEN acquired_at ELSE {now} END,
+                   expiry = greatest(CASE WHEN seen.mine THEN expiry END, {in_ttl})
               FROM seen
              WHERE lock.key = seen.key AND seen.free
          RETURNING lock.fence
@@ -84,36 +91,15 @@ class PostgreSQL(Dialect):
         SELECT taken.fence, seen.left_us FROM seen LEFT JOIN taken ON true"""
     INSERT = """
         INSERT INTO {table} (key, owner, fence, name, holder, acquired_at, expiry)
-        VALUES (%(key)s, %(owner)s,
-                (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
-                %(name)s, %(holder)s, clock_timestamp(),
-                clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
+        VALUES (%(key)s, %(owner)s, {now_us}, %(name)s, %(holder)s, {now}, {in_ttl})
             ON CONFLICT (key) DO NOTHING
      RETURNING fence, {may}"""
-    LOOK = """
-        SELECT (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint
-          FROM {table}
-         WHERE key = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > clock_timestamp()"""
-    EXTEND = """
-        UPDATE {table}
-           SET expiry = greatest(expiry,
-                   clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
-         WHERE key = %(key)s AND owner = %(owner)s"""
-    END_IN = """
-        UPDATE {table}
-           SET expiry = clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond'
-         WHERE key = %(key)s AND owner = %(owner)s"""
     EXTEND_PAIRS = """
         UPDATE {table} AS lock
-           SET expiry = greatest(expiry,
-                   clock_timestamp() + %(ttl_us)s::bigint * interval '1 microsecond')
+           SET expiry = greatest(expiry, {in_ttl})
           FROM unnest(%(keys)s::text[], %(owners)s::text[]) AS ours (key, owner)
          WHERE lock.key = ours.key AND lock.owner = ours.owner
      RETURNING lock.key, lock.owner"""
-    RELEASE = """
-        UPDATE {table}
-           SET owner = '', expiry = clock_timestamp()
-         WHERE key = %(key)s AND owner = %(owner)s"""
     RELEASE_TO_NEXT = """
         WITH locked AS MATERIALIZED (
             SELECT key
@@ -124,7 +110,7 @@ class PostgreSQL(Dialect):
             SELECT key, pg_advisory_unlock(%(queue)s::bigint) AS next FROM locked
         )
         UPDATE {table} AS lock
-           SET owner = '', expiry = clock_timestamp()
+           SET owner = '', expiry = {now}
           FROM called
          WHERE lock.key = called.key AND called.next IS NOT NULL
      RETURNING called.next"""
@@ -149,79 +135,23 @@ class PostgreSQL(Dialect):
         WITH locked AS MATERIALIZED (
             SELECT key, owner, expiry
               FROM {table}
-             WHERE key = '{key}'
+             WHERE key = '{row}'
                FOR UPDATE {nowait}
         ), moved AS (
             UPDATE {table} AS lock
-               SET owner = '', expiry = clock_timestamp(),
-                   fence = greatest(lock.fence + 1,
-                       (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
+               SET owner = '', expiry = {now}, fence = {next_fence}
               FROM locked
              WHERE lock.key = locked.key
-               AND (locked.owner = '' OR locked.expiry <= clock_timestamp())
+               AND (locked.owner = '' OR locked.expiry <= {now})
          RETURNING lock.fence
         )
         SELECT (SELECT fence FROM moved),
                set_config('statement_timeout', current_setting('distlock.before'), true)"""
-    RELEASED = """
-        SELECT 1 FROM {table} WHERE key = %(key)s AND owner = '' AND fence = %(fence)s"""
-    HOLDERS = """
-        SELECT key, name, fence, holder,
-               (extract(epoch FROM expiry - clock_timestamp()) * 1000000)::bigint,
-               (extract(epoch FROM clock_timestamp() - acquired_at) * 1000000)::bigint
-          FROM {table}
-         WHERE owner <> '' AND expiry > clock_timestamp()
-           AND key BETWEEN %(first)s AND %(last)s
-         ORDER BY key
-         LIMIT %(count)s OFFSET %(start)s"""
-    COUNT = """
-        SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > clock_timestamp()"""
-    _CLEARED = """
-        UPDATE {table}
-           SET owner = '', expiry = clock_timestamp() - {handover_us} * interval '1 microsecond',
-               fence = greatest(fence + 1,
-                   (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)"""
-    CLEAR = (
-        _CLEARED
-        + """
-         WHERE key = %(key)s AND owner <> ''
-           AND fence BETWEEN %(first)s::bigint AND %(last)s::bigint"""
-    )
-    CLEAR_EXPIRED = (
-        _CLEARED
-        + """
-         WHERE owner <> '' AND expiry <= clock_timestamp()
-           AND key BETWEEN %(first)s AND %(last)s"""
-    )
-    READ = """
-        SELECT owner, fence, name, holder,
-               (extract(epoch FROM acquired_at) * 1000000)::bigint,
-               (extract(epoch FROM expiry) * 1000000)::bigint,
-               (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
-          FROM {table}
-         WHERE key = %(key)s"""
-    REPLACE = """
-        UPDATE {table}
-           SET owner = %(owner)s, fence = %(fence)s, name = %(name)s, holder = %(holder)s,
-               acquired_at = 'epoch'::timestamptz
-                   + %(acquired_us)s::bigint * interval '1 microsecond',
-               expiry = 'epoch'::timestamptz + %(expiry_us)s::bigint * interval '1 microsecond'
-         WHERE key = %(key)s AND owner = %(old_owner)s AND fence = %(old_fence)s
-           AND expiry = 'epoch'::timestamptz
-                        + %(old_expiry_us)s::bigint * interval '1 microsecond'"""
-    LEFT_OVER = """
-        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= clock_timestamp()
-                                 THEN 1 ELSE 0 END), 0),
-               coalesce(sum(CASE WHEN expiry < clock_timestamp()
-                                      - %(age_us)s::bigint * interval '1 microsecond'
-                                 THEN 1 ELSE 0 END), 0)
-          FROM {table}"""
     PURGE = """
         DELETE FROM {table}
          WHERE key IN (SELECT key
                          FROM {table}
-                        WHERE expiry < clock_timestamp()
-                                       - %(age_us)s::bigint * interval '1 microsecond'
+                        WHERE expiry < {age_ago}
                           AND key BETWEEN %(first)s AND %(last)s
                           FOR UPDATE SKIP LOCKED)"""
 
@@ -250,7 +180,7 @@ class PostgreSQL(Dialect):
             # Prepared, at the first use, a statement costs 25 % less.
             cursor = wrapper.Database.Cursor(wrapper.connection)
             wrapper.connection.prepare_threshold = 0 if kept else None
-            wrapper.connection.wait = partial(_wait, wrapper.connection)
+            wrapper.connection.wait = partial(wait_for_answer, wrapper.connection)
         return cursor
 
     def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
@@ -326,7 +256,7 @@ class PostgreSQL(Dialect):
     def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
         deadline = Deadline(wait)
         wait_ms = math.ceil(min(wait or 0, LONGEST_WAIT) * 1000)
-        statement = self.LOCK_ROW.replace("{key}", key).replace("{wait_ms}", str(wait_ms))
+        statement = self.LOCK_ROW.replace("{row}", key).replace("{wait_ms}", str(wait_ms))
         try:
             cursor.execute(statement.replace("{nowait}", "NOWAIT" * (wait == 0)))
         except Exception as error:
@@ -353,44 +283,3 @@ class PostgreSQL(Dialect):
 
 def _code(error: Exception) -> str | None:
     return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-
-
-def _wait(connection: Any, steps: Any, *args: Any, **kwargs: Any) -> Any:
-    """Like psycopg's Connection.wait(), with a time limit for a server that is frozen."""
-    try:
-        return _answer(connection, steps)
-    except BackendError:
-        raise
-    except BaseException:  # of a signal handler
-        _outlast(connection.pgconn)
-        raise
-
-
-def _outlast(pgconn: Any) -> None:
-    """Wait for the end of the statement under way: no release may overtake it."""
-    end, poll = monotonic() + 2 * ROW_WAIT, select.poll()
-    with suppress(Exception):  # the connection is closed next
-        poll.register(pgconn.socket, select.POLLIN)
-        while pgconn.is_busy() and poll.poll(max(0.0, end - monotonic()) * 1000):
-            pgconn.consume_input()
-
-
-def _answer(connection: Any, steps: Any) -> Any:
-    """Run `steps`, which yields what to wait for on the socket: 1 to read, 2 to write, or both."""
-    end = monotonic() + ANSWER_WAIT
-    poll = select.poll()
-    try:
-        wanted = next(steps)
-        while True:
-            mask = (select.POLLIN if wanted & 1 else 0) | (select.POLLOUT if wanted & 2 else 0)
-            poll.register(connection.pgconn.socket, mask)
-            found = poll.poll(max(0.0, end - monotonic()) * 1000)
-            if not found:
-                raise BackendError(f"PostgreSQL did not answer within {ANSWER_WAIT} s")
-            # An end of the connection is found out by reading it.
-            ready = (1 if found[0][1] & ~select.POLLOUT else 0) | (
-                found[0][1] & select.POLLOUT
-            ) // 2
-            wanted = steps.send(ready & wanted or wanted)
-    except StopIteration as stop:
-        return stop.value

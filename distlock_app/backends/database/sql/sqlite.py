@@ -8,6 +8,7 @@ fixed width, in milliseconds as its clock is: Django reads them, and they sort a
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,43 +22,37 @@ class SQLite(Dialect):
 
     locks_rows = False
 
+    words = {
+        "key": "key",
+        "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
+        "now_us": "strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000",
+        "expiry_us": "strftime('%s', expiry) * 1000000 + substr(strftime('%f', expiry), 4) * 1000",
+        "acquired_us": "strftime('%s', acquired_at) * 1000000"
+        " + substr(strftime('%f', acquired_at), 4) * 1000",
+        "left_us": "CAST(round((julianday(expiry) - julianday('now')) * 86400000) AS INTEGER)"
+        " * 1000",
+        "held_us": "CAST(round((julianday('now') - julianday(acquired_at)) * 86400000) AS INTEGER)"
+        " * 1000",
+        "greatest": "max",
+        "in_ttl": "strftime('%Y-%m-%d %H:%M:%f', 'now', (%(ttl_us)s / 1000000.0) || ' seconds')",
+        "age_ago": "strftime('%Y-%m-%d %H:%M:%f', 'now', (%(age_us)s / -1000000.0) || ' seconds')",
+        "long_free": "{now}",
+        "at_acquired": "strftime('%Y-%m-%d %H:%M:%f', %(acquired_us)s / 1e6, 'unixepoch')",
+        "at_expiry": "strftime('%Y-%m-%d %H:%M:%f', %(expiry_us)s / 1e6, 'unixepoch')",
+    }
     TAKE = """
         UPDATE {table}
-           SET fence = CASE WHEN owner = :owner THEN fence ELSE max(fence + 1,
-                   strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000) END,
-               acquired_at = CASE WHEN owner = :owner THEN acquired_at
-                   ELSE strftime('%Y-%m-%d %H:%M:%f', 'now') END,
+           SET fence = CASE WHEN owner = :owner THEN fence ELSE {next_fence} END,
+               acquired_at = CASE WHEN owner = :owner THEN acquired_at ELSE {now} END,
                owner = :owner, name = :name, holder = :holder,
-               expiry = max(CASE WHEN owner = :owner THEN expiry ELSE '' END,
-                   strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds'))
+               expiry = max(CASE WHEN owner = :owner THEN expiry ELSE '' END, {in_ttl})
          WHERE key = :key
-           AND (owner IN ('', :owner) OR expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now'))"""
-    LEFT = """
-        SELECT CAST(round((julianday(expiry) - julianday('now')) * 86400000) AS INTEGER) * 1000
-          FROM {table}
-         WHERE key = :key"""
+           AND (owner IN ('', :owner) OR expiry <= {now})"""
     INSERT = """
         INSERT OR IGNORE INTO {table} (key, owner, fence, name, holder, acquired_at, expiry)
-        VALUES (:key, :owner,
-                strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000,
-                :name, :holder, strftime('%Y-%m-%d %H:%M:%f', 'now'),
-                strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds'))"""
+        VALUES (:key, :owner, {now_us}, :name, :holder, {now}, {in_ttl})"""
     FENCE = """
         SELECT fence FROM {table} WHERE key = :key AND owner = :owner"""
-    LOOK = """
-        SELECT CAST(round((julianday(expiry) - julianday('now')) * 86400000) AS INTEGER) * 1000
-          FROM {table}
-         WHERE key = :key AND owner NOT IN ('', :owner)
-           AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')"""
-    EXTEND = """
-        UPDATE {table}
-           SET expiry = max(expiry,
-                   strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds'))
-         WHERE key = :key AND owner = :owner"""
-    END_IN = """
-        UPDATE {table}
-           SET expiry = strftime('%Y-%m-%d %H:%M:%f', 'now', (:ttl_us / 1000000.0) || ' seconds')
-         WHERE key = :key AND owner = :owner"""
     EXTEND_PAIRS = """
         UPDATE {table}
            SET expiry = max(expiry,
@@ -65,82 +60,24 @@ class SQLite(Dialect):
          WHERE (key, owner) IN (VALUES {pairs})"""
     OURS = """
         SELECT key, owner FROM {table} WHERE (key, owner) IN (VALUES {pairs})"""
-    RELEASE = """
-        UPDATE {table}
-           SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now')
-         WHERE key = :key AND owner = :owner"""
     MAKE = """
         INSERT OR IGNORE INTO {table} (key, owner, fence, name, holder, expiry)
-        VALUES (:key, '', 0, '', '', strftime('%Y-%m-%d %H:%M:%f', 'now'))"""
+        VALUES (:key, '', 0, '', '', {now})"""
     LOCK_ROW = """
         UPDATE {table}
-           SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now'),
-               fence = max(fence + 1,
-                   strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000)
+           SET owner = '', expiry = {now}, fence = {next_fence}
          WHERE key = :key
-           AND (owner = '' OR expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now'))"""
-    RELEASED = """
-        SELECT 1 FROM {table} WHERE key = :key AND owner = '' AND fence = :fence"""
-    HOLDERS = """
-        SELECT key, name, fence, holder,
-               CAST(round((julianday(expiry) - julianday('now')) * 86400000) AS INTEGER) * 1000,
-               CAST(round((julianday('now') - julianday(acquired_at)) * 86400000) AS INTEGER) * 1000
-          FROM {table}
-         WHERE owner <> '' AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')
-           AND key BETWEEN :first AND :last
-         ORDER BY key
-         LIMIT :count OFFSET :start"""
-    COUNT = """
-        SELECT count(*)
-          FROM {table}
-         WHERE owner <> '' AND expiry > strftime('%Y-%m-%d %H:%M:%f', 'now')"""
-    _CLEARED = """
-        UPDATE {table}
-           SET owner = '', expiry = strftime('%Y-%m-%d %H:%M:%f', 'now'),
-               fence = max(fence + 1,
-                   strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000)"""
-    CLEAR = (
-        _CLEARED
-        + """
-         WHERE key = :key AND owner <> '' AND fence BETWEEN :first AND :last"""
-    )
-    CLEAR_EXPIRED = (
-        _CLEARED
-        + """
-         WHERE owner <> '' AND expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now')
-           AND key BETWEEN :first AND :last"""
-    )
-    READ = """
-        SELECT owner, fence, name, holder,
-               strftime('%s', acquired_at) * 1000000
-                   + substr(strftime('%f', acquired_at), 4) * 1000,
-               strftime('%s', expiry) * 1000000 + substr(strftime('%f', expiry), 4) * 1000,
-               strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000
-          FROM {table}
-         WHERE key = :key"""
-    REPLACE = """
-        UPDATE {table}
-           SET owner = :owner, fence = :fence, name = :name, holder = :holder,
-               acquired_at = strftime('%Y-%m-%d %H:%M:%f', :acquired_us / 1e6, 'unixepoch'),
-               expiry = strftime('%Y-%m-%d %H:%M:%f', :expiry_us / 1e6, 'unixepoch')
-         WHERE key = :key AND owner = :old_owner AND fence = :old_fence
-           AND strftime('%s', expiry) * 1000000 + substr(strftime('%f', expiry), 4) * 1000
-               = :old_expiry_us"""
-    LEFT_OVER = """
-        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= strftime('%Y-%m-%d %H:%M:%f', 'now')
-                                 THEN 1 ELSE 0 END), 0),
-               coalesce(sum(CASE WHEN expiry < strftime('%Y-%m-%d %H:%M:%f', 'now',
-                                                        (:age_us / -1000000.0) || ' seconds')
-                                 THEN 1 ELSE 0 END), 0)
-          FROM {table}"""
+           AND (owner = '' OR expiry <= {now})"""
     PURGE = """
         DELETE FROM {table}
          WHERE key IN (SELECT key
                          FROM {table}
-                        WHERE expiry < strftime('%Y-%m-%d %H:%M:%f', 'now',
-                                                (:age_us / -1000000.0) || ' seconds')
+                        WHERE expiry < {age_ago}
                           AND key BETWEEN :first AND :last
                         LIMIT {purged})"""
+
+    def written(self, statement: str) -> str:
+        return re.sub(r"%\((\w+)\)s", r":\1", statement)
 
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]

@@ -1,0 +1,111 @@
+"""The statements of the lock table that are alike in every dialect but for a few words.
+
+A dialect has its words in `words`; they may contain each other. Parameters are %(named)s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# Microseconds for which a lock that was released is kept for the first in the queue. One that has
+# not come for it by then has died or hangs: any claim may take it. (A free row says by its `expiry`
+# since when it is; one that was cleared says: for so long already.)
+HANDOVER_US = 250_000
+
+PURGED = 500  # rows that one statement deletes, where there is one writer at a time
+
+
+class Statements:
+    """Statements with {words}, which a dialect fills in.
+
+    `key` is the column; `..._us` are microseconds, of a time since 1970; `in_ttl`, `age_ago`,
+    `at_acquired` and `at_expiry` are times, computed from a parameter; `long_free` is the expiry
+    of a row that was cleared.
+    """
+
+    words: Mapping[str, str] = {}
+
+    LEFT = """
+        SELECT {left_us}
+          FROM {table}
+         WHERE {key} = %(key)s"""
+    # If the row is in the way.
+    LOOK = """
+        SELECT {left_us}
+          FROM {table}
+         WHERE {key} = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > {now}"""
+    EXTEND = """
+        UPDATE {table}
+           SET expiry = {greatest}(expiry, {in_ttl})
+         WHERE {key} = %(key)s AND owner = %(owner)s"""
+    # As EXTEND, but also sooner.
+    END_IN = """
+        UPDATE {table}
+           SET expiry = {in_ttl}
+         WHERE {key} = %(key)s AND owner = %(owner)s"""
+    RELEASE = """
+        UPDATE {table}
+           SET owner = '', expiry = {now}
+         WHERE {key} = %(key)s AND owner = %(owner)s"""
+    # A row, if this is how our own release left it.
+    RELEASED = """
+        SELECT 1 FROM {table} WHERE {key} = %(key)s AND owner = '' AND fence = %(fence)s"""
+    HOLDERS = """
+        SELECT {key}, name, fence, holder, {left_us}, {held_us}
+          FROM {table}
+         WHERE owner <> '' AND expiry > {now} AND {key} BETWEEN %(first)s AND %(last)s
+         ORDER BY {key}
+         LIMIT %(count)s OFFSET %(start)s"""
+    # Of the rows that HOLDERS would read.
+    COUNT = """
+        SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > {now}"""
+    CLEAR = """
+        UPDATE {table}
+           SET owner = '', expiry = {long_free}, fence = {next_fence}
+         WHERE {key} = %(key)s AND owner <> '' AND fence BETWEEN %(first)s AND %(last)s"""
+    # All that was not renewed.
+    CLEAR_EXPIRED = """
+        UPDATE {table}
+           SET owner = '', expiry = {long_free}, fence = {next_fence}
+         WHERE owner <> '' AND expiry <= {now} AND {key} BETWEEN %(first)s AND %(last)s"""
+    # A LockRow.
+    READ = """
+        SELECT owner, fence, name, holder, {acquired_us}, {expiry_us}, {now_us}
+          FROM {table}
+         WHERE {key} = %(key)s"""
+    # If it is as it was read.
+    REPLACE = """
+        UPDATE {table}
+           SET owner = %(owner)s, fence = %(fence)s, name = %(name)s, holder = %(holder)s,
+               acquired_at = {at_acquired}, expiry = {at_expiry}
+         WHERE {key} = %(key)s AND owner = %(old_owner)s AND fence = %(old_fence)s
+           AND {expiry_us} = %(old_expiry_us)s"""
+    # How many rows CLEAR_EXPIRED would change, and PURGE delete.
+    LEFT_OVER = """
+        SELECT coalesce(sum(CASE WHEN owner <> '' AND expiry <= {now} THEN 1 ELSE 0 END), 0),
+               coalesce(sum(CASE WHEN expiry < {age_ago} THEN 1 ELSE 0 END), 0)
+          FROM {table}"""
+
+    def __init__(self, table: str) -> None:
+        """Fill the words in, and the `table`, quoted; once for all connections of a process."""
+        words = {
+            "next_fence": "{greatest}(fence + 1, {now_us})",
+            **self.words,
+            "table": table,
+            "handover_us": str(HANDOVER_US),
+            "purged": str(PURGED),
+        }
+        for name in dir(type(self)):
+            if name.isupper() and isinstance(text := getattr(self, name), str):
+                setattr(self, name, self.written(_filled(text, words)))
+
+    def written(self, statement: str) -> str:
+        """Return the statement as the driver takes it."""
+        return statement
+
+
+def _filled(text: str, words: Mapping[str, str]) -> str:
+    """Replace each {word}, also in words; leave those that a statement gets later."""
+    filled = re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), text)
+    return filled if filled == text else _filled(filled, words)
