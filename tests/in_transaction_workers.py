@@ -10,6 +10,7 @@ from django.db import OperationalError, connection, connections, transaction
 
 from distlock_app import Lock, LockBusy, lock_in_transaction
 from distlock_app.backends.database import sql
+from distlock_app.pessimistic import retry_on_deadlock
 from tests.app.models import Counter
 from tests.processes import hear, say
 
@@ -25,6 +26,12 @@ def count(name: str, times: int, threads: int, generic: bool = False) -> list[st
         counter.value += 1
         counter.save()
 
+    @retry_on_deadlock
+    def add_in_transaction() -> None:
+        with transaction.atomic():
+            lock_in_transaction(name, wait=100)
+            add_one()
+
     def work() -> None:
         try:
             for number in range(times):
@@ -33,9 +40,7 @@ def count(name: str, times: int, threads: int, generic: bool = False) -> list[st
                     with Lock(name, wait=100, atomic=True):
                         add_one()
                 else:
-                    with transaction.atomic():
-                        lock_in_transaction(name, wait=100)
-                        add_one()
+                    add_in_transaction()
         except BaseException as error:
             errors.append(repr(error))
         finally:

@@ -7,7 +7,7 @@ from contextlib import closing
 from time import sleep
 from typing import Any, TypeVar
 
-from django.db import connections
+from django.db import OperationalError, connections
 from django.db.transaction import mark_for_rollback_on_error
 
 from ...claims import Busy, Claim, Grant
@@ -20,6 +20,12 @@ from .requests import Contended, Requests, claim_key_of
 from .sql import Dialect, dialect_for
 
 T = TypeVar("T")
+
+# Seconds in which another session's statement has surely changed the row and unlocked it.
+STATEMENT = 0.25
+
+# The code of a deadlock on MySQL and MariaDB; see retry_on_deadlock().
+DEADLOCK = 1213
 
 
 class InCallersTransaction(Requests, InTransaction):
@@ -44,11 +50,27 @@ class InCallersTransaction(Requests, InTransaction):
                     return Busy()
                 sleep(deadline.cap(full_jitter(attempt, base=self.poll_min, cap=self.poll_max)))
                 attempt += 1
-        elif getattr(connection, "mysql_is_mariadb", False):
-            # Its SKIP LOCKED may be granted a row that is just being leased, and keep it locked.
-            return None
         left = deadline.remaining()
-        return self._in_transaction(lambda d, cursor: d.lock_row(cursor, key, left))
+        return self._in_transaction(lambda d, cursor: self._lock_row(d, cursor, key, left))
+
+    def _lock_row(
+        self, dialect: Dialect, cursor: Any, key: str, wait: float | None
+    ) -> int | Busy | None:
+        answer = dialect.lock_row(cursor, key, wait)
+        if isinstance(answer, int) or not dialect.may_have_kept(cursor):
+            return answer
+        give_up = Deadline(STATEMENT)
+        while not self._ask(lambda s: s.dialect.try_row(s.cursor, key)):
+            if give_up.remaining():
+                sleep(give_up.cap(STATEMENT / 50))
+            elif not dialect.try_row(cursor, key):  # another transaction has locked it
+                break
+            else:
+                raise OperationalError(
+                    DEADLOCK,
+                    "the row was leased just as it was locked, and its owner now waits for us",
+                )
+        return answer
 
     def _in_transaction(self, work: Callable[[Dialect, Any], T]) -> T:
         connection: Any = connections[self.using]

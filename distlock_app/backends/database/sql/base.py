@@ -227,6 +227,14 @@ class Dialect(Statements):
         """
         return None
 
+    def may_have_kept(self, cursor: Cursor) -> bool:
+        """Return whether lock_row(), which failed, may have left a leased row locked."""
+        return False
+
+    def try_row(self, cursor: Cursor, key: str) -> bool:
+        """Lock the row unless another transaction has it; return whether that worked."""
+        raise NotImplementedError
+
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         """Extend many rows by one statement; return those that are ours."""
         raise NotImplementedError

@@ -112,16 +112,20 @@ class MySQL(Dialect):
     # One request, if the driver sends several statements at once. It does not wait for the row: at
     # READ COMMITTED a row that turns out to be leased is unlocked at once, but not if it was
     # waited for, nor if it was looked up by a constant. So '' is looked for as well.
+    # MariaDB's SKIP LOCKED waits for a moment, so it notes whether it had the row.
     LOCK_ROW = """
-        SET @distlock = NULL;
+        SET @distlock = NULL, @distlock_had = NULL;
         SELECT `key` INTO @distlock
           FROM {table}
-         WHERE `key` IN (%(key)s, '') AND (owner = '' OR expiry <= {now})
+         WHERE `key` IN (%(key)s, '') /*M! AND (@distlock_had := `key`) IS NOT NULL */
+           AND (owner = '' OR expiry <= {now})
            FOR UPDATE SKIP LOCKED;
         UPDATE {table}
            SET fence = LAST_INSERT_ID({next_fence}),
                owner = '', expiry = {now}
          WHERE `key` = @distlock"""
+    TRY_ROW = """
+        SELECT 1 FROM {table} WHERE `key` = %(key)s FOR UPDATE SKIP LOCKED"""
     PURGE = """
         DELETE FROM {table}
          WHERE expiry < {age_ago}
@@ -228,6 +232,13 @@ class MySQL(Dialect):
             return int(cursor.lastrowid)
         row = self.execute(cursor, self.LEFT, {"key": key}).fetchone() if wait == 0 else None
         return refused(row[0]) if row else None
+
+    def may_have_kept(self, cursor: Cursor) -> bool:
+        cursor.execute("SELECT @distlock_had")
+        return cursor.fetchone()[0] is not None
+
+    def try_row(self, cursor: Cursor, key: str) -> bool:
+        return self.execute(cursor, self.TRY_ROW, {"key": key}).fetchone() is not None
 
     def _execute_all(self, cursor: Cursor, statements: str, asked: Named) -> None:
         if self.one_request:
