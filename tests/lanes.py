@@ -26,6 +26,7 @@ class Choice:
     """What the command line asks for."""
 
     quick: bool = False
+    upstream: bool = False
     only: str = ""
     keep: bool = False
     pytest: tuple[str, ...] = ()
@@ -49,6 +50,8 @@ class Choice:
         """The pairs of the run; see LANES."""
         if self.quick:
             return {"new"}
+        if self.upstream:
+            return {"upstream"}
         return {"new", "old"} if self.only else {"new", "old", "lowest", "wheel"}
 
     @property
@@ -92,6 +95,9 @@ LANES = (
     ("contract", "mysql", FEW),
     ("contract", "sqlite", FEW),
     ("checks", "", ""),
+    ("upstream", "sqlite", "not slow and not crowd"),
+    ("upstream", "mysql", FEW),
+    ("upstream", "postgresql", FEW),
 )
 # Which pair runs it, if not the one of its own name.
 PAIR_OF = {"slow": "new", "checks": "new", "contract": "lowest"}
@@ -101,6 +107,7 @@ LEFT_OUT = {
     "old": "what is slow; what starts processes, but on MariaDB; what needs no database",
     "lowest": "what is slow or starts processes; of each database all but the contract",
     "wheel": "what is slow, starts processes or needs no database; MariaDB and PostgreSQL",
+    "upstream": "what is slow or starts processes",
 }
 
 
@@ -117,10 +124,11 @@ def pairs_of(versions: Sequence[str]) -> dict[str, Pair]:
     pairs = {}
     if news:
         pairs["new"] = Pair(news[0], "6.1")
+        pairs["upstream"] = Pair(news[0], "upstream", "upstream")
     if olds:
         pairs["old" if news else "new"] = Pair(olds[0], "5.2")
     if olds[1:]:
-        pairs["lowest"] = Pair(olds[1], "5.2", lowest=True)
+        pairs["lowest"] = Pair(olds[1], "5.2", "lowest")
     if news[1:]:
         pairs["wheel"] = Pair(news[1], "6.0")
     return pairs

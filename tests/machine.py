@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -27,8 +28,8 @@ class Pair:
     """A Python and a release of Django: what one virtual environment has."""
 
     version: str
-    django: str
-    lowest: bool = False  # of everything that setup.cfg allows
+    django: str  # a release, or "upstream"
+    others: str = ""  # "lowest", "upstream": the releases of the others; tests/<others>.txt
 
     def __str__(self) -> str:
         return f"{self.version}-{self.django}"
@@ -156,9 +157,12 @@ class Environments:
             return True
 
     def _requirements(self, pair: Pair) -> list[str]:
-        files = [ROOT / "requirements.txt", *([ROOT / "tests/lowest.txt"] if pair.lowest else [])]
-        lines = [line for file in files for line in file.read_text().splitlines()]
-        return [*lines, f"Django~={pair.django}.0"]
+        lines = (ROOT / "requirements.txt").read_text().splitlines()
+        if pair.others:
+            lines += (ROOT / f"tests/{pair.others}.txt").read_text().splitlines()
+        # The newest of today: an environment of yesterday is made anew.
+        newest = pair.django == "upstream"
+        return [*lines, f"# {date.today()}" if newest else f"Django~={pair.django}.0"]
 
 
 def _asked(python: str) -> list[str] | None:

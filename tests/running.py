@@ -324,6 +324,8 @@ def parsed(arguments: Sequence[str]) -> Choice:
     what = parser.add_mutually_exclusive_group()
     quick = "one Python, SQLite and Redis, without the tests marked slow"
     what.add_argument("--quick", action="store_true", help=quick)
+    upstream = "on every database with the newest pre-releases of Django and the clients"
+    what.add_argument("--upstream", action="store_true", help=upstream)
     only = "only on this database; redis: only what is about Redis"
     what.add_argument("--only", choices=[*DATABASES, "redis"], default="", help=only)
     keep = "leave the servers running afterwards, and say how to use and stop them"

@@ -366,9 +366,15 @@ def test_every_message_that_troubleshooting_explains_is_one_of_the_code():
 
 
 def test_the_readme_names_every_option_of_the_two_scripts():
-    readme = (ROOT / "README.md").read_text()
+    demo = (ROOT / "demo_project/run.sh").read_text().partition("\nset -u")[0]
+    suite = (ROOT / "tests/running.py").read_text()
+    options = [
+        *re.findall(r"^#   (--\w+|[A-Z_]+)", demo, re.M),
+        *re.findall(r'add_argument\("(--\w+)"', suite),
+        *re.findall(r"^  (DISTLOCK_\w+)=", suite, re.M),
+    ]
 
-    for script in ("demo_project/run.sh", "tests/run.sh"):
-        head = (ROOT / script).read_text().partition("\nset -u")[0]
-        for option in re.findall(r"^#   (--\w+|[A-Z_]+)", head, re.M):
-            assert option in readme, f"{option} of {script}"
+    assert len(options) == 15
+    for readme in ("README.md", "README.ko.md"):
+        text = (ROOT / readme).read_text()
+        assert [option for option in options if option not in text] == []

@@ -14,7 +14,7 @@ import pytest
 
 from tests.lanes import SERVERS, Choice, Lane, plan
 from tests.launching import ROOT
-from tests.machine import Pair
+from tests.machine import Environments, Pair
 from tests.running import LaneRun, Run, Stopped, _summary, parsed
 from tests.servers import KINDS
 
@@ -69,6 +69,21 @@ def test_only_one_database_has_both_lines_of_django():
         *("new-mysql 3.13-6.1", "slow-mysql 3.13-6.1", "new-mysql9 3.13-6.1"),
         *("old-mysql 3.11-5.2", "checks 3.13-6.1"),
     }
+
+
+def test_what_is_to_come_is_tried_on_every_database_in_a_run_of_its_own():
+    assert names(parsed(["--upstream"])) == [
+        f"upstream-{database} 3.13-upstream" for database in ("sqlite", "mysql", "postgresql")
+    ]
+    assert not any("upstream" in name for name in names())
+
+
+def test_pre_releases_are_installed_of_what_is_listed(tmp_path):
+    pair = Pair("3.13", "upstream", "upstream")
+
+    wanted = Environments(Run(Choice(), tmp_path).run, compiler=True)._requirements(pair)
+
+    assert "Django>=6.0a0" in wanted and not any("~=upstream" in line for line in wanted)
 
 
 def test_what_follows_two_dashes_is_for_pytest():

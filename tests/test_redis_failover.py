@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import redis
+from redis.sentinel import Sentinel
 
 from distlock_app.backends.redis import RedisBackend
+from distlock_app.backends.redis.alias import _master
 from distlock_app.backends.redis.pool import MASTER_SECONDS, SENTINELS_AWAY_SECONDS
 from distlock_app.errors import BackendError
 from tests.proxy import proxy_to
@@ -290,6 +292,17 @@ def test_a_master_that_lost_its_place_while_it_was_connected_to_is_left(private_
         backend.release(grant)
     backend.close()
     for server in (sentinel, old, new):
+        server.close()
+
+
+def test_the_address_that_a_project_forces_on_its_master_is_kept(private_server):
+    master = private_server(RedisServer)
+    sentinel = private_server(SentinelServer, master)
+    sentinels = Sentinel([("127.0.0.1", sentinel.port)], force_master_ip="localhost")
+
+    assert _master(sentinels, "locks") == ("localhost", master.port)
+
+    for server in (sentinel, master):
         server.close()
 
 
