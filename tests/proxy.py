@@ -14,11 +14,12 @@ from itertools import cycle
 class Proxy:
     """Passes bytes on; `lose` is the chance that an answer is lost and its connection cut.
 
-    To several ports, as a load balancer does, one connection after the other.
+    To several servers, as a load balancer does, one connection after the other; to 127.0.0.1, where
+    only a port is given.
     """
 
-    def __init__(self, *ports: int, seed: int = 1) -> None:
-        self._ports = cycle(ports)
+    def __init__(self, *servers: int | tuple[str, int], seed: int = 1) -> None:
+        self._servers = cycle(("127.0.0.1", s) if isinstance(s, int) else s for s in servers)
         self.lose = 0.0
         self.lost = 0  # answers lost so far
         self.swallow = ""  # "silent" or "close": loses the next answer, and the connection or not
@@ -58,7 +59,7 @@ class Proxy:
             while True:
                 client, _ = self._listener.accept()
                 try:
-                    server = socket.create_connection(("127.0.0.1", next(self._ports)), timeout=5)
+                    server = socket.create_connection(next(self._servers), timeout=5)
                 except OSError:
                     client.close()
                     continue
@@ -100,9 +101,9 @@ class Proxy:
 
 
 @contextmanager
-def proxy_to(*ports: int) -> Iterator[Proxy]:
-    """Run a proxy to ports of this machine."""
-    proxy = Proxy(*ports)
+def proxy_to(*servers: int | tuple[str, int]) -> Iterator[Proxy]:
+    """Run a proxy to these."""
+    proxy = Proxy(*servers)
     try:
         yield proxy
     finally:

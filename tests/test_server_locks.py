@@ -130,31 +130,45 @@ def test_a_replica_grants_no_lock(own_locks):
     assert "read-only replica" in doctor.examine("own").trouble
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [ENGINE, "distlock_app.backends.database.DatabaseBackend"])
-def test_two_servers_behind_one_address_are_told(
-    own_locks, private_server, settings, monkeypatch, engine
-):
-    def told(*ports):
-        with proxy_to(*ports) as proxy:
+@pytest.fixture
+def warned_of_several(own_locks, monkeypatch):
+    """Tell whether the check warns that `own` reaches several servers behind a load balancer."""
+
+    def ask(*servers):
+        own = connections["own"]
+        with proxy_to(*servers) as proxy:
             address = {"HOST": "127.0.0.1", "PORT": proxy.port}
             monkeypatch.setattr(own, "settings_dict", {**own.settings_dict, **address})
             ids = [message.id for message in registry["own"].backend.check(ask=True)]
             registry["own"].backend.close()
         return "distlock_app.W033" in ids
 
-    own = connections["own"]
+    return ask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [ENGINE, "distlock_app.backends.database.DatabaseBackend"])
+def test_two_servers_behind_one_address_are_told(
+    own_locks, private_server, settings, warned_of_several, engine
+):
     settings.DISTLOCK = {"own": {"BACKEND": engine, "LOCATION": "own"}}
     other = private_server(type(own_locks))
     if connection.vendor == "mysql":
-        there = own.copy()
+        there = connections["own"].copy()
         there.settings_dict["PORT"] = other.port
         with there._nodb_cursor() as cursor:
-            cursor.execute(f"CREATE DATABASE {own.settings_dict['NAME']}")
+            cursor.execute(f"CREATE DATABASE {there.settings_dict['NAME']}")
 
-    assert not told(own_locks.port)
-    assert told(own_locks.port, other.port)
+    assert not warned_of_several(own_locks.port)
+    assert warned_of_several(own_locks.port, other.port)
     other.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="MySQL names itself by its host")
+@pytest.mark.parametrize("own_server", [{"listen_addresses": "127.0.0.1,127.0.0.2"}], indirect=True)
+def test_one_server_with_two_addresses_is_one(own_locks, warned_of_several):
+    assert not warned_of_several(("127.0.0.1", own_locks.port), ("127.0.0.2", own_locks.port))
 
 
 @pytest.mark.slow
