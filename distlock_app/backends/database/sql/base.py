@@ -68,6 +68,7 @@ Decide = Callable[[LockRow], tuple[T, LockRow | None]]
 class Cursor(Protocol):
     """What is used of a driver's cursor (PEP 249)."""
 
+    connection: Any
     rowcount: int
     lastrowid: Any
 

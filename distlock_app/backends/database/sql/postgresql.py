@@ -184,10 +184,10 @@ class PostgreSQL(Dialect):
         return cursor
 
     def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
-        if self.kept:
+        connection: Any = cursor.connection
+        if self.kept or not connection.autocommit:  # or in the transaction of the caller
             return super().execute(cursor, statement, asked)
-        bounds: Any = cursor
-        with bounds.connection.cursor() as around:
+        with connection.cursor() as around:
             around.execute(
                 f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '{ROW_WAIT}s';"
                 f" SET LOCAL statement_timeout = '{ANSWER_WAIT}s'"
