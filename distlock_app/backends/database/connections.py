@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from django.db import connections
@@ -171,9 +172,13 @@ class Sessions:
         self._queue = queue
         self._emptied = emptied
         self._epoch = 0
-        self.dialect: Dialect | None = None
         self._begin()
         connection_created.connect(self._make_way)
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """The statements, filled in once for all connections of this process."""
+        return dialect_for(connections[self.using])
 
     def lend(self) -> Session:
         """Return the connection used last, or a new one; raises Django's database errors."""
@@ -267,8 +272,6 @@ class Sessions:
     def _open(self) -> Session:
         ours = connections[self.using].copy()
         ours.inc_thread_sharing()
-        if self.dialect is None:
-            self.dialect = dialect_for(ours)
         return Session(ours, self.dialect, self._epoch)
 
     def _take_oldest(self) -> Session | None:

@@ -66,8 +66,7 @@ class Extending(Requests):
             extend = partial(_extend_pairs, pairs, work[0][1])
             ours = self._ask(extend, urgent=True)
         except Exception as error:
-            dialect = self._sessions.dialect
-            if isinstance(error, Contended) and dialect and dialect.locks_rows:
+            if isinstance(error, Contended) and self._sessions.dialect.locks_rows:
                 # One row is in another transaction: the others must not expire for it.
                 return super().extend_many(work)
             return [error] * len(work)

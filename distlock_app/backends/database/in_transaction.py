@@ -17,7 +17,7 @@ from ...primitives.timing import Deadline, full_jitter
 from ...primitives.transactions import fence_of
 from ..base import InTransaction
 from .requests import Contended, Requests, claim_key_of
-from .sql import Dialect, dialect_for
+from .sql import Dialect
 
 T = TypeVar("T")
 
@@ -50,6 +50,8 @@ class InCallersTransaction(Requests, InTransaction):
                     return Busy()
                 sleep(deadline.cap(full_jitter(attempt, base=self.poll_min, cap=self.poll_max)))
                 attempt += 1
+        elif not connection.features.has_select_for_update_skip_locked:
+            return None  # such as MariaDB before 10.6
         left = deadline.remaining()
         return self._in_transaction(lambda d, cursor: self._lock_row(d, cursor, key, left))
 
@@ -66,16 +68,16 @@ class InCallersTransaction(Requests, InTransaction):
             elif not dialect.try_row(cursor, key):  # another transaction has locked it
                 break
             else:
+                cursor.execute("ROLLBACK")  # as in a deadlock: to a savepoint frees no row
                 raise OperationalError(
-                    DEADLOCK,
-                    "the row was leased just as it was locked, and its owner now waits for us",
+                    DEADLOCK, "a Lock took the name just as its row was locked here: try again"
                 )
         return answer
 
     def _in_transaction(self, work: Callable[[Dialect, Any], T]) -> T:
         connection: Any = connections[self.using]
         connection.validate_no_broken_transaction()
-        dialect = self._sessions.dialect or dialect_for(connection)
+        dialect = self._sessions.dialect
         with (
             mark_for_rollback_on_error(self.using),
             connection.wrap_database_errors,

@@ -120,9 +120,7 @@ class ForPeople(Requests, Purgeable):
             began = monotonic()
             deleted = self._unless_contended(partial(_purge_part, part, older_than))
             total += deleted
-            if deleted < PURGED or self._sessions.dialect is None:
-                return total
-            if self._sessions.dialect.locks_rows:
+            if deleted < PURGED or self._sessions.dialect.locks_rows:
                 return total
             sleep(monotonic() - began)  # on SQLite there is one writer at a time
 

@@ -112,7 +112,7 @@ class MySQL(Dialect):
     # One request, if the driver sends several statements at once. It does not wait for the row: at
     # READ COMMITTED a row that turns out to be leased is unlocked at once, but not if it was
     # waited for, nor if it was looked up by a constant. So '' is looked for as well.
-    # MariaDB's SKIP LOCKED waits for a moment, so it notes whether it had the row.
+    # MariaDB's SKIP LOCKED waits for a moment, so a variable notes whether the row was locked here.
     LOCK_ROW = """
         SET @distlock = NULL, @distlock_had = NULL;
         SELECT `key` INTO @distlock
