@@ -406,11 +406,35 @@ def test_every_action_takes_several_aliases(memory, capsys):
     assert re.findall(r"^(\w+): LocMemBackend works", say(capsys, "doctor", *both)[1], re.M) == [
         *("second", "third")
     ]
-    assert say(capsys, "purge", *both)[:2] == (0, "0 deleted\n")
     assert say(capsys, "clear", "a", "--yes", *both)[:2] == (0, "2 cleared\n")
     assert say(capsys, "show", "a", *both)[:2] == (1, "nobody holds 'a' (asked: second, third)\n")
     assert list(registry["default"].backend.holders(key_of("a")))
     assert "none" in str(ends_with("list", "--using", "second,none"))
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_purge_sums_up_the_tables_of_several_aliases(capsys, settings):
+    path = "distlock_app.backends.database.DatabaseBackend"
+    settings.DISTLOCK = {
+        alias: {"BACKEND": path, "LOCATION": alias} for alias in ("default", "locks")
+    }
+    both = ("--older-than", "0", "--using", "default,locks,locks")
+    say(capsys, "purge", *both)
+    for alias in settings.DISTLOCK:
+        Lock(f"test-command on {alias}", using=alias).acquire().release()
+
+    assert say(capsys, "purge", *both, "--dry-run")[:2] == (0, "2 to delete\n")
+    assert say(capsys, "purge", *both)[:2] == (0, "2 deleted\n")
+
+
+def test_clear_says_that_one_of_its_aliases_was_down(memory, capsys):
+    memory("broken", "tests.failing_engines.DownBackend")
+    taken("a")
+
+    code, out, err = say(capsys, "clear", "a", "--yes", "--using", "default,broken")
+
+    assert (code, out) == (69, "1 cleared\n")
+    assert "broken is down" in err
 
 
 def test_show_names_a_holder_although_another_engine_is_down(memory, capsys):

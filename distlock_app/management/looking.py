@@ -79,7 +79,7 @@ class Looking(BaseCommand):
         return 0
 
     def _show(self, *, name: str, using: str | None, as_json: bool, **options: Any) -> int:
-        held = self._held(name, using)
+        held, _ = self._held(name, using)
         if as_json:
             self._write_json({"locks": list(map(facts_of, held))})
         elif not held:
@@ -96,26 +96,29 @@ class Looking(BaseCommand):
                 style = self._style_of(text) if label == "state" else str
                 self.stdout.write(f"{label:15}{style(text)}")
 
-    def _held(self, name: str, using: str | None) -> list[Holding]:
-        """Return the holders of the lock; exit with 69 if it is not known whether it is held."""
+    def _held(self, name: str, using: str | None) -> tuple[list[Holding], int]:
+        """Return the holders of the lock, and 69 if not all backends answered.
+
+        Exit with 69 if it is not known whether it is held.
+        """
         try:
             key = names.key_of(names.checked(name))
         except ValueError as error:
             raise CommandError(str(error)) from error
         reading = read(dict.fromkeys(self._aliases(using), [key]))
-        self._report_unknown(reading.backends)
+        code = self._report_unknown(reading.backends)
         if not reading.holdings and not all(backend.known for backend in reading.backends):
             sys.exit(EX_UNAVAILABLE)
-        return reading.holdings
+        return reading.holdings, code
 
     def _aliases(self, using: str | None) -> list[str]:
         """Return the aliases that were asked for, or all of them."""
         if using is None:
             return list(registry)
-        aliases = aliases_of(using_in(using))
+        aliases = list(dict.fromkeys(aliases_of(using_in(using))))
         for alias in aliases:
             registry[alias]  # a wrong alias is the caller's mistake, not a backend that is down
-        return list(aliases)
+        return aliases
 
     def _report_unknown(self, backends: Iterable[Health]) -> int:
         """Name the backends whose locks are not known; return the code if one is down."""

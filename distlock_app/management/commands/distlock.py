@@ -47,7 +47,7 @@ class Command(Looking):
 
         def action(name: str, text: str, using: str | None = None) -> Any:
             added = actions.add_parser(name, help=text, description=text)
-            which = f"aliases of DISTLOCK, separated by commas ({using or 'all'})"
+            which = f"aliases of DISTLOCK, separated by commas (default: {using or 'all'})"
             added.add_argument("--using", default=using, metavar="ALIAS", help=which)
             return added
 
@@ -92,7 +92,7 @@ class Command(Looking):
             sys.exit(code)
 
     def _doctor(self, *, using: str | None, as_json: bool, **options: Any) -> int:
-        aliases = registry if using is None else aliases_of(using_in(using))
+        aliases = registry if using is None else dict.fromkeys(aliases_of(using_in(using)))
         found = [doctor.examine(alias) for alias in aliases]
         if as_json:
             self._write_json({"backends": [doctor.as_json(backend) for backend in found]})
@@ -119,7 +119,8 @@ class Command(Looking):
         as_json: bool,
         **options: Any,
     ) -> int:
-        held = [h for h in self._held(name, using) if if_version in (None, h.version)]
+        found, code = self._held(name, using)
+        held = [h for h in found if if_version in (None, h.version)]
         if using is None and len(aliases := sorted({h.alias for h in held})) > 1:
             raise CommandError(f"held under {' and '.join(aliases)}: choose with --using")
         if held and not yes:
@@ -134,6 +135,8 @@ class Command(Looking):
             self._write_json({"locks": list(map(facts_of, cleared))})
         else:
             self.stdout.write(f"{len(cleared)} cleared")
+        if using is not None and code:  # it may still be held there
+            return code
         return 0 if cleared else 1
 
     def _purge(
