@@ -20,6 +20,7 @@ class Proxy:
 
     def __init__(self, *servers: int | tuple[str, int], seed: int = 1) -> None:
         self._servers = cycle(("127.0.0.1", s) if isinstance(s, int) else s for s in servers)
+        self.reached: set[tuple[str, int]] = set()
         self.lose = 0.0
         self.lost = 0  # answers lost so far
         self.swallow = ""  # "silent" or "close": loses the next answer, and the connection or not
@@ -63,6 +64,7 @@ class Proxy:
                 except OSError:
                     client.close()
                     continue
+                self.reached.add(server.getpeername())
                 server.settimeout(None)
                 for one in (client, server):
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

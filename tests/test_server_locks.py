@@ -141,6 +141,7 @@ def warned_of_several(own_locks, monkeypatch):
             monkeypatch.setattr(own, "settings_dict", {**own.settings_dict, **address})
             ids = [message.id for message in registry["own"].backend.check(ask=True)]
             registry["own"].backend.close()
+        assert len(proxy.reached) == len(servers)
         return "distlock_app.W033" in ids
 
     return ask

@@ -9,11 +9,12 @@ from django.core.checks import CheckMessage, Warning
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
-# What tells one server from another, by vendor.
+# What tells one server from another, by vendor; and how to show it.
 SERVER = {
     "mysql": "SELECT CONCAT_WS(':', @@hostname, @@port, @@server_id)",
-    # Not its address: it may have several.
-    "postgresql": "SELECT CONCAT('started ', pg_postmaster_start_time())",
+    "postgresql": """
+        SELECT pg_postmaster_start_time(),
+               CONCAT_WS(' since ', inet_server_addr(), pg_postmaster_start_time())""",
 }
 # Open at once, so that a load balancer spreads them.
 CONNECTIONS = 4
@@ -24,7 +25,7 @@ def check_one_server(alias: str, using: str) -> Iterator[CheckMessage]:
     question = SERVER.get(connections[using].vendor)
     if question is None:
         return
-    servers = set()
+    servers = {}
     with suppress(DjangoDatabaseError), ExitStack() as stack:  # another check reports an error
         for _ in range(CONNECTIONS):
             connection = connections[using].copy()
@@ -32,11 +33,12 @@ def check_one_server(alias: str, using: str) -> Iterator[CheckMessage]:
             stack.callback(connection.close)
             cursor = stack.enter_context(connection.cursor())
             cursor.execute(question)
-            servers.add(str(cursor.fetchone()[0]))
+            server = cursor.fetchone()
+            servers[server[0]] = str(server[-1])
     if len(servers) > 1:
         yield Warning(
             f"DISTLOCK[{alias!r}]: connections to {using!r} reach different servers "
-            f"({', '.join(sorted(servers))}), as through a load balancer.",
+            f"({', '.join(sorted(servers.values()))}), as through a load balancer.",
             hint="Locks of one server do not exclude callers on another: use an alias that always "
             "connects to the same server, unless all of them are nodes of one synchronous cluster.",
             id="distlock_app.W033",
