@@ -48,7 +48,7 @@ ONCE = (
     *("test_locmem", "test_log_records", "test_metrics", "test_override_locks", "test_packaging"),
     *("test_race", "test_permission_matrix", "test_redis_", "test_rooms", "test_statements"),
     *(
-        *("test_gevent", "test_lanes"),
+        *("test_gevent", "test_lanes", "test_private_parts"),
         "test_servers",
         "test_benchmarks",
         "test_etcd_",

@@ -27,6 +27,7 @@ class Choice:
 
     quick: bool = False
     upstream: bool = False
+    coverage: bool = False
     only: str = ""
     keep: bool = False
     pytest: tuple[str, ...] = ()
@@ -39,6 +40,12 @@ class Choice:
         return (self.only,) if self.only else DATABASES
 
     @property
+    def kept(self) -> str:
+        """The lane whose servers run on in the end."""
+        kind = self.kinds & {"upstream", "coverage"} or {"new"}
+        return f"{min(kind)}-{self.databases[0]}" if self.keep else ""
+
+    @property
     def stores(self) -> tuple[str, ...]:
         """Servers that are tested beside SQLite only: they need no database."""
         if self.quick or self.only == "redis":
@@ -46,13 +53,16 @@ class Choice:
         return () if self.only in DATABASES[1:] else ("redlock", "etcd", "zookeeper")
 
     @property
-    def parts(self) -> set[str]:
-        """The pairs of the run; see LANES."""
+    def kinds(self) -> set[str]:
+        """Which of LANES the run has."""
         if self.quick:
-            return {"new"}
+            return {"new", "checks"}
         if self.upstream:
             return {"upstream"}
-        return {"new", "old"} if self.only else {"new", "old", "lowest", "wheel"}
+        if self.coverage:
+            return {"coverage"}
+        few = {"new", "slow", "old", "checks"}
+        return few if self.only else {*few, "lowest", "contract", "wheel"}
 
     @property
     def programs(self) -> set[str]:
@@ -95,19 +105,23 @@ LANES = (
     ("contract", "mysql", FEW),
     ("contract", "sqlite", FEW),
     ("checks", "", ""),
+    # What starts processes is left out: some are killed, others fork, and neither can be traced.
+    ("coverage", "sqlite", "not slow and not crowd"),
+    ("coverage", "postgresql", FEW),
+    ("coverage", "mysql", FEW),
     ("upstream", "sqlite", "not slow and not crowd"),
     ("upstream", "mysql", FEW),
     ("upstream", "postgresql", FEW),
 )
 # Which pair runs it, if not the one of its own name.
-PAIR_OF = {"slow": "new", "checks": "new", "contract": "lowest"}
+PAIR_OF = {"slow": "new", "checks": "new", "coverage": "new", "contract": "lowest"}
 # What each pair leaves out; without it, or where it is not chosen, that is everything.
 LEFT_OUT = {
     "new": "on MySQL what is slow, starts processes, or needs no database",
     "old": "what is slow; what starts processes, but on MariaDB; what needs no database",
     "lowest": "what is slow or starts processes; of each database all but the contract",
     "wheel": "what is slow, starts processes or needs no database; MariaDB and PostgreSQL",
-    "upstream": "what is slow or starts processes",
+    "upstream": "what is slow or starts processes; MySQL",
 }
 
 
@@ -143,11 +157,9 @@ def plan(choice: Choice, versions: Sequence[str]) -> tuple[list[Lane], list[str]
     lanes = []
     for kind, database, marks in LANES:
         part = PAIR_OF.get(kind, kind)
-        if part not in pairs or part not in choice.parts:
+        if part not in pairs or kind not in choice.kinds:
             continue
-        if choice.quick and kind == "slow":
-            continue
-        alone = "lowest" not in pairs or "lowest" not in choice.parts
+        alone = "lowest" not in pairs or "lowest" not in choice.kinds
         if alone and (kind, database) == ("old", "sqlite"):
             marks = "not slow and not crowd"  # with what needs no database
         if database.removesuffix("9") in ("", *choice.databases):
@@ -155,7 +167,7 @@ def plan(choice: Choice, versions: Sequence[str]) -> tuple[list[Lane], list[str]
     for part, what in LEFT_OUT.items():
         if part not in pairs:
             skipped.append(f"{part}: no Python for it is here")
-        elif part not in choice.parts:
+        elif part not in choice.kinds:
             skipped.append(f"{part} ({pairs[part]}): not chosen")
         else:
             skipped.append(f"{part} ({pairs[part]}): {what}")

@@ -29,7 +29,9 @@ class Pair:
 
     version: str
     django: str  # a release, or "upstream"
-    others: str = ""  # "lowest", "upstream": the releases of the others; tests/<others>.txt
+    others: str = (
+        ""  # "lowest", "upstream": which versions of the other packages (tests/<others>.txt)
+    )
 
     def __str__(self) -> str:
         return f"{self.version}-{self.django}"

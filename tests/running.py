@@ -38,6 +38,9 @@ from tests.lanes import DATABASES, SERVERS, Choice, Lane, plan
 from tests.launching import ROOT
 from tests.machine import Environments, Pair, find_python, has, install, missing_packages
 
+# Percent of the app's lines and branches that the tests have to run.
+COVERED = 95
+
 
 class Stopped(Exception):
     """The run is over: nothing else is started."""
@@ -111,6 +114,14 @@ class Run:
         if result == "FAILED":
             self.failed.append(f"{what} on {pair}")
 
+    def report_coverage(self, pair: Pair) -> None:
+        """Fail the run if its lanes did not cover enough of the app."""
+        began, here = monotonic(), self.work / "coverage"
+        coverage, data = [pair.bin / "python", "-m", "coverage"], f"--data-file={here}/data"
+        self.run(*coverage, "combine", "-q", data, here)
+        passed = self.run(*coverage, "report", data, "--precision=2", f"--fail-under={COVERED}")
+        self.record(pair, "branch coverage", "ok" if passed else "FAILED", began)
+
     def work_off(self, lanes: Sequence[Lane]) -> None:
         """Run the lanes, the first ones first, `at_once` at a time."""
         left = list(reversed(lanes))
@@ -177,7 +188,7 @@ class LaneRun:
         if not self._run.environments.make(lane.pair, self._out):
             self._run.record(lane.pair, f"{lane.name} install", "FAILED", monotonic())
             return
-        kept = self._run.choice.keep and lane.name == f"new-{self._run.choice.databases[0]}"
+        kept = lane.name == self._run.choice.kept
         try:
             if not self._start_servers():
                 return
@@ -238,7 +249,12 @@ class LaneRun:
         pair = lane.pair
         self._say(f"\n=== Python {pair.version}, Django {pair.django}, {lane.database}")
         began, python = monotonic(), pair.bin / "python"
+        if lane.kind == "upstream":
+            self._run.run(python, "-m", "pip", "freeze", out=self._out)
         pytest = [python, "-W", "error", "-m", "pytest", "-q", "-rs", *arguments]
+        if lane.kind == "coverage":
+            pytest[1:3] = ["-m", "coverage", "run"]
+            env["COVERAGE_FILE"] = str(self._run.work / "coverage/data")
         code = self._run.exit_code(*pytest, env=env, cwd=cwd, out=self._out)
         result = "ok" if code == 0 else "FAILED"
         if code == 5 and self._run.choice.pytest:
@@ -324,6 +340,8 @@ def parsed(arguments: Sequence[str]) -> Choice:
     what = parser.add_mutually_exclusive_group()
     quick = "one Python, SQLite and Redis, without the tests marked slow"
     what.add_argument("--quick", action="store_true", help=quick)
+    coverage = "which lines and branches the tests run; 95 percent are required"
+    what.add_argument("--coverage", action="store_true", help=coverage)
     upstream = "on every database with the newest pre-releases of Django and the clients"
     what.add_argument("--upstream", action="store_true", help=upstream)
     only = "only on this database; redis: only what is about Redis"
@@ -358,6 +376,8 @@ def main(arguments: Sequence[str]) -> int:
         if not run.environments.make(lanes[-1].pair):
             return 1
         run.work_off(lanes)
+        if choice.coverage:
+            run.report_coverage(lanes[0].pair)
         return _summary(run)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -381,7 +401,7 @@ def _summary(run: Run) -> int:
 
 
 def _clean_up(run: Run) -> None:
-    kept = run.work / f"new-{run.choice.databases[0]}"
+    kept = run.work / run.choice.kept
     if run.choice.keep and (kept / "servers").is_dir():
         lines = [file.read_text() for file in kept.glob("*.env")]
         (kept / "env").write_text("".join(lines))

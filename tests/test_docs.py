@@ -374,7 +374,7 @@ def test_the_readme_names_every_option_of_the_two_scripts():
         *re.findall(r"^  (DISTLOCK_\w+)=", suite, re.M),
     ]
 
-    assert len(options) == 15
+    assert len(options) == 16
     for readme in ("README.md", "README.ko.md"):
         text = (ROOT / readme).read_text()
         assert [option for option in options if option not in text] == []

@@ -78,6 +78,32 @@ def test_what_is_to_come_is_tried_on_every_database_in_a_run_of_its_own():
     assert not any("upstream" in name for name in names())
 
 
+def test_coverage_is_measured_on_every_database_without_what_cannot_be_traced():
+    lanes, _ = plan(parsed(["--coverage"]), EVERY)
+
+    assert {lane.name for lane in lanes} == {
+        f"coverage-{database}" for database in ("sqlite", "mysql", "postgresql")
+    }
+    assert all("not crowd" in lane.marks for lane in lanes)
+
+
+@pytest.mark.parametrize(("covered", "result"), [("1", "ok"), ("0", "FAILED")])
+def test_too_little_coverage_fails_the_run(run, monkeypatch, covered, result):
+    monkeypatch.setattr(Pair, "bin", Path(sys.executable).parent)
+    (run.work / "coverage").mkdir()
+    source = run.work / "half.py"
+    source.write_text(f"for _ in range({covered}):\n" + "    x = 1\n" * 30)
+    env = {**os.environ, "COVERAGE_FILE": str(run.work / "coverage/data")}
+    command = ["-m", "coverage", "run", "--parallel-mode", "--source=.", source.name]
+    subprocess.run([sys.executable, *command], cwd=run.work, env=env, check=True)
+    monkeypatch.chdir(run.work)
+
+    run.report_coverage(Pair("3.13", "6.1"))
+
+    assert result in run.table[0]
+    assert bool(run.failed) is (result == "FAILED")
+
+
 def test_pre_releases_are_installed_of_what_is_listed(tmp_path):
     pair = Pair("3.13", "upstream", "upstream")
 
