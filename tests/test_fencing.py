@@ -286,6 +286,8 @@ def test_other_ways_to_write_many_rows(shelf: Shelf) -> None:
         fenced.update_or_create(pk=shelf.pk, defaults={"stock": 6})
     with pytest.raises(NotSupportedError):
         fenced.bulk_create([shelf], update_conflicts=True)
+    with pytest.raises(NotSupportedError):
+        fenced.bulk_create([shelf], None, False, True, ["stock"], ["id"])
     assert row(shelf) == (5, NEW)
 
     assert fenced.bulk_create([Shelf()])[0].fence == OLD

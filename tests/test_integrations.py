@@ -100,11 +100,13 @@ def inside(request, item):
     return Response(held())
 
 
-@on_locmem("write", atomic=True)
+@on_locmem("write", atomic=True, methods=["POST"])
 class Write(APIView):
     def post(self, request):
         Counter.objects.create(name="written")
         raise exceptions.ValidationError("no, after all")
+
+    patch = post
 
 
 class AccountSerializer(serializers.ModelSerializer):
@@ -219,6 +221,7 @@ def test_rest_clients_are_told_423_as_json(client, ann, url):
 
 def test_what_rest_framework_answers_with_an_error_is_rolled_back(client):
     assert client.post("/write").status_code == 400
+    assert client.patch("/write").status_code == 400  # not locked, in a transaction all the same
     assert not Counter.objects.exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.models import AnonymousUser, User
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.http import HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
@@ -23,6 +23,7 @@ from django.views.generic import View
 
 from distlock_app import BackendError, Lock, LockError, LockLost, locked_view
 from distlock_app.core.registry import registry
+from distlock_app.decorators.atomic_requests import mark
 from distlock_app.testing import held_elsewhere, lose
 from tests.app.models import Counter
 from tests.view_workers import LOCKS_APART
@@ -722,6 +723,17 @@ class TestUnderAtomicRequests:
 @pytest.mark.urls("tests.test_locked_view")
 def test_in_a_testcase_the_tests_own_transaction_is_none(client, atomic_requests):
     assert client.post("/write/a").content == b"write"
+
+
+def test_the_database_whose_commit_ends_the_lock_commits_last(monkeypatch):
+    for alias in "default", "locks":
+        monkeypatch.setitem(connections.settings[alias], "ATOMIC_REQUESTS", True)
+
+    exempt = mark(lambda request: None, None)
+
+    assert exempt.aliases("default")[0] == "default"
+    assert exempt.aliases("locks")[0] == "locks"
+    assert set(exempt.aliases(None)) == {"default", "locks"}
 
 
 @pytest.mark.django_db(transaction=True)

@@ -42,6 +42,7 @@ from tests.app.versioned_models import (
     ProxyAccount,
     SavingsAccount,
     Seat,
+    Ticket,
 )
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
@@ -381,6 +382,16 @@ def test_a_key_that_was_changed_is_refused_unless_its_row_has_the_same_version()
 
     names = dict(Country.objects.values_list("code", "name"))
     assert names == {"de": "France", "kr": "Korea"}
+
+
+def test_a_copy_whose_key_is_made_in_python_is_inserted() -> None:
+    ticket = Ticket.objects.create()
+    ticket.save()
+    ticket.pk = None
+
+    ticket.save()
+
+    assert sorted(Ticket.objects.values_list("version", flat=True)) == [1, 2]
 
 
 def test_a_copy_to_another_database_is_new_there(account: Account) -> None:
@@ -904,6 +915,33 @@ def test_another_error_breaks_the_callers_transaction_as_in_django() -> None:
         assert connection.needs_rollback
 
 
+@pytest.mark.parametrize("how", ["before", "receiver"])
+def test_a_conflict_does_not_mend_a_transaction_that_something_else_broke(how: str) -> None:
+    def fail(**kwargs: Any) -> None:
+        with suppress(IntegrityError):
+            Country.objects.create(code="kr", name="again")
+
+    Country.objects.create(code="kr", name="Korea")
+    stale = Account.objects.create(owner="Ann")
+    other_saves(stale)
+    if how == "receiver":
+        version_conflict.connect(fail)
+    try:
+        with pytest.raises(Undone), transaction.atomic():
+            Account.objects.create(owner="Bob")
+            if how == "before":
+                fail()
+                stale = Account(pk=stale.pk)
+                del stale.__dict__["version"]
+                stale._state.adding = False
+            with pytest.raises(StaleObjectError):
+                stale.save()
+            assert connection.needs_rollback
+            raise Undone
+    finally:
+        version_conflict.disconnect(fail)
+
+
 def test_a_conflict_in_a_receiver_does_not_mend_a_transaction_that_it_broke(
     account: Account,
 ) -> None:
@@ -953,13 +991,30 @@ def test_a_rollback_puts_the_version_back(account: Account, undone: Any) -> None
     account.save()
 
 
+@pytest.mark.parametrize(
+    "kept", [lambda obj: obj, copy.copy, copy.deepcopy, lambda obj: pickle.loads(pickle.dumps(obj))]
+)
 def test_an_object_of_a_rolled_back_block_does_not_overwrite_its_successor(
-    account: Account, undone: Any
+    account: Account, undone: Any, kept: Callable[[Account], Account]
 ) -> None:
     with undone():
         account.balance = 0
         account.save()
-    other_saves(account, balance=70)  # version 2, which `account` had for a moment
+        obj = kept(account)
+    other_saves(account, balance=70)  # version 2, which it had for a moment
+
+    with pytest.raises(StaleObjectError):
+        obj.save()
+
+
+def test_what_was_read_from_a_replica_does_not_overwrite_the_successor_of_a_rolled_back_row(
+    account: Account, undone: Any, settings: Any
+) -> None:
+    account._state.db = "locks"
+    settings.DATABASE_ROUTERS = [WritesToDefault()]
+    with undone():
+        Account.objects.bulk_update([account], ["balance"])
+    other_saves(Account.objects.using("default").get(pk=account.pk), balance=70)
 
     with pytest.raises(StaleObjectError):
         account.save()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
 from django.db.models import Count, F, Q
+from django.db.models.signals import post_save
 from django.http import HttpRequest
 from django.test import RequestFactory, TestCase
 
@@ -19,6 +20,7 @@ from distlock_app.errors import RetriesExhausted, StaleObjectError
 from distlock_app.etags import PreconditionFailed, require_match
 from distlock_app.guards import retrying
 from distlock_app.optimistic import retry_on_conflict
+from distlock_app.pessimistic import retry_on_deadlock
 from distlock_app.signals import version_conflict
 from tests.app.versioned_models import Account, GuardedNamed, SavingsAccount
 from tests.processes import Processes
@@ -273,6 +275,67 @@ def test_nobody_else_saves_a_locked_row(model: Any, processes: Processes) -> Non
 
     assert locked.version == 2
     assert worker.result() == 3
+
+
+def saved_and_then(failure: Callable[[Account], None]) -> Callable[..., None]:
+    """Return a receiver of post_save that fails the first time."""
+    calls: list[Any] = []
+
+    def receiver(instance: Account, **kwargs: Any) -> None:
+        calls.append(instance)
+        if len(calls) == 1:
+            failure(instance)
+
+    return receiver
+
+
+def locked(account: Account) -> None:
+    raise OperationalError(1213, "database is locked")
+
+
+def stale_again(account: Account) -> None:
+    other_saves(account)
+    account.save()
+
+
+def locked_after_the_commit(account: Account) -> None:
+    transaction.on_commit(lambda: locked(account))
+
+
+@pytest.mark.parametrize("lock_from", [None, 1])
+@pytest.mark.parametrize("failure", [locked, stale_again, locked_after_the_commit])
+def test_a_change_that_was_saved_is_not_made_again(
+    account: Account, lock_from: int | None, failure: Callable[[Account], None]
+) -> None:
+    if lock_from == 1 and failure is not locked_after_the_commit:
+        pytest.skip("rolled back, so it may be repeated")
+    receiver = saved_and_then(failure)
+    post_save.connect(receiver, sender=Account)
+    try:
+        with pytest.raises((OperationalError, StaleObjectError)):
+            Account.objects.retrying(account.pk, Interrupted(0), lock_from=lock_from, **QUICK)
+    finally:
+        post_save.disconnect(receiver, sender=Account)
+
+    account.refresh_from_db()
+    assert account.balance == 110
+
+
+@pytest.mark.parametrize("again", [retry_on_conflict, retry_on_deadlock])
+def test_a_function_whose_transaction_was_committed_is_not_called_again(
+    account: Account, again: Any
+) -> None:
+    @again(pause=0.0001)
+    @transaction.atomic
+    def pay() -> None:
+        Account.objects.filter(pk=account.pk).update(balance=F("balance") + 10)
+        transaction.on_commit(lambda: locked(account))
+
+    with pytest.raises(OperationalError):
+        pay()
+
+    account.refresh_from_db()
+    assert account.balance == 110
 
 
 def test_an_error_of_the_change_passes_through_and_saves_nothing(account: Account) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from django import forms
 from django.core.exceptions import NON_FIELD_ERRORS, ImproperlyConfigured
+from django.core.files.base import ContentFile
+from django.core.files.storage import InMemoryStorage
+from django.core.files.uploadedfile import SimpleUploadedFile
 from django.forms import inlineformset_factory
 from django.http import QueryDict
 
@@ -108,6 +111,29 @@ def test_blanks_that_a_form_keeps_are_a_change() -> None:
     Leaflet.objects.update(title="b")
 
     assert not Exact(data, instance=Leaflet.objects.get()).is_valid()
+
+
+def test_an_upload_is_a_change_whatever_its_name(monkeypatch: Any) -> None:
+    class LeafletForm(VersionedModelForm):
+        class Meta:
+            model = Leaflet
+            fields = ["picture"]
+
+    picture = Leaflet._meta.get_field("picture")
+    monkeypatch.setattr(picture, "upload_to", "")
+    monkeypatch.setattr(picture, "storage", InMemoryStorage())
+    leaflet = Leaflet.objects.create(picture=ContentFile(b"old", "a.png"))
+    data = sent(LeafletForm(instance=leaflet))
+    other = Leaflet.objects.get()
+    other.picture = ContentFile(b"theirs", "b.png")
+    other.save()
+
+    upload = {"picture": SimpleUploadedFile("a.png", b"mine")}
+    form = LeafletForm(data, upload, instance=Leaflet.objects.get())
+
+    assert not form.is_valid()
+    assert form.conflict is not None
+    assert [(c.theirs, c.yours) for c in form.conflict.changes] == [("b.png", "a.png")]
 
 
 def test_the_microseconds_of_a_time_are_no_change() -> None:

@@ -24,10 +24,9 @@ class OutOfAtomicRequests(set[str]):
         """Return the databases of the view's transactions, the outermost first."""
         settings = connections.settings
         own = set(iter(self))
-        found = [a for a in settings if settings[a]["ATOMIC_REQUESTS"] and a not in own]
-        if atomic is not None and atomic not in found:
-            found.append(atomic)
-        return tuple(reversed(found))
+        found = [a for a in settings if settings[a]["ATOMIC_REQUESTS"] and a not in own | {atomic}]
+        # That of the view last, so first: its lock may end with its commit.
+        return tuple(reversed(found if atomic is None else [*found, atomic]))
 
 
 def mark(wrapper: Any, view: Any) -> OutOfAtomicRequests:

@@ -133,7 +133,9 @@ class _Guard:
         refuse_open(call.aliases)
         if call.request.method not in self.methods:
             with in_transactions(call.aliases):
-                return refuse_undone(call.view(), call.view)
+                response = refuse_undone(call.view(), call.view)
+                _roll_back_failed(response, call)
+                return response
         name, who = self._about(call)
         if self.in_transaction:
             return self._run_in_transaction(call, name)

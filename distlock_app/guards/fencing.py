@@ -108,16 +108,26 @@ class FencedQuerySet(models.QuerySet[M]):
             kwargs["fence"] = self._fence
         return super().create(**kwargs)
 
-    def bulk_create(self, objs: Iterable[Any], *args: Any, **kwargs: Any) -> list[M]:
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[M]:
         objs = list(objs)
         if self._fence is not None:
-            if kwargs.get("update_conflicts"):
+            if update_conflicts:
                 raise NotSupportedError(
                     "bulk_create(update_conflicts=True) cannot check fencing tokens"
                 )
             for obj in objs:
                 obj.fence = self._fence
-        return super().bulk_create(objs, *args, **kwargs)
+        return super().bulk_create(
+            objs, batch_size, ignore_conflicts, update_conflicts, *args, **kwargs
+        )
 
     def update_or_create(
         self, defaults: Any = None, create_defaults: Any = None, **kwargs: Any

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from inspect import isasyncgenfunction, iscoroutine, iscoroutinefunction, isgeneratorfunction
+from traceback import walk_tb
 from typing import Any, Generic, TypeVar, overload
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import OperationalError, connections, models, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..errors import RetriesExhausted, StaleObjectError
 from ..primitives.timing import full_jitter
@@ -123,20 +125,19 @@ class Retrying(Generic[M]):
         inside = connection.in_atomic_block
         lock = self._locks(attempt, inside=inside)
         obj: Any = None
+        seen: Any = None
         try:
             with _locking_transaction(self.using) if lock and not inside else nullcontext():
                 obj = self.read(lock)
+                seen = _version_of(obj)
                 obj._state.attempt = attempt
                 _refuse_coroutine(self.change(obj))
                 obj.save(using=self.using)
             return obj, None, 0.0
-        except StaleObjectError as conflict:
-            if conflict.obj is not obj or isinstance(conflict, RetriesExhausted):
-                raise
-            failure: Exception = conflict
-        except OperationalError as error:
-            # The whole transaction was aborted: only its outermost block can be restarted.
-            if inside or not was_sacrificed(error):
+        except (StaleObjectError, OperationalError) as error:
+            # A rollback restores the version, or removes it.
+            saved = obj is not None and _version_of(obj) not in (seen, None)
+            if saved or not _may_repeat(error, obj, inside=inside):
                 raise
             failure = error
         finally:
@@ -158,6 +159,18 @@ class Retrying(Generic[M]):
             # row has made this transaction the only writer, on a current snapshot.
             return bool(connections[self.using].features.has_select_for_update)
         return self.lock_from is not None and attempt >= self.lock_from
+
+
+def _version_of(obj: Any) -> Any:
+    return obj.__dict__.get(obj._version_field.attname)
+
+
+def _may_repeat(error: Exception, obj: Any, *, inside: bool) -> bool:
+    """Whether another writer of the same row was in the way, and the change can be repeated."""
+    if isinstance(error, StaleObjectError):
+        return error.obj is obj and not isinstance(error, RetriesExhausted)
+    # The whole transaction was aborted: only its outermost block can be restarted.
+    return not inside and was_sacrificed(error)
 
 
 @contextmanager
@@ -226,6 +239,7 @@ def calling_again(
             try:
                 return function(*args, **kwargs)
             except errors as error:
+                _refuse_after_commit(error)
                 seconds = seconds_after(error, attempt)
             time.sleep(seconds)
 
@@ -236,10 +250,18 @@ def calling_again(
             try:
                 return await function(*args, **kwargs)
             except errors as error:
+                _refuse_after_commit(error)
                 seconds = seconds_after(error, attempt)
             await asyncio.sleep(seconds)
 
     return acall if iscoroutinefunction(function) else call
+
+
+def _refuse_after_commit(error: Exception) -> None:
+    """Raise an error of an `on_commit` hook: what the function wrote is committed."""
+    hooks = BaseDatabaseWrapper.run_and_clear_commit_hooks.__code__
+    if any(frame.f_code is hooks for frame, _ in walk_tb(error.__traceback__)):
+        raise error
 
 
 def _pause_after(

@@ -152,6 +152,12 @@ class Note(models.Model):
         return self.text
 
 
+class Ticket(VersionedModel):
+    """Gets its key when it is made, not from the database."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+
+
 class Leaflet(VersionedModel):
     title = models.CharField(max_length=50)
     picture = models.FileField(upload_to="leaflets", blank=True)

@@ -19,6 +19,8 @@ def shown(form: Any, name: str, key: Any) -> str:
     field = form.fields[name]
     if isinstance(key, dict) and set(key) == {"sha256"}:
         return gettext("(a long text)")
+    if isinstance(key, dict) and set(key) == {"upload"}:
+        return str(key["upload"])
     if isinstance(field, forms.ModelChoiceField):
         return _rows(field, key if isinstance(key, list) else [key])
     if isinstance(field, forms.ChoiceField):

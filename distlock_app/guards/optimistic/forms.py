@@ -230,6 +230,8 @@ class VersionedModelForm(_ModelForm):
             value = self.cleaned_data[name]
             if isinstance(self.fields[name], forms.FileField) and not value:
                 return self._current.get(name) if value is None else ""
+            if isinstance(value, File) and not isinstance(value, models.fields.files.FieldFile):
+                return {"upload": value.name}  # never the stored one, whatever its name
             return self._key(name, value)
         return self[name].data
 

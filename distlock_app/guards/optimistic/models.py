@@ -77,6 +77,13 @@ class VersionedModel(GuardedSave):
             watch_read(obj, db)
         return obj
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Watch a copy, too: it has the version of a transaction that may be rolled back."""
+        super().__setstate__(state)  # type: ignore[misc]
+        using = self._state.db
+        if Undo.living and using and self._version_field.attname in self.__dict__:
+            watch_read(self, using)
+
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None
     ) -> None:

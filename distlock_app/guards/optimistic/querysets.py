@@ -212,8 +212,8 @@ class Undo:
         self.undone_with = OpenSavepoints(connection)
         # The rows changed under each, latest last; None: any row of the model.
         self.moved = moved
-        # Objects and their previous versions.
-        self.changes: list[tuple[weakref.ref[Any], Any]] = []
+        # Objects, their previous versions, and the databases that they were read from.
+        self.changes: list[tuple[weakref.ref[Any], Any, Any]] = []
         self.limit = 1000
         self.living.add(id(self))
 
@@ -221,7 +221,7 @@ class Undo:
         if len(self.changes) >= self.limit:
             self.changes = [change for change in self.changes if change[0]() is not None]
             self.limit = 2 * len(self.changes) + 1000
-        self.changes.append((weakref.ref(obj), before))
+        self.changes.append((weakref.ref(obj), before, obj._state.db))
 
     def note_move(self, model: Any, key: str | None) -> None:
         movers = self.moved.setdefault((model, key), [])
@@ -233,9 +233,9 @@ class Undo:
 
     def __del__(self) -> None:
         self.living.discard(id(self))
-        for reference, before in reversed(self.changes):
+        for reference, before, read_from in reversed(self.changes):
             obj = reference()
-            if obj is not None and obj._state.db == self.using:
+            if obj is not None and obj._state.db in (self.using, read_from):
                 name = obj._version_field.attname
                 now = obj.__dict__.get(name)
                 if before is UNKNOWN:

@@ -89,8 +89,8 @@ class GuardedSave(models.Model):
         try:
             if not force_insert:
                 expected = None if before is MISSING else before
-                # Read from this database: the common case, nothing to check.
-                if expected is None or state.db != using:
+                # Read from this database: the common case, nothing to check. A copy has no key.
+                if expected is None or state.db != using or not self._is_pk_set(cls._meta):
                     expected = self._version_to_rely_on(using)
                 if expected is not None:
                     state.expected, state.written = expected, field.after(expected)
@@ -103,7 +103,8 @@ class GuardedSave(models.Model):
         except BaseException as error:
             # Django gives an object its version before it inserts the row.
             put(self, name, before)
-            if isinstance(error, StaleObjectError):
+            # Not if a receiver's query or an earlier one has broken the transaction.
+            if isinstance(error, StaleObjectError) and not connections[using].needs_rollback:
                 state.conflict = error
             raise
         finally:
