@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 from django.conf import settings
 from django.db import connection
@@ -11,6 +15,7 @@ from distlock_app.backends.postgresql import AdvisoryLockBackend
 from distlock_app.backends.sessions.pool import GRACE, ServerError
 from distlock_app.core.registry import registry
 from distlock_app.testing.claims import a_claim
+from tests.engines import running, until
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
@@ -60,6 +65,29 @@ def test_the_server_ends_a_session_that_says_nothing_and_only_ours(backend):
         cursor.execute("SHOW idle_session_timeout")
         assert cursor.fetchone() == ("0",)
     backend.release(grant)
+
+
+def test_a_lock_that_is_granted_as_the_wait_for_it_ends_is_given_back(backend):
+    """The server reports the end of the wait then, and its session has the lock all the same."""
+
+    def asked(what):
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND {what}")
+            return [pid for (pid,) in cursor.fetchall()]
+
+    held, answers = backend.acquire(a_claim("a"), 0), []
+    with running(lambda: answers.append(backend.acquire(a_claim("a"), 1.0))):
+        until(lambda: asked("NOT granted"))
+        [waiting] = asked("NOT granted")
+        os.kill(waiting, signal.SIGSTOP)
+        try:
+            time.sleep(1.2)  # longer than its wait
+            backend.release(held)
+        finally:
+            os.kill(waiting, signal.SIGCONT)
+
+    assert [bool(answer) for answer in answers] == [False]
+    assert asked("granted") == []
 
 
 def test_limits_of_the_role_do_not_end_a_wait(backend, monkeypatch):

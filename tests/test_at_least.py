@@ -150,6 +150,25 @@ def test_work_that_was_broken_off_does_not(engine):
     assert free(engine)
 
 
+def test_a_task_cancelled_as_it_releases_keeps_the_lock_for_its_time(engine):
+    async def main():
+        hold = await Lock("a", at_least=5).aacquire()
+        engine.hang("end_in", after=True)
+        task = asyncio.ensure_future(hold.arelease())
+        give_up = monotonic() + engines.DEADLINE
+        while "end_in" not in engine.asked and monotonic() < give_up:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        engine.go_on()
+
+    asyncio.run(main())
+    until(lambda: engine.asked.count("end_in") == 2)
+
+    assert Lock("a").locked()
+    assert "release" not in engine.asked
+
+
 def test_a_lock_that_was_not_used_is_not_kept(engine):
     first, second = sorted(["a", "b"], key=key_of)  # in which order a group takes them
     locks = all_of(Lock("a", at_least=5), Lock("b", at_least=5))

@@ -195,6 +195,24 @@ def test_releasing_in_the_body_is_fine(engine):
     assert engine.asked == ["acquire", "release"]
 
 
+def test_a_released_hold_cannot_be_entered_again(engine):
+    hold, holds = Lock("a").acquire(), all_of(Lock("b"), Lock("c")).acquire()
+    with hold, holds:
+        pass
+
+    for released in hold, holds:
+        with pytest.raises(NotHeld, match="acquire the lock again"):
+            with released:
+                pass
+
+    async def enter():
+        async with hold:
+            pass
+
+    with pytest.raises(NotHeld):
+        asyncio.run(enter())
+
+
 def test_a_group_releases_all_and_raises_the_first_error(engine):
     with pytest.raises(LockLost):
         with all_of(Lock("a"), Lock("b"), Lock("c")) as (_, second, _):

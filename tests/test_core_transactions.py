@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import TestCase
 
-from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, locked
+from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, current_hold, locked
 from distlock_app.core import entered
 from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
@@ -705,6 +705,42 @@ def test_an_interrupt_while_the_block_opens_ends_it(engine, monkeypatch):
         transaction, "atomic", lambda using, durable: Interrupted(using, True, True)
     )
     is_undone_by_the_interrupt(engine)
+
+
+def test_an_interrupt_as_the_with_ends_rolls_its_block_back(engine, monkeypatch):
+    found = entered.entered
+
+    def interrupted(*args):
+        monkeypatch.setattr(entered, "entered", found)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with Lock("a", atomic=True):
+            Counter.objects.create(name="a")
+            monkeypatch.setattr(entered, "entered", interrupted)
+
+    assert not connection.in_atomic_block
+    assert not Lock("a").locked()
+    assert stored() == 0
+
+
+def test_a_lease_that_an_open_transaction_will_release_cannot_be_handed_over(engine):
+    with transaction.atomic():
+        with Lock("a"):
+            pass
+        hold = Lock("a", release="now").acquire()
+
+        with pytest.raises(LockError, match="after the commit"):
+            hold.dump()
+        hold.release()
+
+
+def test_the_second_with_in_a_transaction_is_the_current_hold(engine):
+    with transaction.atomic():
+        with Lock("a"):
+            pass
+        with Lock("a") as hold:
+            assert current_hold("a") is hold
 
 
 def test_atomic_on_a_named_database(engine):

@@ -588,6 +588,13 @@ def test_with_queue_0_nothing_stays_with_claims():
     assert held.session is None
     assert refused.ticket is None
     assert backend.release(held) is True
+    if connection.vendor == "postgresql":  # a pooler may lend this session to others
+        [session] = backend._sessions._idle
+        session.cursor.execute(
+            "SELECT name FROM pg_settings WHERE source = 'session' AND name LIKE ANY (%s)",
+            [["lock_timeout", "statement_timeout", "default_transaction%", "tcp_keep%"]],
+        )
+        assert session.cursor.fetchall() == []
     backend.close()
 
 

@@ -24,6 +24,7 @@ from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.backends.etcd.gateway import encoded
+from distlock_app.backends.etcd.http import Link
 from distlock_app.backends.etcd.watch import QUIET_SECONDS
 from distlock_app.backends.zookeeper.nodes import ClaimNode, DeletionWatch
 from distlock_app.backends.zookeeper.session import TRUSTED, Session
@@ -862,7 +863,19 @@ def test_a_user_logs_in(running_server, private_server):
         server.close()
 
 
-def test_locks_go_on_when_the_users_of_etcd_change(private_server, tmp_path):
+@pytest.mark.parametrize("says", ["error and message", "message"])
+def test_locks_go_on_when_the_users_of_etcd_change(private_server, tmp_path, monkeypatch, says):
+    received = Link.receive
+
+    def as_since_3_6(link):
+        status, text, stays = received(link)
+        answer = json.loads(text)
+        if status >= 400:
+            del answer["error"]
+        return status, json.dumps(answer).encode(), stays
+
+    if says == "message":
+        monkeypatch.setattr(Link, "receive", as_since_3_6)
     secret = tmp_path / "secret"
     secret.write_text("opensesame")
     tokens = {"auth-token": f"jwt,sign-method=HS256,priv-key={secret},ttl=10m"}

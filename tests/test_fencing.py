@@ -534,6 +534,18 @@ def test_pin_says_where_it_is_not_possible() -> None:
             hold.pin()
 
 
+def test_under_manual_management_a_pin_would_have_no_end(monkeypatch: Any) -> None:
+    hold = Lock("a", release="now").acquire()
+    transaction.set_autocommit(False)
+    try:
+        with transaction.atomic(), pytest.raises(LockError, match="autocommit"):
+            hold.pin()
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    hold.release()
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 def test_the_transaction_has_to_be_in_the_database_of_the_lock() -> None:
     with Lock("a", using="locks") as hold, transaction.atomic(using="default"):

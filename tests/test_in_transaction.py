@@ -37,6 +37,7 @@ from distlock_app.core import in_transaction
 from distlock_app.core.registry import registry
 from distlock_app.guards.retrying import was_sacrificed
 from tests.app.models import Counter
+from tests.engines import until
 from tests.launching import Server
 from tests.processes import Processes
 
@@ -61,7 +62,7 @@ def elsewhere() -> Iterator[Callable[..., Any]]:
         pool.submit(connections.close_all).result(DEADLINE)
 
 
-def in_own_transaction(name: str, wait: float = 0) -> int:
+def in_own_transaction(name: str, wait: float | None = 0) -> int:
     with transaction.atomic():
         return lock_in_transaction(name, wait=wait)
 
@@ -301,6 +302,23 @@ def refused_then_saving(wait: float) -> None:
         counter = Counter.objects.get(name="a")
         counter.value += 1
         counter.save()
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite and MySQL end no such wait")
+def test_a_wait_without_an_end_is_ended_by_the_server_only_with_its_own_error(
+    elsewhere: Callable[..., Any],
+) -> None:
+    def cancel() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_cancel_backend(pid) FROM pg_locks WHERE NOT granted")
+
+    with transaction.atomic(), ThreadPoolExecutor(1) as pool:
+        lock_in_transaction("invoice:6")
+        waiting = pool.submit(outcome, in_own_transaction, "invoice:6", None)
+        until(lambda: elsewhere(cancel) or waiting.done())
+
+        assert waiting.result(DEADLINE) == "OperationalError"
+        pool.submit(connections.close_all).result(DEADLINE)
 
 
 def test_refusals_come_in_time(elsewhere: Callable[..., Any]) -> None:

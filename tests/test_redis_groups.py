@@ -9,8 +9,10 @@ import time
 from contextlib import suppress
 
 import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import transaction
 
-from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
+from distlock_app import BackendError, Lock, LockBusy, LockError, LockTimeout, all_of
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.people import part_of
 from distlock_app.core.registry import registry
@@ -51,6 +53,42 @@ def locks(names, **options):
 
 def free(names):
     return not any(list(registry["redis"].backend.holders(key_of(name))) for name in names)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_task_inside_of_a_block_gets_no_group_that_ends_before_it(names, asked):
+    async def work():
+        async with all_of(*locks(names)):
+            pass
+
+    with transaction.atomic(), pytest.raises(LockError, match="async_to_sync"):
+        async_to_sync(work)()
+
+    assert asked == []
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_group_of_a_call_of_sync_to_async_is_one_owner(names):
+    def call():
+        with transaction.atomic():
+            all_of(*locks(names)).acquire().release()
+            for lock in locks(names, wait=0):
+                with lock:
+                    pass
+
+    asyncio.run(sync_to_async(call)())
+
+    assert free(names)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_guarded_write_releases_after_the_commit(names):
+    key = f"{names[0]}-data"
+    with transaction.atomic():
+        Lock(names[0], using="redis").acquire().guarded_set(key, "1", ttl=5, release=True)
+
+        assert not free(names[:1])
+    assert free(names[:1])
 
 
 def test_free_locks_are_taken_by_one_request(names, asked):

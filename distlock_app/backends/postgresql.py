@@ -139,6 +139,8 @@ class AdvisoryLockSession(LockSession):
             rows, began = self.wait(statement, wait + ANSWER_WAIT, *values)
         except ServerError as error:
             if error.code in BUSY:
+                # It may have been granted just as the wait ended; the session keeps it then.
+                self.ask("SELECT pg_advisory_unlock_all()")
                 return None
             raise
         self.ttl = claim.ttl

@@ -37,6 +37,8 @@ class Together:
         if not several or len({lock.using for lock in locks}) > 1:
             return None
         attempts = [Attempt(lock, 0) for lock in locks]
+        for attempt in attempts:  # a call of sync_to_async that holds nothing yet is new to each
+            attempt.runner = attempts[0].runner
         if any(attempt.lease() for attempt in attempts):
             return None
         for attempt in attempts:

@@ -71,9 +71,9 @@ class Ending(Entered):
     async def arelease(self) -> None:
         """Like `release`, without blocking the event loop."""
         if self._begin_release():
-            backend, grant = self._lease.backend, self._lease.grant
+            lease = self._lease
             kept = await in_thread(
-                backend, self._ask_release, cancelled=lambda: releaser.give_back(backend, grant)
+                lease.backend, self._ask_release, cancelled=lambda: give_back(lease)
             )
             if not kept:
                 self._check_loss()

@@ -23,6 +23,8 @@ class Entered:
     block: Any = None  # the atomic() block inside
 
     def __enter__(self: HeldT) -> HeldT:
+        if self.released:  # type: ignore[attr-defined]
+            raise NotHeld("this hold was released: acquire the lock again")
         return self.enter()  # type: ignore[attr-defined,no-any-return]
 
     def __exit__(
@@ -34,7 +36,7 @@ class Entered:
         self.leave(exc)
 
     async def __aenter__(self: HeldT) -> HeldT:
-        return self.enter()  # type: ignore[attr-defined,no-any-return]
+        return Entered.__enter__(self)
 
     async def __aexit__(
         self: Any,
@@ -55,6 +57,13 @@ def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
     hold.lock, hold.frame = lock, frame
     _entries.setdefault((id(lock), id(frame)), []).append(hold)
     _entries.setdefault((id(lock), id(hold.runner)), []).append(hold)
+
+
+def _roll_back(hold: Any, error: BaseException) -> None:
+    """End the atomic() block inside the `with`, if an interrupt left it open."""
+    block = hold.block
+    if block and block in transaction.get_connection(block.using).atomic_blocks:
+        hold.end_block(block, type(error), error, error.__traceback__)
 
 
 def forget(hold: Entered) -> None:
@@ -113,9 +122,7 @@ class WithBlock(Generic[HeldT]):
             enter(hold, self, sys._getframe(1))
         except BaseException as error:
             try:
-                block = hold.block
-                if block and block in transaction.get_connection(block.using).atomic_blocks:
-                    hold.end_block(block, type(error), error, error.__traceback__)
+                _roll_back(hold, error)
             finally:
                 hold.leave(error, unused=True)
                 forget(hold)
@@ -138,7 +145,10 @@ class WithBlock(Generic[HeldT]):
             # The commit failed, or Ctrl-C interrupted the release.
             if not isinstance(error, NotHeld):
                 hold = hold or entered(self, sys._getframe(1))
-                hold.leave(error)
+                try:
+                    _roll_back(hold, error)
+                finally:
+                    hold.leave(error)
             raise
         finally:
             if hold is not None:

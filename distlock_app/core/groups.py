@@ -12,6 +12,7 @@ from ..errors import BackendError, LockBusy, LockTimeout, NotHeld
 from ..primitives import identity, names
 from ..primitives.names import shown
 from ..primitives.timing import Deadline
+from ..primitives.transactions import check_caller
 from ..signals import asend, lock_acquired, lock_failed, send
 from .acquiring import UNSET
 from .batch import Together
@@ -200,6 +201,9 @@ class AllOf(WithBlock[Holds]):
     async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
+        for lock in self.locks:
+            if lock.release != "now":
+                await check_caller(lock.name)
         try:
             if (holds := await self._aat_once()) is None:
                 for index, lock in self._order():

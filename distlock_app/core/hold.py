@@ -152,6 +152,11 @@ class Hold(Ending):
             )
         connection: Any = connections[backend.using]
         blocks = connection.atomic_blocks
+        if transactions.is_manual(connection):
+            raise LockError(
+                f"pin() needs autocommit on {backend.using!r}: Django does not tell when a"
+                " transaction under manual management ends"
+            )
         if all(getattr(block, "_from_testcase", False) for block in blocks):
             raise LockError(f"pin() needs a transaction: open atomic() on {backend.using!r} first")
         if not transactions.is_open(connection):  # in a TestCase, which ends too late
@@ -187,7 +192,7 @@ class Hold(Ending):
 
         With `release=True` the same request releases the lock. Raise LockLost if it is gone.
         """
-        if release and self._lease.keep_until:
+        if release and (self._lease.keep_until or self._waits_for_commit()):
             self.guarded_set(key, value, ttl=ttl)
             self.release()
             return
@@ -235,6 +240,11 @@ class Hold(Ending):
         releaser.lose(self._lease, "the backend refused the guarded write")
         raise self._lost_error()
 
+    def _waits_for_commit(self) -> bool:
+        """Whether a release now, or an earlier one, is that of an open transaction."""
+        open_now = not self._release_now and transactions.open_blocks()
+        return bool(open_now or self._lease.open_transactions)
+
     def _check_extend(self) -> None:
         self.check()
         if self._lease.pins:
@@ -245,7 +255,7 @@ class Hold(Ending):
             raise LockError("this backend's locks end with their session: they cannot be dumped")
         if self._lease.holds > 1:
             raise LockError(f"{shown(self.name)!r} has another hold here: release it before dump()")
-        if not self._release_now and transactions.open_blocks():
+        if self._waits_for_commit():
             raise LockError("dump() is not possible inside atomic(): call it after the commit")
 
     def _dumped(self) -> str:

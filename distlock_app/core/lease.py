@@ -171,7 +171,13 @@ class Lease:
             self.holds += 1
             self.entered += hold.entered
             hold.released = False
+            self._show(hold)
             return True
+
+    def _show(self, hold: Any) -> None:
+        """Let current_hold() find this one, unless it finds another."""
+        if hold.entered and ((other := self.hold()) is None or other.released):
+            self.hold = weakref.ref(hold)
 
     def remove_hold(self, hold: Any, *, blocks: Sequence[Any] = ()) -> bool | None:
         """Remove a hold; return whether it was the last and ended the lease.
@@ -203,8 +209,7 @@ class Lease:
                 return
             hold.entered = inside
             self.entered += 1 if inside else -1
-            if inside and ((other := self.hold()) is None or other.released):
-                self.hold = weakref.ref(hold)
+            self._show(hold)
         runner = identity.current_runner()
         if self.runner is not runner:
             self.leave_runner()

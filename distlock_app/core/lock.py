@@ -226,6 +226,9 @@ class Lock(WithBlock[Hold]):
     async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Like `resume`, without blocking the event loop."""
         parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
+        for attempt, _ in parts:
+            if attempt.lock.release != "now":
+                await check_caller(attempt.lock.name)
         answers = [
             await in_thread(attempt.backend, _take_over, attempt, grant) for attempt, grant in parts
         ]

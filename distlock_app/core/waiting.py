@@ -185,7 +185,8 @@ def busy_error(name: str, wait: float | None, free_in: float | None = None) -> L
     name = shown(name)
     if wait == 0:
         return LockBusy(f"the lock {name!r} is held by another owner", free_in=free_in)
-    return LockTimeout(f"the lock {name!r} was not free within {wait:.3f} s", free_in=free_in)
+    within = "" if wait is None else f" within {wait:.3f} s"
+    return LockTimeout(f"the lock {name!r} was not free{within}", free_in=free_in)
 
 
 def run(steps: Generator[Step, Any, Any], waker: Waker) -> Any:

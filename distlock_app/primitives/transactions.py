@@ -126,7 +126,7 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
     # Those that are in use, and those that will be in manual management once they are.
     manual = (alias for alias, s in connections.settings.items() if not s.get("AUTOCOMMIT", True))
     for connection in {*_used(), *(connections[alias] for alias in manual)}:
-        if not release_now and _manual(connection):
+        if not release_now and is_manual(connection):
             raise LockError(
                 f"The connection {connection.alias!r} is in manual transaction management "
                 "(autocommit is off), where the end of the transaction cannot be seen. Use "
@@ -216,7 +216,7 @@ class _End:
             dropped()
 
 
-def _manual(connection: Any) -> bool:
+def is_manual(connection: Any) -> bool:
     if connection.connection is None:  # it begins as its settings say
         return not connection.settings_dict["AUTOCOMMIT"]
     if connection.autocommit:

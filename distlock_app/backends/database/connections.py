@@ -272,6 +272,8 @@ class Sessions:
     def _open(self) -> Session:
         ours = connections[self.using].copy()
         ours.inc_thread_sharing()
+        if not self._queue:  # perhaps behind a pooler that lends sessions by the transaction
+            ours.settings_dict["DISABLE_SERVER_SIDE_CURSORS"] = True
         return Session(ours, self.dialect, self._epoch)
 
     def _take_oldest(self) -> Session | None:

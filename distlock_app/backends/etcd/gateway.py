@@ -153,6 +153,8 @@ class Gateway:
             answer = answer.get("result", answer)
             if status >= 500 or answer.get("code") in UNAVAILABLE:
                 raise ConnectionError(f"HTTP {status}")
+            if status >= 400:  # since 3.6 there is no "error" beside the message
+                answer.setdefault("error", answer.get("message") or f"HTTP {status}")
         except (ValueError, IndexError) as error:
             link.close()
             raise ConnectionError("not an etcd response") from error

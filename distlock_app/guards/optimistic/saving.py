@@ -90,7 +90,8 @@ class GuardedSave(models.Model):
             if not force_insert:
                 expected = None if before is MISSING else before
                 # Read from this database: the common case, nothing to check. A copy has no key.
-                if expected is None or state.db != using or not self._is_pk_set(cls._meta):
+                read_here = state.db == using and self._is_pk_set(cls._meta)  # type: ignore[attr-defined]
+                if expected is None or not read_here:
                     expected = self._version_to_rely_on(using)
                 if expected is not None:
                     state.expected, state.written = expected, field.after(expected)

@@ -262,7 +262,7 @@ class PostgreSQL(Dialect):
         except Exception as error:
             # Cancelled by a person, it says what it says after its time.
             refused = _code(error) == "55P03" or (
-                _code(error) == "57014" and not deadline.remaining()
+                _code(error) == "57014" and deadline.remaining() == 0
             )
             if not refused:
                 raise
