@@ -389,6 +389,21 @@ def test_an_extension_heals_emptied_nodes_and_fails_without_a_majority(backend, 
     assert nodes.holding(grant.claim.key) == [0, 4]  # and nothing was taken again
 
 
+def test_an_extension_heals_nodes_although_others_wait_for_the_lock(backend, nodes):
+    grant = held_everywhere(backend, nodes)
+    waiter = Waiter(backend, "a")
+    assert not waiter.ask()
+
+    for client in nodes.clients:
+        client.flushall()
+        assert not waiter.ask()  # with three emptied nodes it would be the second owner
+        assert backend.extend(grant, 30) is True
+        until(lambda: len(nodes.holding(grant.claim.key)) == 5)
+
+    assert backend.release(grant)
+    until(waiter.ask)
+
+
 def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_handed_to(
     backend, nodes
 ):

@@ -15,7 +15,7 @@ from .sessions.lock_session import REPLICA, LockSession
 from .sessions.notes import NOTE, note
 from .sessions.pool import ANSWER_WAIT, GRACE, Rows, ServerError, Value, Values
 
-# Lock timeout; deadlock; then nothing was locked.
+# Lock timeout; deadlock.
 BUSY = frozenset({"55P03", "40P01"})
 
 # Milliseconds, 24.8 days: a session with a longer ttl is asked often enough all the same.

@@ -188,7 +188,7 @@ class RedlockBackend(ForPeople):
         # That of the grant: a process that resumes the hold has no greater one to release it.
         stamp = grant.session or self._clock.stamp()
         words = claim.owner.encode(), _milliseconds(ttl), about, b"%d" % stamp
-        return self._request(ACQUIRE, claim.key, *words)
+        return self._request(ACQUIRE_OR_WAIT, claim.key, *words, b"", b"again")
 
     def release(self, grant: Grant) -> bool:
         """Release it everywhere, also where it may not have been granted."""

@@ -2,7 +2,8 @@
 --
 -- KEYS  1 lock, 2 part: see shared/begin.lua
 -- ARGV  1 token, 2 ttl, 3 "holder name", 4 stamp, which is also the proposed fence; of a waiter
---       also: 5 channel to be called on, '-' without one, 6 ticket; '' and '' only ask for the time
+--       also: 5 channel to be called on, '-' without one, 6 ticket; '' and '' only ask for the time,
+--       '' and 'again' are of an owner that this node forgot: before all who wait
 -- ->    "1 fence" mine, or "0 milliseconds", after which it may be free; and mostly the time, in
 --       seconds and microseconds
 --
@@ -62,7 +63,7 @@ if mine then  -- a repeated request
 end
 if not held then
   local head = first()
-  if not head or head == token then
+  if not head or head == token or ticket == 'again' then
     if head then forget(token) end
     return take()
   end
