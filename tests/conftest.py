@@ -172,14 +172,15 @@ def short_statements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def generic_dialect(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def generic_dialect() -> Iterator[None]:
     """Let the database of this run stand in for one whose SQL the lock table does not know."""
     from distlock_app.backends.database import sql
     from distlock_app.core.registry import registry
 
-    monkeypatch.setattr(sql, "DIALECTS", {})
-    registry.reset()
-    yield
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sql, "DIALECTS", {})
+        registry.reset()
+        yield
     registry.reset()
 
 

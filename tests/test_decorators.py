@@ -26,7 +26,7 @@ on_locmem = functools.partial(locked, using="locmem", wait=0)
 
 def held(using="locmem"):
     """The names of all locks that anybody holds."""
-    return [holding.name for holding in registry[using].backend.holders()]
+    return sorted(holding.name for holding in registry[using].backend.holders())
 
 
 def path_of(function):

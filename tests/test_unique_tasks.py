@@ -435,7 +435,10 @@ def test_a_shared_task_is_unique_in_every_app():
 
 @pytest.mark.filterwarnings("ignore:Task name")
 def test_a_task_whose_module_is_imported_again_can_be_sent():
-    unique_task("index:{pk}")(shared_task(name=index.name)(lambda pk: None))
+    def index_again(pk):
+        pass
+
+    unique_task("index:{pk}")(shared_task(name=index.name)(index_again))
 
     assert index.delay(1)
 
