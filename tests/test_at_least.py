@@ -163,7 +163,7 @@ def test_a_task_cancelled_as_it_releases_keeps_the_lock_for_its_time(engine):
         engine.go_on()
 
     asyncio.run(main())
-    until(lambda: engine.asked.count("end_in") == 2)
+    until(lambda: engine.asked.count("end_in") >= 2)  # also asked for as the loop is closed
 
     assert Lock("a").locked()
     assert "release" not in engine.asked
