@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import transaction
+from django.db import connection, transaction
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockTimeout, all_of
 from distlock_app.backends.redis import RedisBackend
@@ -75,6 +75,7 @@ def test_a_group_of_a_call_of_sync_to_async_is_one_owner(names):
             for lock in locks(names, wait=0):
                 with lock:
                     pass
+        connection.close()  # of the thread
 
     asyncio.run(sync_to_async(call)())
 

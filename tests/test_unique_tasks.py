@@ -423,6 +423,7 @@ def test_a_task_of_an_app_is_made_when_it_is_used():
     assert lazy.delay() is None
 
 
+@pytest.mark.filterwarnings("ignore:Task name")  # in random order; see below
 def test_a_shared_task_is_unique_in_every_app():
     later = Celery("later", broker="memory://", set_as_current=False)
 

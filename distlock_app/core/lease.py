@@ -167,11 +167,11 @@ class Lease:
         with self.lock:
             if self.ended:
                 return False
-            # No call in between: a signal must not separate these.
+            self._show(hold)
+            # No call from here on: a signal must not separate these.
             self.holds += 1
             self.entered += hold.entered
             hold.released = False
-            self._show(hold)
             return True
 
     def _show(self, hold: Any) -> None:
