@@ -152,7 +152,7 @@ def test_work_that_was_broken_off_does_not(engine):
 
 def test_a_task_cancelled_as_it_releases_keeps_the_lock_for_its_time(engine):
     async def main():
-        hold = await Lock("a", at_least=5).aacquire()
+        hold = await Lock("a", at_least=60).aacquire()
         engine.hang("end_in", after=True)
         task = asyncio.ensure_future(hold.arelease())
         give_up = monotonic() + engines.DEADLINE
