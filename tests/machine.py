@@ -29,9 +29,8 @@ class Pair:
 
     version: str
     django: str  # a release, or "upstream"
-    others: str = (
-        ""  # "lowest", "upstream": which versions of the other packages (tests/<others>.txt)
-    )
+    # "lowest" or "upstream": the versions of the other packages, in tests/<others>.txt.
+    others: str = ""
 
     def __str__(self) -> str:
         return f"{self.version}-{self.django}"

@@ -97,6 +97,7 @@ def test_too_little_coverage_fails_the_run(run, monkeypatch, covered, result):
     command = ["-m", "coverage", "run", "--parallel-mode", "--source=.", source.name]
     subprocess.run([sys.executable, *command], cwd=run.work, env=env, check=True)
     monkeypatch.chdir(run.work)
+    run.work_off([])
 
     run.report_coverage(Pair("3.13", "6.1"))
 
