@@ -117,9 +117,10 @@ class Run:
     def report_coverage(self, pair: Pair) -> None:
         """Fail the run if its lanes did not cover enough of the app."""
         began, here = monotonic(), self.work / "coverage"
-        coverage, data = [pair.bin / "python", "-m", "coverage"], f"--data-file={here}/data"
+        coverage = [str(pair.bin / "python"), "-m", "coverage"]
+        data = f"--data-file={here}/data"
         # Not by run(): the lanes have ended, and it starts nothing after them.
-        subprocess.run([*coverage, "combine", "-q", data, here], cwd=ROOT)
+        subprocess.run([*coverage, "combine", "-q", data, str(here)], cwd=ROOT)
         report = [*coverage, "report", data, "--precision=2", f"--fail-under={COVERED}"]
         passed = subprocess.run(report, cwd=ROOT).returncode == 0
         self.record(pair, "branch coverage", "ok" if passed else "FAILED", began)
