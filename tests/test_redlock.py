@@ -404,6 +404,39 @@ def test_an_extension_heals_nodes_although_others_wait_for_the_lock(backend, nod
     until(waiter.ask)
 
 
+def test_an_extension_that_crosses_the_release_brings_nothing_back(backend, nodes, monkeypatch):
+    grant = held_everywhere(backend, nodes)
+    nodes.clients[0].flushall()
+    ask = redlock_quorum.Quorum.ask
+
+    def ask_while_it_is_released(quorum, requests, heal, **options):
+        def release_and_heal(connections):
+            backend.release(grant)
+            heal(connections)
+
+        monkeypatch.undo()
+        ask(quorum, requests, release_and_heal, **options)
+
+    monkeypatch.setattr(redlock_quorum.Quorum, "ask", ask_while_it_is_released)
+    assert backend.extend(grant, 30) is True
+
+    for _ in range(3):  # until the node has read what it was sent
+        nodes.clients[0].ping()
+    assert not nodes.holding(grant.claim.key)
+
+
+def test_a_release_that_a_node_refuses_is_sent_again(backend, nodes):
+    grant = held_everywhere(backend, nodes)
+    nodes.clients[0].config_set("min-replicas-to-write", 1)
+    try:
+        assert backend.release(grant) is True
+        until(lambda: nodes.holding(grant.claim.key) == [0])
+    finally:
+        nodes.clients[0].config_set("min-replicas-to-write", 0)
+
+    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(grant.claim.key))
+
+
 def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_handed_to(
     backend, nodes
 ):

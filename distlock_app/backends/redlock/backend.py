@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -32,6 +33,9 @@ from .scripts import (
     RELEASE,
     RELEASE_AND_WAIT,
 )
+
+# Owners of the latest releases: a renewal that crosses one must not bring its lock back.
+KEEP_RELEASED = 1000
 
 
 class RedlockBackend(ForPeople):
@@ -178,6 +182,8 @@ class RedlockBackend(ForPeople):
                 if request.no and len(request.yes) >= request.majority:
                     have = set(range(len(self._nodes))) - set(request.no)
                     connections.broadcast(self._take_again(grant, ttl), but=have)
+                    if grant.claim.owner in self._released:  # it crossed the release
+                        self._give_up(connections, grant.claim, grant.session or 0)
 
         self._quorum.ask(requests, heal, grace=ANSWER_GRACE)
         return [self._outcome(request) for request in requests]
@@ -194,6 +200,7 @@ class RedlockBackend(ForPeople):
         """Release it everywhere, also where it may not have been granted."""
         claim = grant.claim
         self._listener.forget(claim)
+        self._released.append(claim.owner)
         # A hold may end in another process than it began, where the guess is another.
         stamp = max(self._clock.stamp(), grant.session or 0)
         words = claim.owner.encode(), b"%d" % stamp
@@ -247,6 +254,7 @@ class RedlockBackend(ForPeople):
             f"{self._prefix}wake:{secrets.token_hex(8)}".encode(), self._quorum
         )
         self._clock = ServerClock()
+        self._released: deque[str] = deque(maxlen=KEEP_RELEASED)
 
     def _make_head(self, script: Script, key: str) -> bytes:
         lock = f"{self._prefix}{key}".encode()

@@ -294,6 +294,7 @@ class NodeConnections:
                 else:
                     # Such as READONLY: a new connection may find a new master.
                     request.take(at, line)
+                    self._nodes[at].remember(request)
                     self._drop(at, request.why.get(at, "refused"))
                     return
         except (OSError, IndexError):
