@@ -36,6 +36,10 @@ class Proxy:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
+    def lead_to(self, server: int) -> None:
+        """Pass new connections on to another server; those that are open stay where they are."""
+        self._servers = cycle([("127.0.0.1", server)])
+
     def cut(self) -> None:
         """Close every connection that is open now."""
         with self._lock:

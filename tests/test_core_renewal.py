@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import Renewer, renewer
 from distlock_app.core.timer import Timer, timer
 from distlock_app.primitives import threads
+from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.signals import lock_lost, lock_released
 from distlock_app.testing.claims import a_claim
@@ -223,6 +225,34 @@ def test_an_engine_that_hangs_delays_no_loss_and_no_other_engine(engine):
     left_quietly(doomed)
     engine.go_on()
     left_quietly(stuck)
+
+
+def test_a_server_that_hangs_delays_no_renewal_at_another_of_its_engine(engine, monkeypatch):
+    """As the masters of a Cluster do."""
+
+    class Server:
+        pass
+
+    servers = {key_of(name): Server() for name in ("a", "b")}
+    hangs, goes_on, real = threading.Event(), threading.Event(), engine.extend_many
+
+    def extend_many(work):
+        if any(grant.claim.name == "a" for grant, _ in work):
+            hangs.set()
+            goes_on.wait(DEADLINE)
+        return real(work)
+
+    monkeypatch.setattr(engine, "server_of", servers.__getitem__)
+    monkeypatch.setattr(engine, "extend_many", extend_many)
+    stuck, kept = Lock("a", ttl=3).acquire(), Lock("b", ttl=3).acquire()
+    assert hangs.wait(DEADLINE)
+
+    renewed(kept, times=2)
+
+    goes_on.set()
+    kept.release()
+    with suppress(LockLost):
+        stuck.release()
 
 
 def test_what_was_told_as_lost_stays_lost_and_is_not_renewed_by_a_late_answer(engine):

@@ -121,6 +121,16 @@ def test_a_signal_handler_may_lock_while_the_map_is_asked_for(backend):
     interrupted_everywhere(redis_cluster, steps, every=7)
 
 
+def test_renewals_at_one_master_do_not_wait_for_another(backend):
+    names = one_of_each_master(backend)
+
+    apart = {backend.server_of(claim(name).key) for name in names}
+
+    assert len(apart) == 3
+    backend._pool._map = []  # unknown, and not asked for
+    assert {backend.server_of(claim(name).key) for name in names} == {backend._pool}
+
+
 def test_requests_follow_their_keys_when_the_map_is_old(backend):
     names = one_of_each_master(backend)
     grants = [backend.acquire(claim(name), 0) for name in names]

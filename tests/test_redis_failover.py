@@ -170,6 +170,28 @@ def test_missing_replicas_are_warned_of(pair, careful):
     asks_for_two.close()
 
 
+def test_a_waiter_listens_at_the_server_to_which_its_name_moved(pair):
+    """As a service does that points its name to the replica and makes it the master."""
+    with proxy_to(pair.master.port) as name:
+        backend = backend_at(f"redis://127.0.0.1:{name.port}")
+        first = backend.acquire(claim("a"), 0)
+        waiter = Waiter(backend, "a")
+        assert not waiter.ask()
+        old, new = client_of(pair.master.url), client_of(pair.replica.url)
+        eventually(lambda: in_step(old))
+
+        name.lead_to(pair.replica.port)
+        new.replicaof("NO", "ONE")
+        old.replicaof("127.0.0.1", pair.replica.port)
+        eventually(lambda: backend.extend(first, 30))  # refused once, or until the old one knows
+
+        assert waiter.event.wait(10) and not waiter.ask()  # it asks where it is subscribed now
+        assert backend.release(first) is True
+        assert backend.release(waiter.granted()) is True
+        for one in (backend, old, new):
+            one.close()
+
+
 def overlaps(turns):
     """Return the pairs of turns during which two holders trusted one lock."""
     turns = sorted(turns)
@@ -330,8 +352,17 @@ def test_an_old_master_is_left_though_the_sentinels_knew_none_for_a_moment(priva
 
 
 @pytest.fixture(scope="module")
-def own_cluster(private_server):
+def six(private_server):
     return private_server(RedisCluster)
+
+
+@pytest.fixture
+def own_cluster(six):
+    six.settle()
+    yield six
+    for node in six.nodes:
+        if not node.running:
+            node.start()
 
 
 @pytest.fixture
@@ -379,7 +410,6 @@ def test_a_slot_that_moves_takes_its_locks_along(own_cluster, clustered):
 
 @pytest.mark.slow
 def test_a_cluster_loses_a_master_and_no_lock_that_its_replica_confirmed(own_cluster, clustered):
-    own_cluster.settle()
     claims = [claim(f"n{number}") for number in range(1000)]
     grants = [eventually(lambda one=one: clustered.acquire(one, 0)) for one in claims]
     others = [claim(one.name) for one in claims]
@@ -415,7 +445,6 @@ def test_a_cluster_loses_a_master_and_no_lock_that_its_replica_confirmed(own_clu
 
 @pytest.mark.slow
 def test_a_cluster_loses_a_master_under_load(own_cluster, processes, tmp_path):
-    own_cluster.settle()
     urls = [f"{node.url}?socket_timeout=1" for node in own_cluster.nodes]
     params = {
         "BACKEND": "distlock_app.backends.redis.RedisBackend",

@@ -113,6 +113,10 @@ class BaseLockBackend:
                 results.append(error)
         return results
 
+    def server_of(self, key: str) -> object:
+        """Return what serves this lock, without asking: renewals at one do not wait for others."""
+        return self
+
     def end_in(self, grant: Grant, ttl: float) -> bool:
         """Like extend(), but let the claim end after `ttl` seconds even if that is sooner.
 

@@ -1,6 +1,6 @@
 """Renews leases in time, in batches, and detects when one can no longer be trusted.
 
-One thread per backend sends the requests: a backend that hangs does not delay the others or the
+One thread per server sends the requests: a server that hangs does not delay the others or the
 timer, so losses are reported on time.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
-from ..backends.base import BaseLockBackend
 from ..errors import BackendError
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
@@ -36,8 +36,8 @@ class Renewer:
     """Checks each lease when it is due, and has its backend extend it."""
 
     def __init__(self) -> None:
-        # Without a reference to the backend, which lives on with them otherwise.
-        self._workers: weakref.WeakKeyDictionary[BaseLockBackend, Worker]
+        # By server. Without a reference to it, or its backend, which live on with them otherwise.
+        self._workers: weakref.WeakKeyDictionary[object, Worker]
         self._workers = weakref.WeakKeyDictionary()
 
     def watch(self, lease: Lease) -> None:
@@ -56,7 +56,7 @@ class Renewer:
 
     def await_renewal(self, lease: Lease) -> None:
         """Wait for a renewal of `lease`, which has ended, if one is in flight."""
-        if (worker := self._workers.get(lease.backend)) is None:
+        if (worker := self._workers.get(_server_of(lease))) is None:
             return
         done = threading.Event()
         worker.put(done)  # set after the jobs before it
@@ -64,26 +64,20 @@ class Renewer:
 
     def unpin(self, lease: Lease, ttl: float, asked_at: float) -> None:
         """Resume renewal after the commit of a pinned transaction, which extended the lease."""
-        try:
-            if lease.ended or lease.foreign:
-                return
+        if not (lease.ended or lease.foreign):
             lease.extended(ttl, asked_at=asked_at)
             if lease.renews and lease.trusted_until - monotonic() < lease.ttl * RENEW_AT:
                 # It took long: others may have been waiting for the commit.
                 asked_at, ttl = monotonic(), lease.capped(lease.ttl)
-                try:
-                    answer = lease.backend.extend(lease.grant, ttl)
-                except BackendError:
-                    return  # unknown: trusted as long as before
-                if answer:
-                    lease.extended(ttl, asked_at=asked_at)
-                else:
-                    reason = "another owner took it after the commit of a pinned transaction"
-                    releaser.lose(lease, reason)
-        finally:
-            lease.unpin()
-            if not (lease.ended or lease.foreign):
-                self.watch(lease)
+                with suppress(BackendError):  # unknown: trusted as long as before
+                    if lease.backend.extend(lease.grant, ttl):
+                        lease.extended(ttl, asked_at=asked_at)
+                    else:
+                        reason = "another owner took it after the commit of a pinned transaction"
+                        releaser.lose(lease, reason)
+        lease.unpin()
+        if not (lease.ended or lease.foreign):
+            self.watch(lease)
 
     def _schedule(self, lease: Lease, due: float) -> None:
         if not lease.ended:
@@ -119,9 +113,10 @@ class Renewer:
             self._put_extend(lease)
 
     def _put_extend(self, lease: Lease) -> None:
-        if (worker := self._workers.get(lease.backend)) is None:
+        server = _server_of(lease)
+        if (worker := self._workers.get(server)) is None:
             worker = Worker(f"distlock-worker-{lease.alias}", self._extend_all)
-            worker = self._workers.setdefault(lease.backend, worker)
+            worker = self._workers.setdefault(server, worker)
         worker.put(lease)
 
     def _extend_all(self, jobs: list[Lease | threading.Event]) -> None:
@@ -167,6 +162,10 @@ class Renewer:
         )
         pause = min(max(left / RETRIES_LEFT, RETRY_MIN), RETRY_MAX)
         self._schedule(lease, min(lease.trusted_until, monotonic() + pause))
+
+
+def _server_of(lease: Lease) -> object:
+    return lease.backend.server_of(lease.grant.claim.key)
 
 
 def _renews(lease: Lease, now: float) -> bool:

@@ -163,6 +163,9 @@ class RedisBackend(ForPeople, GuardedWrites):
     def extend(self, grant: Grant, ttl: float) -> bool:
         return self._pool.run(EXTEND, self._extend(grant, ttl)) == [1]
 
+    def server_of(self, key: str) -> object:
+        return self._pool.serving(self._head(EXTEND, key))
+
     def end_in(self, grant: Grant, ttl: float) -> bool:
         words = milliseconds(ttl), b"exactly"
         return self._pool.run(END_IN, self._request(END_IN, grant.claim, *words)) == [1]
@@ -289,7 +292,7 @@ class RedisBackend(ForPeople, GuardedWrites):
             channel = self._channels + secrets.token_hex(8)
             # A lock that a release gave us may not be on the replicas: another try asks them.
             grants = not self._replicas
-            made = Listener(channel, node.connect, self.release, alias=self.alias, grants=grants)
+            made = Listener(channel, node, self.release, alias=self.alias, grants=grants)
             listener = self._listeners.setdefault(node, made)
         return listener
 

@@ -60,6 +60,9 @@ class Cluster(Servers):
     def node(self, request: bytes) -> Pool:
         return self._node(self._map or self._learn([]), request)
 
+    def serving(self, request: bytes) -> Servers:
+        return (self._map and self._map[slot_of(request)]) or self
+
     def nodes(self) -> list[Pool]:
         # Not those of an old map: one of them may be gone, and all be well.
         return [pool for pool in dict.fromkeys(self._learn(self._map)) if pool]

@@ -63,6 +63,12 @@ class Waiter:
         return Grant(self.claim, fence=message.fence, asked_at=asked_at, ttl=message.ttl or None)
 
 
+class _Server(Protocol):
+    demoted: int  # grows when it turns out to be a replica
+
+    def connect(self) -> Any: ...
+
+
 class _HasClaim(Protocol):
     claim: Claim
 
@@ -109,20 +115,20 @@ class Listener:
     def __init__(
         self,
         channel: str,
-        connect: Callable[[], Any],
+        server: _Server,
         refused: Callable[[Grant], Any],
         *,
         alias: str = "",
         grants: bool = True,
     ) -> None:
-        """`connect` makes a connection; `refused` gets a grant that its caller failed to take.
+        """`refused` gets a grant that its caller failed to take.
 
         With `grants=False` a message is not a grant: its claim tries again.
         """
         self.channel = channel
         self._alias = alias
         self._grants = grants
-        self._connect = connect
+        self._server = server
         self._refused = refused
         # Guards the three below and every Waiter. Reentrant: a signal handler may lock or release
         # in the middle of any method.
@@ -249,21 +255,23 @@ class Listener:
 
     def _listen(self) -> None:
         """Subscribe and hand out messages; return when there is nothing to do, else raise."""
-        connection = self._connect()
+        demoted, connection = self._server.demoted, self._server.connect()
         try:
             self._connection = connection
             connection.send_command("SUBSCRIBE", self.channel, check_health=False)
             connection.read_response(disconnect_on_error=True)
             self._wake_all()  # before a new waiter counts on this connection: that one lost nothing
             self._notify(subscribed=True)
-            self._receive(connection)
+            self._receive(connection, demoted)
         finally:
             self._connection = None
             connection.disconnect()
 
-    def _receive(self, connection: Any) -> None:
+    def _receive(self, connection: Any, demoted: int) -> None:
         needed, pinged = monotonic(), 0.0
         while not self._ends(idle=monotonic() - needed):
+            if self._server.demoted != demoted:
+                raise ConnectionError("another server may be the master, which counts its own")
             if self._waiters:
                 needed = monotonic()
             if connection.can_read(timeout=HEARTBEAT):

@@ -64,6 +64,10 @@ class Servers:
         """Return the server that has the keys of this request, or of this "{tag}"."""
         raise NotImplementedError
 
+    def serving(self, request: bytes) -> Servers:
+        """Return what node() would, as far as it is known."""
+        return self
+
     def nodes(self) -> list[Pool]:
         """Return every server that has keys."""
         raise NotImplementedError
@@ -131,6 +135,7 @@ class Pool(Servers):
         self._replicas = replicas
         self._wait = pack(b"WAIT", b"%d" % replicas, b"%d" % max(1, int(within * 1000)))
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+        self.demoted = 0  # how often a connection was found to lead to a replica
         self._sweep_at = 0.0
         self._ask_master: Any = getattr(recipe, "get_master_address", None)  # behind Sentinels
         self._master: tuple[str, int] | None = None
@@ -178,6 +183,7 @@ class Pool(Servers):
                 if kept.used > self._sweep_at or len(self._idle) > KEEP_IDLE:
                     self._sweep(kept.used)
             else:  # such as READONLY: a new connection may reach the new master
+                self.demoted += ReadOnlyError in map(type, answers)
                 self.close()
             return answers
         except RedisError as error:
