@@ -11,6 +11,7 @@ from django.conf import settings
 from django.db import connection
 
 from distlock_app import BackendError, Lock
+from distlock_app.backends import postgresql
 from distlock_app.backends.postgresql import AdvisoryLockBackend
 from distlock_app.backends.sessions.pool import GRACE, ServerError
 from distlock_app.core.registry import registry
@@ -100,6 +101,32 @@ def test_limits_of_the_role_do_not_end_a_wait(backend, monkeypatch):
 
     assert backend.release(held)
     backend.close()
+
+
+def test_a_server_that_cannot_notice_dead_clients_will_do(backend, monkeypatch):
+    refused = "SELECT set_config('client_connection_check_interval', 'as on Windows', false)"
+    monkeypatch.setattr(postgresql, "NOTICE_THE_DEAD", refused)
+    backend.close()
+
+    with Lock("a", using="advisory"):
+        pass
+
+    backend.close()
+
+
+def test_a_role_that_the_alias_assumes_keeps_nobody_from_clearing(backend, monkeypatch):
+    with connection.cursor() as cursor:
+        cursor.execute(f"CREATE ROLE {FEW}")
+    options = {**connection.settings_dict["OPTIONS"], "assume_role": FEW}
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
+    backend.close()
+    grant = backend.acquire(a_claim("a"), 0)
+
+    assert backend.clear(grant.claim.key) == 1
+
+    backend.close()
+    with connection.cursor() as cursor:
+        cursor.execute(f"DROP ROLE {FEW}")
 
 
 def test_pool_and_isolation_of_the_alias_are_not_ours(backend, monkeypatch):

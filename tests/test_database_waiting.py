@@ -273,6 +273,24 @@ def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_open_to_all(backen
     assert backend.release(taken) is True
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="as on PostgreSQL")
+def test_a_wait_that_ended_as_it_was_granted_leaves_no_queue_lock(backend, sessions, monkeypatch):
+    held, wanted = grab(backend, "a"), claim("a")
+    waits = registry["locks"].backend
+    refused = waits.acquire(wanted, 30)
+    in_queue()
+    called = sql.PostgreSQL.called
+    monkeypatch.setattr(sql.PostgreSQL, "called", lambda *args: called(*args) and False)
+    backend.release(held)
+    assert refused.ticket.queue.connection.called(within=DEADLINE)
+
+    assert waits.release(waits.acquire(wanted, 30)) is True
+
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted")
+        assert cursor.fetchone() == (0,)
+
+
 @pytest.mark.parametrize("end", ["dropped", "last try", "release"])
 def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
     held = grab(backend, "a")

@@ -347,10 +347,25 @@ def test_settings_of_the_session_are_as_before() -> None:
     if connection.vendor != "postgresql":
         pytest.skip("no other database is told a time")
     with transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute("SET LOCAL statement_timeout = 54321")
+        cursor.execute("SET LOCAL statement_timeout = 54321; SET LOCAL lock_timeout = 54322")
         lock_in_transaction("invoice:10")
-        cursor.execute("SHOW statement_timeout")
-        assert cursor.fetchone() == ("54321ms",)
+        for limit, kept in (("statement_timeout", "54321ms"), ("lock_timeout", "54322ms")):
+            cursor.execute(f"SHOW {limit}")
+            assert cursor.fetchone() == (kept,)
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="a setting of PostgreSQL")
+def test_a_limit_of_the_role_does_not_end_a_wait(elsewhere: Callable[..., Any]) -> None:
+    def wait_with_a_limit() -> None:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SET LOCAL lock_timeout = 50")
+            lock_in_transaction("invoice:12", wait=0.5)
+
+    with transaction.atomic():
+        lock_in_transaction("invoice:12")
+        asked_at = monotonic()
+        assert elsewhere(outcome, wait_with_a_limit) == "LockTimeout"
+        assert monotonic() - asked_at >= 0.5
 
 
 def test_a_lease_that_ended_too_soon_ends_the_transaction(

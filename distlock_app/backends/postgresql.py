@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from django.core import checks
@@ -23,15 +24,16 @@ MAX_TIMEOUT = 2**31 - 1
 
 NOW_US = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 
-# Limits of a role or a database must not end our waits (the last exists from version 17 on);
-# a client that went away while it waited leaves the queue within a second.
+# Limits of a role or a database must not end our waits (the last exists from version 17 on).
 BEGIN = """
     SELECT pg_backend_pid(),
            (SELECT count(set_config(name, '0', false))
               FROM pg_settings
              WHERE name IN ('statement_timeout', 'lock_timeout', 'transaction_timeout')),
-           set_config('client_connection_check_interval', '1000', false),
            pg_is_in_recovery()"""
+# A client that went away while it waited leaves the queue within a second. Not on Windows, and
+# before version 15 on Linux only.
+NOTICE_THE_DEAD = "SELECT set_config('client_connection_check_interval', '1000', false)"
 
 # Advisory locks are open to all apps. A session of ours has this name, and its last statement has
 # the note of its lock, unless the server does not show it: to another user, or to any.
@@ -73,6 +75,7 @@ class AdvisoryLockSession(LockSession):
         options = settings["OPTIONS"]
         options.pop("pool", None)
         options.pop("isolation_level", None)
+        options.pop("assume_role", None)  # the one that logged in may end its other sessions
         options.setdefault("connect_timeout", ANSWER_WAIT)
         options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
         options["application_name"] = APPLICATION
@@ -87,6 +90,8 @@ class AdvisoryLockSession(LockSession):
         ((pid, *_, recovers),) = self.ask(BEGIN)
         if recovers == "t":
             raise ServerError(None, REPLICA)
+        with suppress(ServerError):
+            self.ask(NOTICE_THE_DEAD)
         return int(pid)
 
     def send(self, question: str, values: Values) -> None:

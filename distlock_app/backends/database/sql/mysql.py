@@ -234,6 +234,8 @@ class MySQL(Dialect):
         return refused(row[0]) if row else None
 
     def may_have_kept(self, cursor: Cursor) -> bool:
+        if "MariaDB" not in cursor.connection.get_server_info():
+            return False
         cursor.execute("SELECT @distlock_had")
         return cursor.fetchone()[0] is not None
 

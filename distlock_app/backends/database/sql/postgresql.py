@@ -130,8 +130,10 @@ class PostgreSQL(Dialect):
     # One request. The savepoint frees a row that turned out to be leased; it stays if all is well.
     LOCK_ROW = """
         SAVEPOINT distlock;
-        SELECT set_config('distlock.before', current_setting('statement_timeout'), true),
-               set_config('statement_timeout', '{wait_ms}', true);
+        SELECT set_config('distlock.statement', current_setting('statement_timeout'), true),
+               set_config('distlock.lock', current_setting('lock_timeout'), true),
+               set_config('statement_timeout', '{wait_ms}', true),
+               set_config('lock_timeout', '0', true);
         WITH locked AS MATERIALIZED (
             SELECT key, owner, expiry
               FROM {table}
@@ -146,7 +148,8 @@ class PostgreSQL(Dialect):
          RETURNING lock.fence
         )
         SELECT (SELECT fence FROM moved),
-               set_config('statement_timeout', current_setting('distlock.before'), true)"""
+               set_config('statement_timeout', current_setting('distlock.statement'), true),
+               set_config('lock_timeout', current_setting('distlock.lock'), true)"""
     PURGE = """
         DELETE FROM {table}
          WHERE key IN (SELECT key
@@ -268,8 +271,9 @@ class PostgreSQL(Dialect):
                 raise
             cursor.execute("ROLLBACK TO SAVEPOINT distlock")
             return Busy()
-        while cursor.nextset():
-            pass
+        if hasattr(cursor.connection, "pgconn"):  # psycopg2 keeps the last answer only
+            while cursor.nextset():
+                pass
         fence: int | None = cursor.fetchone()[0]
         if fence is None:
             cursor.execute("ROLLBACK TO SAVEPOINT distlock")
