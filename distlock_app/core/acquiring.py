@@ -67,9 +67,13 @@ class Attempt:
                 raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
             hold = Hold(lease, release_now=release_now, released=True)
             hold.entered = entered
-            if lease.add_hold(hold):
-                self._options(hold, lease)
-                return hold
+            try:
+                if lease.add_hold(hold):
+                    self._options(hold, lease)
+                    return hold
+            except BaseException:  # Ctrl-C: the caller never gets the hold
+                hold.abandon()
+                raise
             releaser.drain(lease)
         if not transactions.surely_none():
             transactions.check_before_lock(self.lock.name, release_now=release_now)

@@ -184,20 +184,20 @@ class Ending(Entered):
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
-            if blocks:
+            if blocks and lease.holds == 1:
                 blocks = [block for block in blocks if id(block) not in lease.open_transactions]
+                # First: an interrupt after this leaves no hold that nobody releases.
+                for block in blocks:
+                    transactions.call_at_end(
+                        block,
+                        before_commit=partial(check_at_end, lease),
+                        committed=partial(release_at_end, lease, id(block)),
+                        dropped=partial(drop_at_end, lease, id(block)),
+                    )
             last = lease.remove_hold(self, blocks=blocks)
         if last:
             timer.cancel(lease)
-        elif last is None:
-            for block in blocks:
-                transactions.call_at_end(
-                    block,
-                    before_commit=partial(check_at_end, lease),
-                    committed=partial(release_at_end, lease, id(block)),
-                    dropped=partial(drop_at_end, lease, id(block)),
-                )
-        elif lease.lost:
+        elif last is not None and lease.lost:
             raise self._lost_error()
         return bool(last)
 
@@ -279,15 +279,16 @@ def give_back(lease: Lease) -> None:
 def release_at_end(lease: Lease, block: int) -> None:
     """Release `lease` after the last commit, unless it was taken again meanwhile."""
     lease.open_transactions.discard(block)
-    if not lease.end_if_unused():
-        return
-    lease.leave_runner()
-    timer.cancel(lease)
-    in_time = not lease.lost
     try:
+        if not lease.end_if_unused():
+            return
+        lease.leave_runner()
+        timer.cancel(lease)
+        in_time = not lease.lost
         was_ours = end_claim(lease)
     except BaseException as error:
-        give_back(lease)
+        if lease.ended:
+            give_back(lease)
         if not isinstance(error, BackendError):
             raise
     else:

@@ -158,7 +158,8 @@ def call_at_end(
     """Call one of the first two when the outermost block of the connection has ended.
 
     `dropped`, possibly in a finalizer, if it was rolled back (with `savepoints`: also to one
-    that is open now) or its connection was closed. If `before_commit` raises, it is rolled back.
+    that is open now), its connection was closed, or `committed` raised. If `before_commit` raises,
+    it is rolled back.
     """
     # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
     # wait; and first, because a callback that raises drops all that come after it, into a
@@ -207,8 +208,8 @@ class _End:
         self.before_commit = before_commit
 
     def __call__(self) -> None:
-        self._dropped = None
         self._committed()
+        self._dropped = None  # not if it was interrupted
 
     def __del__(self) -> None:
         dropped, self._dropped = self._dropped, None
