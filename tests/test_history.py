@@ -79,7 +79,7 @@ def test_without_the_setting_nobody_listens_and_nothing_is_written():
 
 
 def test_every_event_is_written_with_its_seconds(kept):
-    with identity.activity("alice /pay"), Lock("a") as hold:
+    with identity.activity("alice /pay"), Lock("told") as hold:
         fence = hold.fence
         time.sleep(0.02)
     with held_elsewhere("b"), pytest.raises(LockBusy):
@@ -92,14 +92,14 @@ def test_every_event_is_written_with_its_seconds(kept):
 
     told = events()
     for name, said in {
-        "a": ["acquired", "released"],
+        "told": ["acquired", "released"],
         "c": ["acquired", "lost"],
         "d": ["acquired", "cleared", "lost"],
     }.items():
         assert [event for event, of in told if of == name] == said
-    released = LockEvent.objects.get(name="a", event="released")
+    released = LockEvent.objects.get(name="told", event="released")
     assert released.seconds >= 0.02 and released.fence == fence
-    assert "alice /pay" in LockEvent.objects.get(name="a", event="acquired").detail
+    assert "alice /pay" in LockEvent.objects.get(name="told", event="acquired").detail
     assert LockEvent.objects.get(event="busy").seconds >= 0.05
     assert LockEvent.objects.get(event="cleared").detail == "ann: hangs"
     cleared = LockEvent.objects.get(event="cleared").fence

@@ -137,6 +137,7 @@ def test_reading_is_free_unless_it_is_named():
     with elsewhere("a"):
         assert page(RequestFactory().get("/")).status_code == 200
         assert report(RequestFactory().get("/")).status_code == 423
+        assert report(RequestFactory().head("/")).status_code == 423
         assert post(report).status_code == 200
 
 

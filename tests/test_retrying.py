@@ -122,6 +122,19 @@ def test_it_gives_up_after_so_many_attempts(account: Account, conflicts: list[An
         Account.objects.retrying(account.pk, change, attempts=0)
 
 
+def test_a_version_that_the_client_named_is_not_tried_again(account: Account) -> None:
+    request, changed = RequestFactory().put("/", headers={"If-Match": '"7"'}), []
+
+    def change(fresh: Account) -> None:
+        changed.append(fresh.version)
+        require_match(request, fresh)
+
+    with pytest.raises(PreconditionFailed):
+        Account.objects.retrying(account.pk, change)
+
+    assert changed == [1]
+
+
 def test_pauses_grow_with_the_attempts(account: Account, monkeypatch: Any) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("random.uniform", lambda low, high: high)

@@ -70,15 +70,13 @@ def locked_view(
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
         name=name,
-        methods=frozenset(method.upper() for method in methods),
+        methods=_checked_methods(methods),
         lock_options={**lock_options, "wait": wait},
         atomic=DEFAULT_DB_ALIAS if atomic is True else atomic or None,
         status=status,
         busy_response=busy_response,
         in_transaction=in_transaction,
     )
-    if isinstance(methods, str):
-        raise TypeError(f"methods must be a list of names, not {methods!r}")
 
     def decorate(view: Any) -> Any:
         if (atomic or in_transaction) and _is_async(view):
@@ -297,6 +295,13 @@ def _request_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, 
     if "request" in kwargs:
         return -1, kwargs["request"]
     raise TypeError("a view under locked_view must get the request as its first argument")
+
+
+def _checked_methods(methods: Collection[str]) -> frozenset[str]:
+    if isinstance(methods, str):
+        raise TypeError(f"methods must be a list of names, not {methods!r}")
+    names = frozenset(method.upper() for method in methods)
+    return names | {"HEAD"} if "GET" in names else names  # HEAD runs the GET of a class
 
 
 def _is_async(view: Any) -> bool:

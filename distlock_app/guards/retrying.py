@@ -168,7 +168,7 @@ def _version_of(obj: Any) -> Any:
 def _may_repeat(error: Exception, obj: Any, *, inside: bool) -> bool:
     """Whether another writer of the same row was in the way, and the change can be repeated."""
     if isinstance(error, StaleObjectError):
-        return error.obj is obj and not isinstance(error, RetriesExhausted)
+        return error.obj is obj and _may_pass(error) and not isinstance(error, RetriesExhausted)
     # The whole transaction was aborted: only its outermost block can be restarted.
     return not inside and was_sacrificed(error)
 

@@ -60,4 +60,4 @@ def _rows(field: Any, keys: list[Any]) -> str:
         }
     except (TypeError, ValueError, ValidationError):
         rows = {}
-    return ", ".join(str(rows.get(str(key), key)) for key in keys)
+    return ", ".join(sorted(str(rows.get(str(key), key)) for key in keys))
