@@ -19,7 +19,8 @@ def health(request: HttpRequest, using: str | None = None) -> HttpResponse:
 
     It takes no lock, and does not name servers, users or locks.
     """
-    found = [one for one, _ in ask(dict.fromkeys(registry if using is None else [using], repr))]
+    aliases = registry if using is None else [using]
+    found = [one for one, _ in ask("health", dict.fromkeys(aliases, repr))]
     lines = [f"{one.alias}: {'ok' if one.up else one.reason}\n" for one in found]
     status = 200 if all(one.up for one in found) else 503
     return HttpResponse(lines, content_type="text/plain; charset=utf-8", status=status)

@@ -41,6 +41,16 @@ class HangingBackend(LocMemBackend):
         self.answers.wait(30)
 
 
+class CrowdedBackend(LocMemBackend):
+    """Answers at once, but holds more locks than it can list before the test lets it."""
+
+    answers = threading.Event()
+
+    def page(self, start, count):
+        self.answers.wait(30)
+        return super().page(start, count)
+
+
 class StubbornBackend(LocMemBackend):
     """Goes down between the look at a lock and its clearing."""
 

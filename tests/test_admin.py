@@ -14,7 +14,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
-from django.test import Client
+from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
 
@@ -24,6 +24,7 @@ from distlock_app.admin.rows import id_of
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant, Holding
 from distlock_app.core.registry import registry
+from distlock_app.health import health
 from distlock_app.models import DistLock
 from distlock_app.operations import reading
 from distlock_app.operations.people import state_of
@@ -31,7 +32,7 @@ from distlock_app.primitives import identity, names
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
 from tests.database_workers import claim
-from tests.failing_engines import HangingBackend
+from tests.failing_engines import CrowdedBackend, HangingBackend
 
 LIST = "/admin/distlock_app/livelock/"
 CLEAR = f"{LIST}clear/"
@@ -374,6 +375,26 @@ def test_an_engine_that_cannot_list_is_shown_as_up_with_locks_that_are_not_known
     assert "It is not known what “mute” holds: it cannot list its locks." in html
     assert html.count("data-dl-left") == 1
     assert gone == "“mute”: cannot list its locks."
+
+
+def test_an_engine_that_is_slow_to_list_is_up_and_its_locks_can_be_found(viewer, aliases):
+    aliases("full", "tests.failing_engines.CrowdedBackend")
+    CrowdedBackend.answers.clear()
+
+    with Lock("a", using="full"):
+        try:
+            html = viewer.get(LIST).content.decode()
+            found = viewer.get(f"{LIST}?q=a").content.decode()
+            page = viewer.get(change_url(row_id("a", "full")))
+            status = health(RequestFactory().get("/health/")).status_code
+        finally:
+            CrowdedBackend.answers.set()
+
+    assert "dl-down" not in html.replace("dl-down dl-failed", "")
+    assert '<span class="dl-quiet">no answer within 2 s</span>' in html
+    assert "It is not known what “full” holds: it has more to tell" in html
+    assert found.count("data-dl-left") == 1
+    assert (page.status_code, status) == (200, 200)
 
 
 def test_an_engine_that_hangs_costs_its_bound_once_and_one_thread(viewer, aliases, monkeypatch):

@@ -337,6 +337,15 @@ def test_people_prolong_and_clear_one_of_several(backend):
     assert take(backend, limit=2).fence > other.fence
 
 
+def test_clearing_one_that_has_expired_takes_nothing_from_the_others(backend):
+    kept, gone = take(backend, ttl=30, **READER), take(backend, ttl=0.1, **READER)
+    until(lambda: len(list(backend.holders())) == 1)
+
+    assert backend.clear(gone.claim.key, str(gone.fence)) == 0
+
+    assert backend.extend(kept, 30) is True
+
+
 def test_no_list_shows_a_token(backend):
     grants = [take(backend, **READER) for _ in range(2)]
     backend.count_down(a_claim("b", latch=True, limit=2))

@@ -24,6 +24,7 @@ from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.core.waiting import waiting
 from distlock_app.operations import doctor
+from distlock_app.operations.reading import has_version
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
@@ -555,6 +556,9 @@ def test_the_holder_in_another_process_is_shown_and_cleared(processes):
     (holding,) = lock("far").holders()
     assert holding.key == key_of("far")
     assert lock("far").locked()
+    number, _, tag = holding.version.partition("-")
+    assert has_version(holding, f"{number}-")  # as from a process to which the server showed no tag
+    assert not (tag and has_version(holding, f"{number}-{tag[::-1]}0"))
     assert lock("far").clear(if_version=f"9{holding.version}") == 0
     assert lock("far").clear(if_version=holding.version) == 1
 

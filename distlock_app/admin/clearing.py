@@ -21,7 +21,7 @@ from ..errors import BackendError
 from ..models import LiveLock
 from ..operations import history
 from ..operations.people import who
-from ..operations.reading import Health, ask
+from ..operations.reading import Health, ask, has_version
 from ..primitives.names import SHOWN_LENGTH, key_of, shown
 from .rows import id_of, read_again, row_of
 
@@ -82,7 +82,7 @@ def rows_of(ids: Iterable[str]) -> Found:
     free = 0
     for alias, key, version in asked:
         same = [h for h in reading.holdings if (h.alias, h.key) == (alias, key)]
-        matching = [row_of(h) for h in same if not version or h.version == version]
+        matching = [row_of(h) for h in same if has_version(h, version)]
         if matching:
             rows[matching[0].pk] = matching[0]
         elif same:
@@ -148,9 +148,10 @@ def tables() -> list[str]:
     return [alias for alias in working if isinstance(registry[alias].backend, Purgeable)]
 
 
-def leftovers(older_than: float) -> list[tuple[Health, tuple[int, int] | None]]:
-    """Count for each table what CLEAR_EXPIRED and PURGE would find."""
-    return ask(dict.fromkeys(tables(), methodcaller("left_over", older_than)))
+def leftovers(older_than: float) -> list[tuple[Health, tuple[int | None, int | None] | None]]:
+    """Count for each table what CLEAR_EXPIRED and PURGE would find; None: too much to count."""
+    found = ask("left over", dict.fromkeys(tables(), methodcaller("left_over", older_than)))
+    return [(health, (None, None) if health.slow else counts) for health, counts in found]
 
 
 def clear_up(alias: str, action: str, older_than: float) -> tuple[Health, int | None]:

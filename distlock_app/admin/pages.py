@@ -107,10 +107,12 @@ class LiveLockAdminMixin(LiveActions):
             return all(word in text for word in words)
 
         found = queryset.where(wanted)
-        if cut := _cut(request, self.reading(request)):
+        reading = self.reading(request)
+        slow = [e.alias for e in reading.backends if e.slow and _chosen(request, e.alias)]
+        if unseen := [*_cut(request, reading), *slow]:
             # Whatever else was not looked at: a lock is found by its whole name.
             key = key_of(search_term)
-            found = found.with_these(read(dict.fromkeys(cut, [key])).holdings)
+            found = found.with_these(read(dict.fromkeys(unseen, [key])).holdings)
         return found, False
 
     def get_object(

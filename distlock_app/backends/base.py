@@ -144,6 +144,10 @@ class BaseLockBackend:
         more = len(held) > start + count
         return held[start : start + count], None if more else len(held)
 
+    def same_version(self, one: str, other: str) -> bool:
+        """Return whether these versions of two holdings of a lock may be of the same one."""
+        return one == other
+
     def queue(self, key: str) -> list[Mapping[str, Any]] | None:
         """Return the waiters for `key` in order of arrival, each like `Holding.holder`.
 

@@ -124,12 +124,12 @@ class Looking(BaseCommand):
         """Name the backends whose locks are not known; return the code if one is down."""
         code = 0
         for backend in backends:
-            if not backend.up:
+            if not backend.up or backend.slow:
                 code = EX_UNAVAILABLE
                 wrong = isinstance(backend.error, ImproperlyConfigured)
                 # A user with a shell here may read what the driver says.
                 why = backend.error or backend.reason
-                what = "cannot be used" if wrong else "is down"
+                what = "cannot be used" if wrong else "is slow" if backend.slow else "is down"
                 self.stderr.write(f"{backend.alias} {what}: {why}")
             elif not backend.lists:
                 self.stderr.write(f"{backend.alias} cannot list its locks")

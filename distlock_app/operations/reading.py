@@ -36,6 +36,7 @@ class Health:
     alias: str
     ping_ms: float | None = None  # one round trip; None: it did not answer
     error: BaseException | None = None  # why not; None: it said nothing in time
+    slow: bool = False  # it answers, but not this question in time
     lists: bool = True  # it can say what it holds
     total: int | None = None  # locks that it holds; None: not known
     looked: int = 0  # how many of them were read
@@ -47,7 +48,7 @@ class Health:
     @property
     def known(self) -> bool:
         """Whether its locks are known."""
-        return self.up and self.lists
+        return self.up and self.lists and not self.slow
 
     @property
     def truncated(self) -> bool:
@@ -57,7 +58,7 @@ class Health:
     @property
     def reason(self) -> str:
         """Why its locks are not known, without the driver's message: it may have addresses."""
-        if self.up:
+        if self.up and not self.slow:
             return "" if self.lists else gettext("cannot list its locks")
         if self.error is None:
             return gettext("no answer within %(seconds)g s") % {"seconds": ANSWER_WITHIN}
@@ -84,7 +85,13 @@ def read(keys: Mapping[str, Iterable[str]]) -> Reading:
 
     Return within `ANSWER_WITHIN` seconds, as all that follow here.
     """
-    return _read({alias: partial(_of, keys[alias]) for alias in keys})
+    return _read("keys", {alias: partial(_of, keys[alias]) for alias in keys})
+
+
+def has_version(holding: Holding, version: str | None) -> bool:
+    """Return whether it may be the holding that was shown with this version; empty: any."""
+    backend = registry[holding.alias].backend
+    return not version or backend.same_version(holding.version, version)
 
 
 def read_all(aliases: Collection[str]) -> Reading:
@@ -96,12 +103,12 @@ def read_all(aliases: Collection[str]) -> Reading:
 
 def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
     """Ask for a number of locks (start, count) of each alias, in the backend's own order."""
-    return _read({alias: partial(_page, *pair) for alias, pair in ranges.items()})
+    return _read("page", {alias: partial(_page, *pair) for alias, pair in ranges.items()})
 
 
 def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
     """Return `reading` with as many locks of these aliases as can be read in so many seconds."""
-    more = _read(dict.fromkeys(aliases, partial(_within, seconds)))
+    more = _read("more", dict.fromkeys(aliases, partial(_within, seconds)))
     backends = {backend.alias: backend for backend in reading.backends}
     for backend in more.backends:
         if backend.up and backend.total is None:  # cut short again
@@ -147,9 +154,10 @@ def _if_listed(question: Question[Part], backend: BaseLockBackend) -> Part | Non
     return question(backend) if backend.lists else None
 
 
-def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
+def _read(about: str, wanted: Mapping[str, Question[Part]]) -> Reading:
     reading = Reading()
-    for health, part in ask({alias: partial(_if_listed, wanted[alias]) for alias in wanted}):
+    questions = {alias: partial(_if_listed, wanted[alias]) for alias in wanted}
+    for health, part in ask(about, questions):
         if part is not None:
             health = replace(health, looked=part.looked, total=part.total)
             reading.holdings.extend(part.holdings)
@@ -159,22 +167,27 @@ def _read(wanted: Mapping[str, Question[Part]]) -> Reading:
 
 def queue_of(alias: str, key: str) -> list[Mapping[str, Any]] | None:
     """Return the waiters for a lock, in order of arrival; None if that is not known."""
-    [(_health, waiters)] = ask({alias: lambda backend: backend.queue(key)})
+    [(_health, waiters)] = ask("queue", {alias: lambda backend: backend.queue(key)})
     return waiters
 
 
-def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
+def ask(about: str, questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
     """Ask the backends of these aliases, all at once; None where no answer came in time.
 
-    Return within `ANSWER_WITHIN` seconds. A backend that still owes an earlier answer is not asked
-    again: threads must not pile up behind it.
+    Return within `ANSWER_WITHIN` seconds. A backend that still owes an earlier answer `about` the
+    same is not asked again: threads must not pile up behind it.
     """
     deadline = Deadline(ANSWER_WITHIN)
-    asked = {alias: _Asked(alias, questions[alias]) for alias in questions if not _owes(alias)}
+    owed = {alias: one for alias in questions if (one := _overdue.get((alias, about)))}
+    asked = {
+        alias: _Asked(alias, about, question)
+        for alias, question in questions.items()
+        if alias not in owed or not owed[alias].is_alive()
+    }
     for one in asked.values():
         one.start()
     return [
-        asked[alias].answer(deadline) if alias in asked else (Health(alias=alias), None)
+        asked[alias].answer(deadline) if alias in asked else (owed[alias].late(), None)
         for alias in questions
     ]
 
@@ -182,9 +195,11 @@ def ask(questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:
 class _Asked(threading.Thread, Generic[T]):
     """One backend asked on a thread of its own; a daemon, for it may never end."""
 
-    def __init__(self, alias: str, question: Question[T]) -> None:
+    def __init__(self, alias: str, about: str, question: Question[T]) -> None:
         super().__init__(name=f"distlock-read-{alias}", daemon=True)
         self._alias = alias
+        self._about = about
+        self._ping_ms: float | None = None
         self._question = question
         self._health = Health(alias=alias)
         self._found: T | None = None
@@ -196,9 +211,9 @@ class _Asked(threading.Thread, Generic[T]):
             backend.ping()  # it may have to connect
             started = monotonic()
             backend.ping()
-            ping_ms = (monotonic() - started) * 1000
+            self._ping_ms = (monotonic() - started) * 1000
             self._found = self._question(backend)
-            self._health = Health(alias=self._alias, ping_ms=ping_ms, lists=backend.lists)
+            self._health = Health(alias=self._alias, ping_ms=self._ping_ms, lists=backend.lists)
         except Exception as error:  # whatever it is: it must not break a page
             if not isinstance(error, (BackendError, ImproperlyConfigured)):
                 logger.exception(
@@ -214,15 +229,14 @@ class _Asked(threading.Thread, Generic[T]):
     def answer(self, deadline: Deadline) -> tuple[Health, T | None]:
         """Wait for the answer until `deadline`."""
         if self._answered.wait(deadline.remaining()):
-            _overdue.pop(self._alias, None)
+            _overdue.pop((self._alias, self._about), None)
             return self._health, self._found
-        _overdue[self._alias] = self
-        return Health(alias=self._alias), None
+        _overdue[self._alias, self._about] = self
+        return self.late(), None
+
+    def late(self) -> Health:
+        """Say that it has not answered in time."""
+        return Health(alias=self._alias, ping_ms=self._ping_ms, slow=self._ping_ms is not None)
 
 
-_overdue: dict[str, _Asked[Any]] = {}
-
-
-def _owes(alias: str) -> bool:
-    earlier = _overdue.get(alias)
-    return earlier is not None and earlier.is_alive()
+_overdue: dict[tuple[str, str], _Asked[Any]] = {}

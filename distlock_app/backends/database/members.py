@@ -152,15 +152,18 @@ def extend(
     return _changed(session, key, decide)
 
 
-def remove(key: str, which: Callable[[str, int], bool], session: Session) -> int:
-    """Take away the members of which `which` (owner, fence) is true; return how many."""
+def remove(key: str, which: Callable[[str, int], bool], session: Session) -> int | None:
+    """Take away the members of which `which` (owner, fence) is true; return how many.
 
-    def decide(row: LockRow) -> tuple[int, LockRow | None]:
+    None: there are no members.
+    """
+
+    def decide(row: LockRow) -> tuple[int | None, LockRow | None]:
         members = Members(row)
         gone = [owner for owner, (fence, _, _) in members.live.items() if which(owner, fence)]
         for owner in gone:
             del members.live[owner]
-        return len(gone), members.row() if gone else None
+        return len(gone) if gone or members.live else None, members.row() if gone else None
 
     return _changed(session, key, decide)
 

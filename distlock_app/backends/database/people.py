@@ -79,7 +79,7 @@ class ForPeople(Requests, Purgeable):
     def clear(self, key: str, if_version: str | None = None) -> int:
         fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
         removed = self._ask(partial(members.remove, key, lambda _, f: fences[0] <= f <= fences[1]))
-        if removed:
+        if removed is not None:  # of those who hold it together
             return removed
         cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
         for claim_key in self._sessions.holding(key) if cleared else ():

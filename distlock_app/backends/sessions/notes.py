@@ -49,9 +49,3 @@ def from_note(statement: str | None, key: str) -> dict[str, Any]:
     with suppress(ValueError):  # cut off, or made up
         fields |= {"name": shown(json.loads(found[4] or "")), "holder": holder_fields(found[5])}
     return fields
-
-
-def same(one: str, other: str) -> bool:
-    """Compare two versions, session and tag: one of a server that shows no tag has none."""
-    (number, _, tag), (number2, _, tag2) = one.partition("-"), other.partition("-")
-    return number == number2 and (not tag or not tag2 or tag == tag2)

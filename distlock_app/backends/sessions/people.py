@@ -13,7 +13,7 @@ from ...errors import BackendError
 from ..base import no_answer
 from .asking import SessionsBackend
 from .lock_session import LockSession
-from .notes import from_note, note, same
+from .notes import from_note, note
 from .one_server import check_one_server
 
 S = TypeVar("S", bound=LockSession)
@@ -44,9 +44,14 @@ class ForPeople(SessionsBackend[S]):
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         held = [holding.version for holding in self.holders(key)]
-        found = [one for one in held if if_version is None or same(one, if_version)]
+        found = [one for one in held if if_version is None or self.same_version(one, if_version)]
         numbers = [int(one.partition("-")[0]) for one in found]
         return self._question(lambda session: sum(session.kill(key, number) for number in numbers))
+
+    def same_version(self, one: str, other: str) -> bool:
+        """Compare session and tag: one of a server that shows no statements has no tag."""
+        (number, _, tag), (number2, _, tag2) = one.partition("-"), other.partition("-")
+        return number == number2 and (not tag or not tag2 or tag == tag2)
 
     def ping(self) -> None:
         self._question(lambda session: session.ask("SELECT 1"))

@@ -28,6 +28,7 @@ from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.management.looking import Looking
 from distlock_app.operations import doctor
 from distlock_app.operations.people import facts_of
+from distlock_app.operations.reading import has_version
 from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, lead, run
 from distlock_app.operations.tables import SORTS
 from distlock_app.primitives import identity
@@ -120,7 +121,7 @@ class Command(Looking):
         **options: Any,
     ) -> int:
         found, code = self._held(name, using)
-        held = [h for h in found if if_version in (None, h.version)]
+        held = [h for h in found if has_version(h, if_version)]
         if using is None and len(aliases := sorted({h.alias for h in held})) > 1:
             raise CommandError(f"held under {' and '.join(aliases)}: choose with --using")
         if held and not yes:
