@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from time import time_ns
@@ -59,14 +60,18 @@ def _alone(method: AnyMethod) -> AnyMethod:
     """
 
     @wraps(method)
-    def alone(self: LocMemBackend, *args: Any) -> Any:
+    def alone(self: LocMemBackend, *args: Any, **options: Any) -> Any:
         with self._lock:
             depth = self._depth
             self._depth += 1
             try:
-                return method(self, *args)
+                answer = method(self, *args, **options)
             finally:
                 self._depth = depth
+        while self._woken and not depth:
+            with suppress(IndexError):  # another thread has taken it
+                self._wake(self._woken.popleft())
+        return answer
 
     return cast("AnyMethod", alone)
 
@@ -95,29 +100,13 @@ class LocMemBackend(BaseLockBackend):
         self._states: dict[str, _State] = {}
         self._latches: dict[str, _Latch] = {}
         self._fence = 0
-
-    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
-        if claim.latch:
-            return self._pass(claim, wait)
-        answer, woken = self._ask(claim, wait)
-        self._wake(woken, but=claim.owner)
-        return answer
+        self._woken: deque[Grant] = deque()  # waiters to wake, once no method runs
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         return self._move_end(grant, ttl, at_least=True)
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         return self._move_end(grant, ttl, at_least=False)
-
-    def release(self, grant: Grant) -> bool:
-        was_ours, woken = self._give_up(grant.claim)
-        self._wake(woken)
-        return was_ours
-
-    def count_down(self, claim: Claim) -> int:
-        counted, woken = self._count(claim)
-        self._wake(woken)
-        return counted
 
     @_alone
     def counted(self, key: str) -> int:
@@ -147,17 +136,13 @@ class LocMemBackend(BaseLockBackend):
             claims = [h.claim for h in held if str(h.fence) == version]
         return any(self.extend(Grant(claim), ttl) for claim in claims)
 
-    def clear(self, key: str, if_version: str | None = None) -> int:
-        cleared, woken = self._take_away(key, if_version)
-        self._wake(woken)
-        return cleared
-
     def after_fork(self) -> None:
         """Start empty: the parent's holds are invisible here, and not ours."""
         self._lock = threading.RLock()
         self._depth = 0
         self._states = {}
         self._latches = {}
+        self._woken.clear()
 
     def _move_end(self, grant: Grant, ttl: float, *, at_least: bool) -> bool:
         with self._lock:
@@ -169,48 +154,47 @@ class LocMemBackend(BaseLockBackend):
             return True
 
     @_alone
-    def _ask(self, claim: Claim, wait: float | None) -> tuple[Grant | Busy, list[Grant]]:
-        """Return the answer and the waiters to wake."""
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        if claim.latch:
+            return self._pass(claim, wait)
         state = self._states.setdefault(claim.key, _State())
         now = monotonic()
         held = state.held.get(claim.owner)
         if held is not None and held.until > now:
             held.until = max(held.until, now + claim.ttl)
-            return Grant(claim, held.fence), []
+            return Grant(claim, held.fence)
         state.queue.setdefault(claim.owner, _Waiter(claim, now)).heard = now
-        woken = self._hand_over(claim.key, state, now)
+        self._hand_over(claim.key, state, now, but=claim.owner)
         if wait == 0 and state.queue.pop(claim.owner, None) is not None:
-            woken += self._hand_over(claim.key, state, now)  # later waiters may fit
+            self._hand_over(claim.key, state, now)  # later waiters may fit
         held = state.held.get(claim.owner)
         if held is not None:
-            return Grant(claim, held.fence), woken
+            return Grant(claim, held.fence)
         ends = min([h.until for h in list(state.held.values())], default=now)
-        return Busy(free_in=max(0.0, ends - now)), woken
+        return Busy(free_in=max(0.0, ends - now))
 
     @_alone
-    def _take_away(self, key: str, if_version: str | None) -> tuple[int, list[Grant]]:
-        """Return the number of cleared claims and the waiters to wake."""
+    def clear(self, key: str, if_version: str | None = None) -> int:
         state = self._states.get(key)
         if state is None:
-            return 0, []
+            return 0
         now = monotonic()
         live = [(o, str(h.fence)) for o, h in list(state.held.items()) if h.until > now]
         owners = [owner for owner, fence in live if if_version in (None, fence)]
         for owner in owners:
             state.held.pop(owner, None)
-        return len(owners), self._hand_over(key, state, now)
+        self._hand_over(key, state, now)
+        return len(owners)
 
     @_alone
-    def _count(self, claim: Claim) -> tuple[int, list[Grant]]:
-        """Return the count and the waiters to wake."""
+    def count_down(self, claim: Claim) -> int:
         latch = self._latch(claim.key)
         latch.counted.add(claim.owner)
         latch.until = max(latch.until, monotonic() + claim.ttl)
-        counted = len(latch.counted)
-        passing: dict[str, Claim] = {}
-        if counted >= claim.limit:
+        if (counted := len(latch.counted)) >= claim.limit:
             latch.waiting, passing = {}, latch.waiting
-        return counted, [Grant(waiter) for waiter in passing.values()]
+            self._woken.extend(Grant(waiter) for waiter in passing.values())
+        return counted
 
     def _latch(self, key: str) -> _Latch:
         for old, latch in [] if self._depth > 1 else list(self._latches.items()):
@@ -223,7 +207,6 @@ class LocMemBackend(BaseLockBackend):
                         self._latches[old] = latch
         return self._latches.setdefault(key, _Latch())
 
-    @_alone
     def _pass(self, claim: Claim, wait: float | None) -> Grant | Busy:
         latch = self._latch(claim.key)
         latch.waiting.pop(claim.owner, None)
@@ -234,23 +217,23 @@ class LocMemBackend(BaseLockBackend):
         return Busy()
 
     @_alone
-    def _give_up(self, claim: Claim) -> tuple[bool, list[Grant]]:
-        """Remove its hold or wait; return whether it held the lock, and the waiters to wake."""
+    def release(self, grant: Grant) -> bool:
+        claim = grant.claim
         if latch := self._latches.get(claim.key):
             latch.waiting.pop(claim.owner, None)
         state = self._states.get(claim.key)
         if state is None:
-            return False, []
+            return False
         now = monotonic()
         state.queue.pop(claim.owner, None)
         held = state.held.pop(claim.owner, None)
-        return held is not None and held.until > now, self._hand_over(claim.key, state, now)
+        self._hand_over(claim.key, state, now)
+        return held is not None and held.until > now
 
-    def _hand_over(self, key: str, state: _State, now: float) -> list[Grant]:
-        """Grant the lock to as many from the head of the queue as fit; return the grants."""
+    def _hand_over(self, key: str, state: _State, now: float, but: str = "") -> None:
+        """Grant the lock to as many from the head of the queue as fit; wake all `but` one."""
         for owner in [o for o, h in list(state.held.items()) if h.until <= now]:
             state.held.pop(owner, None)
-        granted = []
         for owner, waiter in list(state.queue.items()):
             claim = waiter.claim
             if now - waiter.heard > HEARD_LATELY:
@@ -263,12 +246,12 @@ class LocMemBackend(BaseLockBackend):
                 continue
             held.fence = self._fence = max(self._fence + 1, time_ns() // 1000)
             state.queue.pop(owner, None)
-            granted.append(Grant(claim, held.fence, asked_at=now))
+            if owner != but:
+                self._woken.append(Grant(claim, held.fence, asked_at=now))
         if not (state.held or state.queue) and self._depth == 1:
             self._states.pop(key, None)
             if state.held or state.queue:
                 self._states[key] = state
-        return granted
 
     @staticmethod
     def _fits(state: _State, claim: Claim) -> bool:
@@ -281,19 +264,15 @@ class LocMemBackend(BaseLockBackend):
             other.shared or other.limit == 1 for other in held
         )
 
-    def _wake(self, grants: list[Grant], but: str = "") -> None:
-        waiting = deque(grants)
-        while waiting:
-            grant = waiting.popleft()
-            if grant.claim.owner != but and grant.claim.wake is not None:
-                try:
-                    grant.claim.wake(grant)
-                except Exception:  # its event loop was closed, say: pass the grant on
-                    logger.exception(
-                        "a waiter for a lock could not be woken",
-                        extra=fields("not_woken", self.alias),
-                    )
-                    waiting += self._give_up(grant.claim)[1]
+    def _wake(self, grant: Grant) -> None:
+        try:
+            if grant.claim.wake is not None:
+                grant.claim.wake(grant)
+        except Exception:  # its event loop was closed, say: pass the grant on
+            logger.exception(
+                "a waiter for a lock could not be woken", extra=fields("not_woken", self.alias)
+            )
+            self.release(grant)
 
     def _holding(self, held: _Held, waiters: int, now: float) -> Holding:
         claim = held.claim

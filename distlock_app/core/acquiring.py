@@ -9,7 +9,7 @@ from weakref import ref
 
 from ..claims import Claim, Grant
 from ..errors import BackendError, LockBusy
-from ..primitives import identity, names, transactions
+from ..primitives import identity, names
 from ..primitives.logs import SLOW_WAIT, fields, logger
 from ..primitives.names import shown
 from ..primitives.timing import monotonic
@@ -59,13 +59,12 @@ class Attempt:
 
         `entered`: it is for a `with`.
         """
-        release_now = self.lock.release == "now"
-        lease = self.lease() if self.lease_key in self.runner.held else None
+        lease = self.lease()
         # Without a hold, it only waits for a commit, or for its release after a rollback.
         if lease is not None and (lease.entered or not lease.holds or self._same_owner(lease)):
             if lease.holds > 0 and not self.lock.reentrant:
                 raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
-            hold = Hold(lease, release_now=release_now, released=True)
+            hold = Hold(lease, release_now=self.lock.release == "now", released=True)
             hold.entered = entered
             try:
                 if lease.add_hold(hold):
@@ -75,8 +74,6 @@ class Attempt:
                 hold.abandon()
                 raise
             releaser.drain(lease)
-        if not transactions.surely_none():
-            transactions.check_before_lock(self.lock.name, release_now=release_now)
         return None
 
     def _same_owner(self, lease: Lease) -> bool:

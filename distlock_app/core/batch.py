@@ -8,6 +8,7 @@ from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..claims import Claim, Grant
+from ..primitives import transactions
 from ..primitives.timing import monotonic, trusted_for
 from .acquiring import Attempt
 from .hold import Hold
@@ -41,8 +42,9 @@ class Together:
             attempt.runner = attempts[0].runner
         if any(attempt.lease() for attempt in attempts):
             return None
-        for attempt in attempts:
-            attempt.reenter()  # nothing to re-enter; this checks the open transactions
+        if not transactions.surely_none():
+            for lock in locks:
+                transactions.check_before_lock(lock.name, release_now=lock.release == "now")
         return cls(backend, attempts)
 
     def hold(self, grants: Sequence[Grant] | None) -> list[Hold] | None:

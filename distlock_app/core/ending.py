@@ -196,7 +196,9 @@ class Ending(Entered):
                     )
             last = lease.remove_hold(self, blocks=blocks)
         if last:
-            timer.cancel(lease)
+            timer.young.pop(lease, None)
+            if lease.due is not None:
+                timer.cancel(lease)
         elif last is not None and lease.lost:
             raise self._lost_error()
         return bool(last)

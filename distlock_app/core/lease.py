@@ -11,7 +11,7 @@ from ..backends.base import BaseLockBackend
 from ..claims import Grant
 from ..primitives import identity
 from ..primitives.identity import Runner
-from ..primitives.timing import monotonic, trusted_for
+from ..primitives.timing import DRIFT_FACTOR, DRIFT_FLOOR, monotonic, trusted_for
 
 # Why a lease is lost.
 LATE = "it was not renewed in time"
@@ -88,7 +88,7 @@ class Lease:
         self.ttl = grant.claim.ttl
         self.since = monotonic()
         self.term = grant.ttl or self.ttl  # granted last
-        self.trusted_until = asked_at + trusted_for(self.term)
+        self.trusted_until = asked_at + self.term - self.term * DRIFT_FACTOR - DRIFT_FLOOR
         self.renews = renew
         if max_hold is not None:
             self.ends_by = self.since + max_hold

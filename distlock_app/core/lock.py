@@ -16,9 +16,8 @@ from django.db import connections
 from ..backends.base import BaseLockBackend
 from ..claims import Grant, Holding
 from ..errors import BackendError, LockBusy, LockError, LockLost
-from ..primitives import identity, names
+from ..primitives import identity, names, transactions
 from ..primitives.names import shown
-from ..primitives.transactions import check_caller
 from ..signals import asend, lock_acquired, lock_busy, lock_failed, send
 from .acquiring import UNSET, Attempt
 from .entered import WithBlock
@@ -32,6 +31,9 @@ from .registry import aliases_of, registry
 from .releasing import releaser
 from .waiting import acquired, acquiring, arun, waiting
 from .wakers import AsyncWaker, Waker
+
+# What every backend can do: see `_check_engines`.
+PLAIN = (False, False, 1, None, 0.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +85,8 @@ class Lock(WithBlock[Hold]):
             raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
         if isinstance(self.atomic, str) and self.atomic not in list(connections):
             raise ImproperlyConfigured(f"atomic={self.atomic!r} is not an alias of DATABASES")
-        if (
-            self.shared
-            or self.fair
-            or self.limit > 1
-            or self.owner is not None
-            or self.at_least
-            or self.on_lost is not None
-            or self.using.__class__ is tuple
-        ):
+        asked = (self.shared, self.fair, self.limit, self.owner, self.at_least, self.on_lost)
+        if asked != PLAIN or self.using.__class__ is tuple:
             self._check_engines()
         else:
             registry[self.using]  # type: ignore[index]
@@ -139,8 +134,13 @@ class Lock(WithBlock[Hold]):
         if self.using.__class__ is tuple:
             return self._on_all()._acquire(wait, entered=entered)  # type: ignore[return-value]
         attempt = Attempt(self, wait)
-        if (hold := attempt.reenter(entered=entered)) is not None:
+        hold = (
+            attempt.reenter(entered=entered) if attempt.lease_key in attempt.runner.held else None
+        )
+        if hold is not None:
             return hold
+        if not transactions.surely_none():
+            transactions.check_before_lock(self.name, release_now=self.release == "now")
         waker = Waker()
         claim = attempt.claim(waker)
         try:
@@ -178,9 +178,10 @@ class Lock(WithBlock[Hold]):
             return holds  # type: ignore[return-value]
         attempt = Attempt(self, wait)
         if self.release != "now":
-            await check_caller(self.name)
+            await transactions.check_caller(self.name)
         if (hold := attempt.reenter(entered=entered)) is not None:
             return hold
+        transactions.check_before_lock(self.name, release_now=self.release == "now")
         waker = AsyncWaker()
         claim = attempt.claim(waker)
         give_back = partial(releaser.give_back, attempt.backend, Grant(claim))
@@ -228,7 +229,7 @@ class Lock(WithBlock[Hold]):
         parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
         for attempt, _ in parts:
             if attempt.lock.release != "now":
-                await check_caller(attempt.lock.name)
+                await transactions.check_caller(attempt.lock.name)
         answers = [
             await in_thread(attempt.backend, _take_over, attempt, grant) for attempt, grant in parts
         ]

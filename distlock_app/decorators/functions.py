@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ OnBusy = Literal["raise", "skip"] | Callable[..., Any]
 
 # Methods of the tasks of Django, Celery, RQ, Dramatiq and Huey.
 _TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_local")
+
+
+_UNDONE = (types.GeneratorType, types.AsyncGeneratorType)
 
 
 class Skipping(Protocol):
@@ -157,7 +161,7 @@ class Naming:
             return cls(Made(path_of(function), path_of(function)), signature)
         parsed = NameTemplate(template)
         parsed.check(parameters_of(signature), f"arguments of {path_of(function)}()")
-        return cls(parsed, signature)
+        return cls(parsed if parsed.fields else parsed.fill({}), signature)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the name of the lock of this call."""
@@ -251,12 +255,15 @@ def _kind_of(function: Callable[..., Any]) -> Callable[..., Any]:
 def _call(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(lock(args, kwargs))
-            except LockBusy as busy:
-                return _answer(on_busy, busy, args, kwargs)
-            return refuse_undone(function(*args, **kwargs), function)
+        entered = False
+        try:
+            with lock(args, kwargs):
+                entered = True
+                return refuse_undone(function(*args, **kwargs), function)
+        except LockBusy as busy:
+            if entered:
+                raise
+            return _answer(on_busy, busy, args, kwargs)
 
     return wrapper
 
@@ -264,13 +271,16 @@ def _call(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
 def _coroutine(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
     @wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        async with AsyncExitStack() as stack:
-            try:
-                await stack.enter_async_context(lock(args, kwargs))
-            except LockBusy as busy:
-                answer = _answer(on_busy, busy, args, kwargs)
-                return await answer if inspect.isawaitable(answer) else answer
-            return await function(*args, **kwargs)
+        entered = False
+        try:
+            async with lock(args, kwargs):
+                entered = True
+                return await function(*args, **kwargs)
+        except LockBusy as busy:
+            if entered:
+                raise
+            answer = _answer(on_busy, busy, args, kwargs)
+            return await answer if inspect.isawaitable(answer) else answer
 
     return wrapper
 
@@ -328,8 +338,7 @@ def _answer(on_busy: OnBusy, busy: LockBusy, args: tuple[Any, ...], kwargs: dict
 
 def refuse_undone(result: Any, function: Any) -> Any:
     """Return `result`; raise TypeError if its work is still to be done."""
-    pending = inspect.isawaitable(result) or inspect.isgenerator(result)
-    if not pending and not inspect.isasyncgen(result):
+    if not (isinstance(result, _UNDONE) or hasattr(type(result), "__await__")):
         return result
     for end in ("close", "cancel"):  # of a coroutine or generator, a task or future
         if hasattr(result, end):

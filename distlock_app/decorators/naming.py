@@ -40,6 +40,7 @@ class NameTemplate:
             raise ValueError("the name of a lock must not be empty")
         self.template = template
         self._parts = _parts(template)
+        self.fields = any(field for _, field in self._parts)
         self._quoted = {"%", ":"}
         for literal, field in self._parts[1:]:
             separators = {c for c in literal if not c.isalnum()}

@@ -87,6 +87,8 @@ def shown(name: str) -> str:
     Control characters, NUL, lone surrogates and direction marks are shown escaped, so that a
     name cannot pose as another one on a page, in a log or in a terminal.
     """
+    if len(name) <= SHOWN_LENGTH and name.isprintable():
+        return str(name)
     cut = name if len(name) <= SHOWN_LENGTH else name[: SHOWN_LENGTH - 1] + "…"
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -18,7 +18,6 @@ from . import members
 from .connections import QUEUE, QueuedConnection, Session, Sessions
 from .extending import Extending
 from .in_transaction import InCallersTransaction
-from .members import kind_of
 from .people import ForPeople
 from .requests import Contended, claim_key_of
 from .sql.base import ROW_WAIT, Step
@@ -68,15 +67,20 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             self.using, queue, lambda queued: (give_up() or QueuedConnection.give_up)(queued)
         )
 
+    @cached_property
+    def _queues(self) -> bool:
+        """Whether connections may stay with claims: there are some, and it is of use."""
+        return self._queue > 0 and self._sessions.dialect.queues
+
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         if claim.latch:
             return Grant(claim, fence=0) if self.counted(claim.key) >= claim.limit else Busy()
-        queues = self._sessions.queues
-        waiter = queues.waiter_of(claim_key_of(claim))
-        self._free_queue(claim_key_of(claim))  # if it was granted before, and asks again
+        queues, claim_key = self._sessions.queues, (claim.key, claim.owner)
+        waiter = queues.waiter_of(claim_key)
+        self._free_queue(claim_key)  # if it was granted before, and asks again
         if wait != 0:
             if waiter is None and queues.has_waiters(claim.key):
-                waiter = queues.enqueue(claim_key_of(claim), claim.wake)
+                waiter = queues.enqueue(claim_key, claim.wake)
             if waiter is not None and not queues.leads(waiter):
                 return Busy(ticket=waiter, will_wake=True)
         try:
@@ -117,16 +121,17 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     def release(self, grant: Grant) -> bool:
         if grant.claim.latch:
             return False
-        waiter = self._sessions.queues.waiter_of(claim_key_of(grant.claim))
+        claim_key = grant.claim.key, grant.claim.owner
+        waiter = self._sessions.queues.waiter_of(claim_key)
         if waiter is not None:
             self._sessions.queues.leave(waiter)
-        queued = self._sessions.unpark(claim_key_of(grant.claim))
+        queued = self._sessions.unpark(claim_key)
         again = partial(self._release_again, grant)
         if queued is not None and queued.fresh:
             release = partial(self._release_to_next, queued, grant.claim)
             return self._ask(release, again=again, on=queued.session, urgent=True)
         if queued is not None:  # a server without connections to spare gets this one back
-            self._sessions.park(claim_key_of(grant.claim), queued)
+            self._sessions.park(claim_key, queued)
         release = partial(_release, grant.claim)
         try:
             return self._ask(release, again=again, urgent=True)
@@ -153,7 +158,9 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
 
     def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; by polling if no connection may stay."""
-        queued = None if monotonic() < self._polls_until else self._sessions.reserve()
+        queued = None
+        if self._queues and monotonic() >= self._polls_until:
+            queued = self._sessions.reserve()
         if queued is not None:
             try:
                 return self._ask(partial(self._join_on, queued, waiter, claim, wait), within=wait)
@@ -161,7 +168,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
                 if queued.session is None:
                     queued.give_up()
         answer = self._ask(lambda s: _try(s, claim, wait), within=wait)
-        if isinstance(answer, Grant) or wait == 0 or not self._queue:
+        if isinstance(answer, Grant) or wait == 0 or not self._queues:
             return answer
         return self._line_up(waiter, claim, answer)
 
@@ -173,11 +180,11 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         wait: float | None,
         session: Session,
     ) -> Grant | Busy:
-        if not session.queues():
+        if not (session.can_queue or session.queues()):
             return _try(session, claim, wait)
         answer = _try(session, claim, wait, "join" if wait == 0 else "wait")
         if isinstance(answer, Grant):
-            if kind_of(claim):
+            if claim.shared or claim.limit > 1:
                 return answer
             queued.keep(session)
             return self._granted(queued, answer)
@@ -248,11 +255,12 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
 
         That of a reader or a permit is freed at once, for the next one in the queue may fit, too.
         """
-        self._sessions.park(claim_key_of(answer.claim), queued)
-        if kind_of(answer.claim):
-            self._free_queue(claim_key_of(answer.claim))
+        claim = answer.claim
+        self._sessions.park((claim.key, claim.owner), queued)
+        if claim.shared or claim.limit > 1:
+            self._free_queue((claim.key, claim.owner))
             return answer
-        return Grant(answer.claim, fence=answer.fence, session=queued)
+        return Grant(claim, fence=answer.fence, session=queued)
 
     def _give_up(self, queued: QueuedConnection) -> None:
         """Leave the server's queue."""
@@ -285,7 +293,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
 
 
 def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
-    if kind_of(claim):
+    if claim.shared or claim.limit > 1:
         return members.acquire(claim, session)
     dialect, cursor = session.dialect, session.cursor
     # A row in somebody's transaction would keep a short wait for longer than that.
@@ -295,6 +303,6 @@ def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try")
 
 
 def _release(claim: Claim, session: Session) -> bool:
-    if kind_of(claim):
+    if claim.shared or claim.limit > 1:
         return members.release(claim, session)
     return session.dialect.release(session.cursor, claim)

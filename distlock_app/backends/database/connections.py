@@ -40,6 +40,8 @@ from .sql import Dialect, dialect_for
 QUEUE = 8
 # A connection that was idle for so many seconds is closed after the next request.
 IDLE = 60.0
+# One that was idle for less is used without looking whether it was closed meanwhile.
+TRUST_SECONDS = 0.5
 
 # What a child of fork() inherited. Dropping the last reference would close the connection:
 # a goodbye to the server in the name of the parent, which still uses it.
@@ -117,8 +119,10 @@ class QueuedConnection:
     @property
     def fresh(self) -> bool:
         """Whether a request may go there: what idles for long may have been cut off unseen."""
-        if self.session is None or monotonic() - self.since >= IDLE:
+        if self.session is None or (idle := monotonic() - self.since) >= IDLE:
             return False
+        if idle < TRUST_SECONDS:
+            return True
         try:
             return not _readable(self.session.wrapper.connection, 0)  # else its end has come
         except Exception:
@@ -150,6 +154,8 @@ class QueuedConnection:
     def __del__(self) -> None:
         # The interpreter ends, and the connection with it; or an interrupt came before __init__.
         if _inherited is None or not hasattr(self, "pid"):
+            return
+        if self.session is None and self._slots is None:
             return
         if self.pid == os.getpid():
             self.give_up()

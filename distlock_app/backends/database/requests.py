@@ -65,11 +65,9 @@ class Requests(BaseLockBackend):
         if on is not None:
             try:
                 return self._attempt(on, work)
-            except (Contended, ConnectionLost) as error:
-                if isinstance(error, Contended):
-                    raise
-            self._sessions.close_idle()
-            work = again or work
+            except ConnectionLost:
+                self._sessions.close_idle()
+                work = again or work
         seconds = min(within or ANSWER_WAIT, ANSWER_WAIT)
         if not self._sessions.semaphore.acquire(seconds, urgent=urgent):
             raise Contended(self._says("all connections of this process are busy"))
@@ -77,8 +75,8 @@ class Requests(BaseLockBackend):
             session = self._lend()
             try:
                 return self._attempt(session, work)
-            except (Contended, ConnectionLost) as error:
-                if isinstance(error, Contended) or not session.kept:
+            except ConnectionLost:
+                if not session.kept:
                     raise
             self._sessions.close_idle()
             return self._attempt(self._lend(), again or work)

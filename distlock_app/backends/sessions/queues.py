@@ -58,7 +58,8 @@ class FairSemaphore:
     def release(self) -> None:
         """Let the next one in."""
         self._free.append(None)
-        self._serve()
+        if self._queue:
+            self._serve()
 
     def _cancelled(self, turn: threading.Lock) -> bool:
         """Leave the queue; return False if the turn has come just now."""
@@ -134,7 +135,7 @@ class WaiterQueues:
 
     def waiter_of(self, claim_key: ClaimKey) -> Waiter | None:
         """Return the waiter of a claim, if it is in a queue."""
-        waiter = self._waiters.get(claim_key)
+        waiter = self._waiters.get(claim_key) if self._queues else None
         return None if waiter is None or waiter.queue is None else waiter
 
     def has_waiters(self, key: str) -> bool:

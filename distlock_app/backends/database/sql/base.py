@@ -86,6 +86,7 @@ class Cursor(Protocol):
 class Dialect(Statements):
     """The statements of one database, and the steps around them that all share."""
 
+    queues = False  # waiters, by a lock of the server's own: see `connections`
     locks_rows = True  # not the whole database at once
     looks_first = False  # at a row, however long a try for it may take
 

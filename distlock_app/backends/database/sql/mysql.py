@@ -131,6 +131,7 @@ class MySQL(Dialect):
          WHERE expiry < {age_ago}
            AND `key` BETWEEN %(first)s AND %(last)s"""
 
+    queues = True
     one_request = True
 
     def adapt(self, settings: dict[str, Any]) -> None:

@@ -48,6 +48,8 @@ class PostgreSQL(Dialect):
     before anything is decided (READ COMMITTED), as in four statements; three round trips less.
     """
 
+    queues = True
+
     words = {
         "key": "key",
         "now": "clock_timestamp()",
