@@ -10,6 +10,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from distlock_app import Lock
+from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.backends.redlock import RedlockBackend
 from distlock_app.backends.redlock import backend as redlock
 from distlock_app.backends.redlock import listening as redlock_listener
@@ -590,7 +591,8 @@ def test_a_stable_owner_who_waits_for_two_locks_is_called_to_the_one_that_came_f
     assert waits_for_b.ask()
 
 
-def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(backend):
+@pytest.mark.parametrize("module", [redlock_listener, redis_listener])  # which has what both share
+def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(backend, module):
     Waiter(backend, "a").ask()  # from then on it listens
 
     def steps():
@@ -608,7 +610,7 @@ def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(backend)
         assert waiter.event.wait(5), "not woken"
         assert backend.release(waiter.ask()) is True
 
-    interrupted_everywhere(redlock_listener, steps)
+    interrupted_everywhere(module, steps)
 
 
 def test_a_waiter_needs_no_poll(backend, monkeypatch):

@@ -15,14 +15,13 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
-from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
 from ..base import GuardedWrites
 from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
 from .listening import Listener
-from .people import BATCH, ForPeople, milliseconds, part_of
+from .people import BATCH, ForPeople, about, milliseconds, part_of
 from .pool import Pool, Servers
 from .scripts import (
     ACQUIRE,
@@ -138,7 +137,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         words: list[bytes] = []
         for claim in claims:
             words += [claim.key.encode(), claim.owner.encode()]
-            words += [milliseconds(claim.ttl), _about(claim.holder, claim.name)]
+            words += [milliseconds(claim.ttl), about(claim.holder, claim.name)]
         granted, *fences = self._pool.run(script, script.head(*keys) + bulks(*words))
         if not granted:
             return None
@@ -315,15 +314,9 @@ class RedisBackend(ForPeople, GuardedWrites):
         return self._request(EXTEND, grant.claim, milliseconds(ttl))
 
 
-def _about(holder: str, name: str) -> bytes:
-    """Return what is shown of a claim: its holder and name."""
-    if len(name) > SHOWN_LENGTH or not name.isprintable():
-        name = shown(name)
-    return f"{holder} {name}".encode()
-
-
 @lru_cache(maxsize=1024)
 def _tail(arrived: int, ttl: float, holder: str, name: str, channel: str, limit: int) -> bytes:
     """Return the tail of an acquire request, which a thread sends again and again."""
-    about = _about(holder, name)
-    return bulks(b"%d" % arrived, milliseconds(ttl), about, channel.encode(), b"%d" % limit)
+    return bulks(
+        b"%d" % arrived, milliseconds(ttl), about(holder, name), channel.encode(), b"%d" % limit
+    )

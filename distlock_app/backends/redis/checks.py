@@ -34,7 +34,7 @@ def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
 def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckMessage]:
     """Ask whether the servers answer, and whether they may evict locks."""
     try:
-        facts = {node.name: _facts(node) for node in servers.nodes()}
+        facts = {node.name: facts_of(node, b"memory", b"replication") for node in servers.nodes()}
     except BackendError as error:
         return [no_answer(alias, error, "distlock_app.E013")]
     messages: list[CheckMessage] = []
@@ -61,7 +61,7 @@ def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckM
     return messages
 
 
-def _facts(node: Pool) -> dict[str, str]:
-    texts = node.ask(pack(b"INFO", b"memory"), pack(b"INFO", b"replication"))
+def facts_of(node: Pool, *sections: bytes) -> dict[str, str]:
+    texts = node.ask(*[pack(b"INFO", section) for section in sections])
     lines = [line for text in texts for line in text.decode().splitlines() if ":" in line]
     return dict(line.split(":", 1) for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...claims import Claim, Grant
 from ...primitives.logs import fields, logger
@@ -109,33 +109,17 @@ class Waiters(dict[tuple[str, str], list[AnyWaiter]]):
             self.pop(name, None)
 
 
-class Listener:
-    """The channel of this process, and the claims that wait for a message on it."""
+class ListeningThread(Generic[AnyWaiter]):
+    """A thread that listens for the claims of this process that wait, as long as there are any."""
 
-    def __init__(
-        self,
-        channel: str,
-        server: _Server,
-        refused: Callable[[Grant], Any],
-        *,
-        alias: str = "",
-        grants: bool = True,
-    ) -> None:
-        """`refused` gets a grant that its caller failed to take.
-
-        With `grants=False` a message is not a grant: its claim tries again.
-        """
+    def __init__(self, channel: str, alias: str) -> None:
         self.channel = channel
         self._alias = alias
-        self._grants = grants
-        self._server = server
-        self._refused = refused
-        # Guards the three below and every Waiter. Reentrant: a signal handler may lock or release
-        # in the middle of any method.
+        # Guards all below and every waiter. Reentrant: a signal handler may lock or release in the
+        # middle of any method.
         self._lock = threading.RLock()
-        self._waiters: Waiters[Waiter] = Waiters()
+        self._waiters: Waiters[AnyWaiter] = Waiters()
         self._thread: threading.Thread | None = None
-        self._connection: Any = None
         self._closed = threading.Event()
         self._subscribed: bool | None = None  # None: not known yet
         self._changed = threading.Condition()  # is reentrant too, an Event is not
@@ -163,6 +147,72 @@ class Listener:
         with self._changed:
             self._changed.wait_for(lambda: self._subscribed is not None, timeout)
         return bool(self._subscribed)
+
+    def close(self) -> None:
+        """End the thread; the waiters ask again by themselves."""
+        self._closed.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(2 * HEARTBEAT)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _notify(self, *, subscribed: bool) -> None:
+        with self._changed:
+            self._subscribed = subscribed
+            self._changed.notify_all()
+
+    def _ends(self, *, idle: float) -> bool:
+        """Whether the thread is to end; from then on the next waiter starts another one."""
+        with self._lock:
+            if self._thread is not threading.current_thread():  # a signal handler was faster
+                return True
+            if self._closed.is_set() or (idle > IDLE_SECONDS and not self._waiters):
+                self._thread = self._subscribed = None
+                return True
+        return False
+
+    def _wake(self, waiter: AnyWaiter, grant: Grant | None = None) -> bool:
+        """Return whether the waiter could be woken."""
+        try:
+            if waiter.claim.wake is not None:
+                waiter.claim.wake(grant)
+        except Exception:  # such as that its event loop was closed
+            logger.exception(
+                "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
+            )
+            return False
+        return True
+
+
+class Listener(ListeningThread[Waiter]):
+    """The channel of this process, and the claims that wait for a message on it."""
+
+    def __init__(
+        self,
+        channel: str,
+        server: _Server,
+        refused: Callable[[Grant], Any],
+        *,
+        alias: str = "",
+        grants: bool = True,
+    ) -> None:
+        """`refused` gets a grant that its caller failed to take.
+
+        With `grants=False` a message is not a grant: its claim tries again.
+        """
+        super().__init__(channel, alias)
+        self._grants = grants
+        self._server = server
+        self._refused = refused
+        self._connection: Any = None
+
+    def close(self) -> None:
+        self._closed.set()
+        if (connection := self._connection) is not None:
+            connection.disconnect()  # its shutdown() ends the thread's poll()
+        super().close()
 
     def register(self, claim: Claim, asked: float) -> Waiter:
         """Add the waiter of `claim`, before its request is sent."""
@@ -205,16 +255,6 @@ class Listener:
             with self._lock:
                 self._waiters.drop(claim)
 
-    def close(self) -> None:
-        """End the thread; the waiters ask again by themselves."""
-        self._closed.set()
-        with self._lock:
-            thread, connection = self._thread, self._connection
-        if connection is not None:
-            connection.disconnect()  # its shutdown() ends the thread's poll()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(2 * HEARTBEAT)
-
     def _run(self) -> None:
         pause, failing_since = RETRY_MIN, monotonic()
         while True:
@@ -237,21 +277,6 @@ class Listener:
             self._closed.wait(pause)
             if self._ends(idle=monotonic() - failing_since):
                 return
-
-    def _notify(self, *, subscribed: bool) -> None:
-        with self._changed:
-            self._subscribed = subscribed
-            self._changed.notify_all()
-
-    def _ends(self, *, idle: float) -> bool:
-        """Whether the thread is to end; from then on the next waiter starts another one."""
-        with self._lock:
-            if self._thread is not threading.current_thread():  # a signal handler was faster
-                return True
-            if self._closed.is_set() or (idle > IDLE_SECONDS and not self._waiters):
-                self._thread = self._subscribed = None
-                return True
-        return False
 
     def _listen(self) -> None:
         """Subscribe and hand out messages; return when there is nothing to do, else raise."""
@@ -324,15 +349,3 @@ class Listener:
                 waiter.server = None
         for waiter in armed:
             self._wake(waiter, None)
-
-    def _wake(self, waiter: Waiter, grant: Grant | None) -> bool:
-        """Return whether the waiter could be woken."""
-        try:
-            if waiter.claim.wake is not None:
-                waiter.claim.wake(grant)
-        except Exception:  # such as that its event loop was closed
-            logger.exception(
-                "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
-            )
-            return False
-        return True

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...claims import Holding
+from ...primitives.names import shown
 from ..base import BaseLockBackend
 from .pool import Servers
 from .scripts import EXTEND, Script, bulks, pack
@@ -49,7 +50,7 @@ class ForPeople(BaseLockBackend):
         entries = self._pool.ask(pack(b"HMGET", claims, *owners))[0]
         # "heard ttl channel limit holder name", or of a new member "fence limit holder name".
         words = [entry.decode().split(" ", 4) for entry in entries if entry]
-        return [_about_of(w[4])[0] for w in words if len(w) == 5 and not w[2].startswith("{")]
+        return [about_of(w[4])[0] for w in words if len(w) == 5 and not w[2].startswith("{")]
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int]:
         seconds, micros = self._pool.ask(pack(b"TIME"))[0]
@@ -135,7 +136,7 @@ class ForPeople(BaseLockBackend):
     def _holding(
         self, key: str, limit: str, fence: str, about: str, left: float, waiters: int, now: float
     ) -> Holding:
-        holder, name = _about_of(about)
+        holder, name = about_of(about)
         return Holding(
             name=name,
             key=key,
@@ -156,8 +157,13 @@ def part_of(key: str) -> int:
     return int(key[:4], 16) % PARTS
 
 
-def _about_of(text: str) -> tuple[Mapping[str, Any], str]:
-    """Return holder and name of what `_about` wrote."""
+def about(holder: str, name: str) -> bytes:
+    """Return what is shown of a claim: its holder and name."""
+    return f"{holder} {shown(name)}".encode()
+
+
+def about_of(text: str) -> tuple[Mapping[str, Any], str]:
+    """Return holder and name of what `about` wrote."""
     try:
         holder, end = json.JSONDecoder().raw_decode(text)
     except ValueError:

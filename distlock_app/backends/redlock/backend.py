@@ -13,13 +13,13 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
-from ...primitives.names import SHOWN_LENGTH, shown
 from ...primitives.timing import monotonic
 from ..redis.alias import recipe, server_of
+from ..redis.people import about, milliseconds
 from ..redis.scripts import Script, bulks
 from .checks import check_nodes
 from .clock import ServerClock
-from .listening import Listener
+from .listening import SUBSCRIBE_SECONDS, Listener
 from .nodes import Node, NodeConnections, QuorumRequest
 from .people import BATCH, PARTS, ForPeople
 from .quorum import ANSWER_GRACE, Quorum
@@ -70,9 +70,9 @@ class RedlockBackend(ForPeople):
             grant = self._try(claim)
             if grant:
                 return grant
-        listener.start()
+        listener.ensure_subscribed(SUBSCRIBE_SECONDS)
         ticket = listener.expect(claim, self._clock.stamp())
-        result = self._try(claim, listener.channel, b"%d" % ticket)
+        result = self._try(claim, listener.channel.encode(), b"%d" % ticket)
         if result:
             listener.forget(claim)
         return result
@@ -80,17 +80,14 @@ class RedlockBackend(ForPeople):
     def _try(self, claim: Claim, *waiting: bytes) -> Grant | Busy:
         """Try once; `waiting` is the channel and the ticket of a waiter."""
         asked = monotonic()
-        name = claim.name
-        if len(name) > SHOWN_LENGTH or not name.isprintable():
-            name = shown(name)
         stamp = self._clock.stamp(asked)
         ask_time = (b"", b"") if self._clock.due(asked) else ()
         request = self._request(
             ACQUIRE_OR_WAIT if waiting or ask_time else ACQUIRE,
             claim.key,
             claim.owner.encode(),
-            _milliseconds(claim.ttl),
-            f"{claim.holder} {name}".encode(),
+            milliseconds(claim.ttl),
+            about(claim.holder, claim.name),
             b"%d" % stamp,
             *(waiting or ask_time),
         )
@@ -156,7 +153,7 @@ class RedlockBackend(ForPeople):
         return result
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
-        words = grant.claim.owner.encode(), _milliseconds(ttl), b"exactly"
+        words = grant.claim.owner.encode(), milliseconds(ttl), b"exactly"
         return self._answer(self._request(END_IN, grant.claim.key, *words))
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
@@ -171,7 +168,7 @@ class RedlockBackend(ForPeople):
 
     def _extend(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         requests = [
-            self._request(EXTEND, grant.claim.key, grant.claim.owner.encode(), _milliseconds(ttl))
+            self._request(EXTEND, grant.claim.key, grant.claim.owner.encode(), milliseconds(ttl))
             for grant, ttl in work
         ]
 
@@ -190,10 +187,14 @@ class RedlockBackend(ForPeople):
 
     def _take_again(self, grant: Grant, ttl: float) -> QuorumRequest:
         claim = grant.claim
-        about = f"{claim.holder} {shown(claim.name)}".encode()
         # That of the grant: a process that resumes the hold has no greater one to release it.
         stamp = grant.session or self._clock.stamp()
-        words = claim.owner.encode(), _milliseconds(ttl), about, b"%d" % stamp
+        words = (
+            claim.owner.encode(),
+            milliseconds(ttl),
+            about(claim.holder, claim.name),
+            b"%d" % stamp,
+        )
         return self._request(ACQUIRE_OR_WAIT, claim.key, *words, b"", b"again")
 
     def release(self, grant: Grant) -> bool:
@@ -250,9 +251,7 @@ class RedlockBackend(ForPeople):
     def _start(self) -> None:
         nodes = [Node(name, recipe) for name, recipe in self._nodes]
         self._quorum = Quorum(self.alias, nodes)
-        self._listener = Listener(
-            f"{self._prefix}wake:{secrets.token_hex(8)}".encode(), self._quorum
-        )
+        self._listener = Listener(f"{self._prefix}wake:{secrets.token_hex(8)}", self._quorum)
         self._clock = ServerClock()
         self._released: deque[str] = deque(maxlen=KEEP_RELEASED)
 
@@ -289,7 +288,3 @@ def _checked(where: str, location: Any) -> list[tuple[str, Any]]:
             )
         names[server] = alias
     return recipes
-
-
-def _milliseconds(seconds: float) -> bytes:
-    return b"%d" % max(1, int(seconds * 1000))

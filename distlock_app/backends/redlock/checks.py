@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from django.core.checks import CheckMessage, Error, Warning
 
 from ...errors import BackendError
 from ..redis.alias import recipe
-from ..redis.checks import check_server, check_sharing
+from ..redis.checks import check_server, check_sharing, facts_of
 from ..redis.pool import Pool
-from ..redis.scripts import pack
 
 
 def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[CheckMessage]:
     """Look at every node; `ask` allows questions to the servers."""
     messages: list[CheckMessage] = []
-    runs: dict[bytes, str] = {}
+    runs: dict[str, str] = {}
     forgetful = []
     for name in location:
         messages += check_sharing(alias, name)
@@ -26,9 +26,11 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
         messages += (found := check_server(alias, pool))
         if any(message.id == "distlock_app.E013" for message in found):
             continue
-        facts = _facts(pool)
+        facts: dict[str, str] = {}
+        with suppress(BackendError):
+            facts = facts_of(pool, b"server", b"persistence")
         pool.close()
-        other = runs.setdefault(facts.get(b"run_id", name.encode()), name)
+        other = runs.setdefault(facts.get("run_id", name), name)
         if other != name:
             messages.append(
                 Error(
@@ -37,7 +39,7 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
                     id="distlock_app.E014",
                 )
             )
-        if facts.get(b"aof_enabled") == b"0":
+        if facts.get("aof_enabled") == "0":
             forgetful.append(name)
     if forgetful:
         messages.append(
@@ -49,12 +51,3 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
             )
         )
     return messages
-
-
-def _facts(pool: Pool) -> dict[bytes, bytes]:
-    try:
-        texts = pool.ask(pack(b"INFO", b"server"), pack(b"INFO", b"persistence"))
-    except BackendError:
-        return {}
-    lines = b"\n".join(texts).splitlines()
-    return dict(line.split(b":", 1) for line in lines if b":" in line)

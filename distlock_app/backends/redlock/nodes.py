@@ -170,14 +170,39 @@ class Node:
         self.rests_until = monotonic() + REST
 
 
-class NodeConnections:
+class Links:
+    """A connection to each node that can be reached, and one poll() for all of them."""
+
+    def __init__(self, nodes: int) -> None:
+        self._links: list[Link | None] = [None] * nodes
+        self._at: dict[int, int] = {}  # node by file descriptor
+        self._poll = select.poll()
+
+    def close(self) -> None:
+        """Drop every connection."""
+        for at, link in enumerate(self._links):
+            if link is not None:
+                self._drop(at)
+
+    def _add(self, at: int, link: Link) -> None:
+        self._links[at] = link
+        self._at[link.fd] = at
+        self._poll.register(link.fd, select.POLLIN)
+
+    def _drop(self, at: int, why: str = "") -> None:
+        link, self._links[at] = self._links[at], None
+        assert link is not None
+        self._poll.unregister(link.fd)
+        del self._at[link.fd]
+        link.close()
+
+
+class NodeConnections(Links):
     """A connection to each node that can be reached; one thread at a time has it."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
+        super().__init__(len(nodes))
         self._nodes = nodes
-        self._links: list[Link | None] = [None] * len(nodes)
-        self._at: dict[int, int] = {}  # node by file descriptor
-        self._poll = select.poll()
         self.used = monotonic()
 
     def fill(self) -> list[Node]:
@@ -190,9 +215,7 @@ class NodeConnections:
                 except IndexError:
                     missing.append(node)
                 else:
-                    self._links[at] = link
-                    self._at[link.fd] = at
-                    self._poll.register(link.fd, select.POLLIN)
+                    self._add(at, link)
         return missing
 
     def drop_dead(self) -> None:
@@ -248,12 +271,6 @@ class NodeConnections:
             if at not in but:
                 self._send(at, [request])
 
-    def close(self) -> None:
-        """Drop every connection."""
-        for at, link in enumerate(self._links):
-            if link is not None:
-                self._drop(at)
-
     def _collect(
         self, requests: Sequence[QuorumRequest], deadline: float, *, from_all: bool = False
     ) -> None:
@@ -302,15 +319,11 @@ class NodeConnections:
 
     def _drop(self, at: int, why: str = "") -> None:
         node, link = self._nodes[at], self._links[at]
-        assert link is not None
-        self._links[at] = None
-        self._poll.unregister(link.fd)
-        del self._at[link.fd]
-        for request, _ in link.in_flight:
+        super()._drop(at)
+        for request, _ in link.in_flight if link else ():
             node.remember(request)
             if not request.over:
                 request.waiting -= 1
                 request.unsure.add(at)
-        link.close()
         if why:
             node.failed(why)

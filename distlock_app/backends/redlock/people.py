@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from ...claims import Holding
-from ...primitives.identity import holder_fields
 from ..base import BaseLockBackend
+from ..redis.people import about_of
 from .nodes import QuorumRequest
 from .quorum import Quorum
 from .scripts import LIST
@@ -63,12 +63,9 @@ class ForPeople(BaseLockBackend):
     def _holding(self, key: str, at: list[tuple[int, int, int, str, int]]) -> Holding:
         left, _, _, about, now = sorted(at)[-min(len(at), self._quorum.majority)]
         fence, _ = Counter(node[1] for node in at).most_common(1)[0]
-        try:
-            _, end = json.JSONDecoder().raw_decode(about)
-        except ValueError:
-            end = about.find(" ")
+        holder, name = about_of(about)
         return Holding(
-            name=about[end + 1 :],
+            name=name,
             key=key,
             alias=self.alias,
             version=str(fence),
@@ -77,5 +74,5 @@ class ForPeople(BaseLockBackend):
             # A fence is the servers' time unless a clock was set back.
             held_for=max(0.0, (now - fence) / 1e6),
             waiters=max(node[2] for node in at),
-            holder=holder_fields(about[:end]),
+            holder=holder,
         )
