@@ -60,6 +60,13 @@ class LockEvent(models.Model):
         return f"{self.name}: {self.event}"
 
 
+class _NoTable(models.Manager["LiveLock"]):
+    """Finds nothing, so that `dumpdata` reads no table."""
+
+    def get_queryset(self) -> models.QuerySet[LiveLock]:
+        return super().get_queryset().none()
+
+
 class LiveLock(models.Model):
     """A lock that some backend holds now: no table, rows come from the backends."""
 
@@ -69,8 +76,11 @@ class LiveLock(models.Model):
     id = models.TextField(primary_key=True, editable=False)
     name = models.CharField(_("name"), max_length=255, editable=False)
 
+    objects = _NoTable()
+
     class Meta:
         managed = False
+        base_manager_name = "objects"  # `dumpdata --all` asks this one
         verbose_name = _("live lock")
         verbose_name_plural = _("live locks")
         default_permissions = ("view",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import socket
@@ -14,6 +16,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
+from django.core.management import call_command
 from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
@@ -1140,6 +1143,16 @@ def test_without_a_lock_table_the_admin_has_no_page_for_it(browse):
 
     assert "/distlock/" not in client.get("/admin/").content.decode()
     assert client.get("/admin/distlock_app/distlock/").status_code == 403
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_live_locks_are_in_no_table_that_dumpdata_would_read(every):
+    taken("a")
+    written = io.StringIO()
+
+    call_command("dumpdata", "distlock_app", all=every, stdout=written)
+
+    assert json.loads(written.getvalue()) == []
 
 
 def test_locks_on_redis_are_listed_and_cleared(redis_url, clearer, aliases):

@@ -77,6 +77,7 @@ class Migration(migrations.Migration):
                 "verbose_name_plural": "live locks",
                 "permissions": [("clear_lock", "Can force the release of locks")],
                 "managed": False,
+                "base_manager_name": "objects",
                 "default_permissions": ("view",),
             },
         ),

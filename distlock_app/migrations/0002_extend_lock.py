@@ -12,6 +12,7 @@ class Migration(migrations.Migration):
         migrations.AlterModelOptions(
             name="livelock",
             options={
+                "base_manager_name": "objects",
                 "default_permissions": ("view",),
                 "managed": False,
                 "permissions": [
