@@ -10,13 +10,15 @@ import socket
 import subprocess
 import time
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
+from datetime import timezone as zones
 
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
+from django.db import connections
 from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
@@ -1012,6 +1014,26 @@ class TestLockTable:
         page = client.get("/admin/distlock_app/distlock/")
 
         assert [row.is_held for row in page.context["cl"].result_list] == [True]
+
+    @pytest.mark.parametrize("zone", [None, "America/New_York"])
+    @pytest.mark.parametrize("use_tz", [True, False])
+    def test_its_times_are_shown_in_the_time_zone_of_the_project(
+        self, browse, settings, monkeypatch, use_tz, zone
+    ):
+        taken("a", "table")
+        noon = datetime(2036, 5, 4, 3, 2, 1, tzinfo=zones.utc)
+        DistLock.objects.using("locks").update(expiry=noon, acquired_at=noon - timedelta(hours=1))
+        client = browse("view_distlock")
+        monkeypatch.setitem(connections["locks"].settings_dict, "TIME_ZONE", zone)
+        settings.USE_TZ, settings.TIME_ZONE = use_tz, "Asia/Seoul"
+
+        pages = [client.get(f"{ROWS}?o=2.3"), client.get(f"{ROWS}{key_of('a')}/change/")]
+
+        for page in pages:
+            assert "May 4, 2036, 12:02 p.m." in html_of(page)
+            assert "May 4, 2036, 11:02 a.m." in html_of(page)
+            assert "icon-yes" in html_of(page)
+        assert pages[0].context["cl"].queryset.query.order_by[:2] == ("expiry", "acquired_at")
 
     def test_its_locks_are_extended(self, extender):
         grant = taken("a", "table", ttl=20)

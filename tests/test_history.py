@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from django.contrib.auth.models import Permission, User
@@ -262,6 +262,19 @@ def test_only_the_clear_of_this_hold_ends_it(kept, fence, at):
 
     most = {999: 1.0}.get(at, 2.0)
     assert past.chart.panels[1].top == pytest.approx(most, abs=0.01)
+
+
+@pytest.mark.parametrize("use_tz", [True, False])
+def test_the_chart_tells_the_time_of_the_project(page, settings, use_tz):
+    settings.USE_TZ, settings.TIME_ZONE = use_tz, "Asia/Seoul"
+    noon = datetime(2026, 5, 4, 12)
+    event = happened("released", 0, fence=2, seconds=60)
+    event.at = timezone.make_aware(noon) if use_tz else noon
+    event.save()
+
+    html = page(EVENTS, lock=id_of("default", key_of("a"))).content.decode()
+
+    assert "11:59:00: 1.00" in html
 
 
 def test_the_chart_says_what_its_bars_are(page):

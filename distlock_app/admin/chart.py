@@ -86,6 +86,7 @@ def _panel(label: Any, kind: str, spans: list[Span], begin: datetime, end: datet
     for bar, value in enumerate(sums):
         if value > 0:
             height = max(1.0, value / top * HEIGHT)
-            at = timezone.localtime(begin + timedelta(seconds=bar * width))
+            at = begin + timedelta(seconds=bar * width)
+            at = timezone.localtime(at) if timezone.is_aware(at) else at
             bars.append((bar * BAR, HEIGHT - height, height, f"{at:%H:%M:%S}: {value:.2f}"))
     return Panel(label, kind, top, bars)

@@ -8,12 +8,12 @@ from datetime import timezone as zones
 from itertools import islice
 from typing import Any
 
-from django.conf import settings
 from django.contrib import admin
 from django.db import connections
 from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, QueryDict
-from django.utils import timezone
+from django.utils import formats, timezone
+from django.utils.html import format_html
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
@@ -50,9 +50,9 @@ class DatabaseFilter(admin.SimpleListFilter):
 class DistLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """The lock table, read-only, without the owners: they are secret tokens."""
 
-    list_display = ("name", "held", "expiry", "acquired_at", "activity", "origin", "fence")
+    list_display = ("name", "held", "expires", "acquired", "activity", "origin", "fence")
     fields = (
-        "name", "key", "database", "held", "expiry", "acquired_at", "activity", "origin", "fence",
+        "name", "key", "database", "held", "expires", "acquired", "activity", "origin", "fence",
     )  # fmt: skip
     readonly_fields = fields
     list_filter = (DatabaseFilter,)
@@ -80,8 +80,8 @@ class DistLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Read the table of the selected database."""
         database = _database(request)
         now = timezone.now()
-        if database and not settings.USE_TZ and connections[database].vendor in ("mysql", "sqlite"):
-            now = datetime.now(zones.utc).replace(tzinfo=None)  # as their rows are written
+        if database and _is_in_utc(database):
+            now = datetime.now(zones.utc).replace(tzinfo=connections[database].timezone)
         taken = ~Q(owner="") & Q(expiry__gt=now)
         rows: QuerySet[DistLock] = super().get_queryset(request).using(database).defer("owner")
         return rows.annotate(is_held=ExpressionWrapper(taken, output_field=BooleanField()))
@@ -104,6 +104,14 @@ class DistLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def held(self, row: Any) -> bool:
         return bool(row.is_held)
 
+    @admin.display(description=_("expiry"), ordering="expiry")
+    def expires(self, row: DistLock) -> str:
+        return _local(row, row.expiry)
+
+    @admin.display(description=_("acquired at"), ordering="acquired_at", empty_value="—")
+    def acquired(self, row: DistLock) -> str:
+        return _local(row, row.acquired_at) if row.acquired_at else ""
+
     @admin.display(description=_("last holder"), empty_value="—")
     def activity(self, row: DistLock) -> str:
         return activity_of(holder_fields(row.holder))
@@ -116,6 +124,19 @@ class DistLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def database(self, row: DistLock) -> str:
         database = row._state.db or ""
         return f"{database} ({_aliases_of(database)})"
+
+
+def _is_in_utc(database: str) -> bool:
+    """Return whether times are in UTC there, whatever time zone Django takes them to be in."""
+    return connections[database].vendor in ("mysql", "sqlite")
+
+
+def _local(row: DistLock, at: datetime) -> str:
+    """Return a time of this row in the current time zone."""
+    if _is_in_utc(row._state.db or ""):
+        at = at.replace(tzinfo=zones.utc)
+    at = timezone.localtime(at) if timezone.is_aware(at) else at
+    return format_html('<span class="dl-time">{}</span>', formats.localize(at))
 
 
 def _databases() -> dict[str, list[str]]:
