@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from django import forms
+from django.core import signing
 from django.core.exceptions import NON_FIELD_ERRORS, ImproperlyConfigured
 from django.core.files.base import ContentFile
 from django.core.files.storage import InMemoryStorage
@@ -377,6 +378,50 @@ def test_a_long_text_is_compared_but_not_carried(offer: Offer) -> None:
     assert not form.is_valid()
     assert form.conflict is not None
     assert [(c.old, c.theirs) for c in form.conflict.changes] == [("(a long text)", "short")]
+
+
+def test_a_password_is_compared_but_neither_carried_nor_shown(offer: Offer) -> None:
+    class SecretForm(VersionedModelForm):
+        class Meta:
+            model = Offer
+            fields = ["name", "text"]
+            widgets = {"text": forms.PasswordInput}
+
+    changed(offer, text="first secret")
+    form = SecretForm(instance=Offer.objects.get())
+    carried = signing.loads(str(sent(form)[VERSION]), salt=form._salt())
+    blank, typed = sent(form, text="", name="mine"), sent(form, text="my secret", name="mine")
+    assert SecretForm(typed, instance=Offer.objects.get()).is_valid()
+    changed(offer, text="their secret")
+
+    told = []
+    for data in blank, typed:
+        form = SecretForm(data, instance=Offer.objects.get())
+        form.is_valid()
+        assert form.conflict is not None
+        told += [(change.old, change.theirs, change.yours) for change in form.conflict.changes]
+
+    dots = "••••••••"
+    assert told == [(dots, dots, ""), (dots, dots, dots)]
+    assert carried["state"]["name"] == "Green tea"
+    assert "secret" not in f"{carried} {form.errors}"
+
+
+def test_what_was_typed_for_a_password_is_not_shown_even_if_it_is_wrong(offer: Offer) -> None:
+    class PinForm(VersionedModelForm):
+        class Meta:
+            model = Offer
+            fields = ["stock"]
+            widgets = {"stock": forms.PasswordInput}
+
+    data = sent(PinForm(instance=offer), stock="12E4")
+    changed(offer, stock=5678)
+
+    form = PinForm(data, instance=Offer.objects.get())
+    form.is_valid()
+
+    assert form.conflict is not None
+    assert [change.yours for change in form.conflict.changes] == ["••••••••"]
 
 
 def test_a_time_as_the_version_is_carried_to_its_microsecond() -> None:

@@ -14,9 +14,16 @@ from django.utils.choices import flatten_choices
 from django.utils.translation import gettext
 
 
+def withheld(field: Any) -> bool:
+    """Return whether pages withhold the value of a form field, as of a password."""
+    return isinstance(field.widget, forms.PasswordInput) and not field.widget.render_value
+
+
 def shown(form: Any, name: str, key: Any) -> str:
     """Return a value, given as JSON data, as readable text."""
     field = form.fields[name]
+    if withheld(field) and key not in ("", None):
+        return "••••••••"
     if isinstance(key, dict) and set(key) == {"sha256"}:
         return gettext("(a long text)")
     if isinstance(key, dict) and set(key) == {"upload"}:

@@ -15,12 +15,13 @@ from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.files.base import File
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import models
+from django.utils.crypto import salted_hmac
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from .form_values import shown
+from .form_values import shown, withheld
 
 if TYPE_CHECKING:
     _ModelForm = forms.ModelForm[Any]
@@ -133,7 +134,14 @@ class VersionedModelForm(_ModelForm):
         return [name for name in self._current if name in self.fields]
 
     def _key(self, name: str, value: Any) -> Any:
-        """Return the value as JSON data, the same for equal meanings."""
+        """Return the value as JSON data, the same for equal meanings; of a secret, a digest."""
+        key = self._readable_key(name, value)
+        if key == "" or not withheld(self.fields[name]):
+            return key
+        salt = f"distlock_app.forms/{self.instance.pk}/{name}"  # so that equal secrets differ
+        return {"sha256": salted_hmac(salt, json.dumps(key), algorithm="sha256").hexdigest()}
+
+    def _readable_key(self, name: str, value: Any) -> Any:
         form_field = self.fields[name]
         if isinstance(value, str):  # as browsers send it, and forms clean it
             value = value.replace("\r\n", "\n").replace("\r", "\n")
