@@ -18,7 +18,7 @@ from django.http import QueryDict
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
-from tests.app.versioned_models import Account, Extra, Leaflet, Note, Offer, Page, Tag
+from tests.app.versioned_models import Account, Chapter, Extra, Leaflet, Note, Offer, Page, Tag
 
 pytestmark = pytest.mark.django_db
 
@@ -422,6 +422,28 @@ def test_what_was_typed_for_a_password_is_not_shown_even_if_it_is_wrong(offer: O
 
     assert form.conflict is not None
     assert [change.yours for change in form.conflict.changes] == ["••••••••"]
+
+
+def test_values_that_are_no_json_are_compared_as_text() -> None:
+    class ChapterForm(VersionedModelForm):
+        class Meta:
+            model = Chapter
+            fields = ["title", "pages"]
+
+    Chapter.objects.create(title="Tea", pages="1-5")
+    data = sent(ChapterForm(instance=Chapter.objects.get()), title="Green tea")
+    assert ChapterForm(data, instance=Chapter.objects.get()).is_valid()
+    Chapter.objects.update(title="Black tea", pages="1-9")
+
+    form = ChapterForm(data, instance=Chapter.objects.get())
+    form.is_valid()
+
+    assert form.conflict is not None
+    changes = {c.name: (c.old, c.theirs, c.yours) for c in form.conflict.changes}
+    assert changes == {
+        "title": ("Tea", "Black tea", "Green tea"),
+        "pages": ("1-5", "1-9", None),
+    }
 
 
 def test_a_time_as_the_version_is_carried_to_its_microsecond() -> None:

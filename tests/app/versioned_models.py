@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 
 from django.db import models
@@ -163,3 +164,30 @@ class Leaflet(VersionedModel):
     picture = models.FileField(upload_to="leaflets", blank=True)
     shown_at = models.TimeField(null=True, blank=True)
     printed = models.IntegerField(default=0, editable=False)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A value that is no JSON, as of a range field."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+
+class SpanField(models.TextField):
+    def from_db_value(self, value: str, *args: object) -> Span:
+        return self.to_python(value)
+
+    def to_python(self, value: str | Span) -> Span:
+        return value if isinstance(value, Span) else Span(*map(int, value.split("-")))
+
+    def get_prep_value(self, value: object) -> str:
+        return str(value)
+
+
+class Chapter(VersionedModel):
+    title = models.CharField(max_length=50)
+    pages = SpanField()

@@ -60,6 +60,16 @@ class Conflict:
     known: bool = True
 
 
+class Encoder(DjangoJSONEncoder):
+    """Writes what is no JSON, such as a range or a geometry, as its text."""
+
+    def default(self, o: Any) -> Any:
+        try:
+            return super().default(o)
+        except TypeError:
+            return str(o)
+
+
 class Token(forms.CharField):
     """Carries a version, which does not count as a change by the user."""
 
@@ -163,7 +173,7 @@ class VersionedModelForm(_ModelForm):
             value = value.pk if prepared is value else prepared  # the parent of an inline
         if value is None or value is False and isinstance(form_field, forms.FileField):
             return ""
-        text = json.dumps(value, cls=DjangoJSONEncoder, sort_keys=True)
+        text = json.dumps(value, cls=Encoder, sort_keys=True)
         if len(text) > LONGEST:
             return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
         return json.loads(text)
