@@ -173,6 +173,17 @@ def test_of_all_locks_together_so_many_are_kept(kept, monkeypatch):
     assert len(events()) <= 30
 
 
+def test_no_more_is_kept_of_many_processes_that_each_write_little(kept, monkeypatch):
+    monkeypatch.setattr(history, "MOST_KEPT", 100)
+    event = {"at": timezone.now(), "alias": "default", "event": "busy"}
+    for number in range(120):
+        process = history._Writer()
+        process._waiting.append({**event, "name": f"order:{number}"})
+        process._write()
+
+    assert len(events()) == 100
+
+
 def test_a_child_of_fork_tells_nothing_twice():
     writer = history._Writer()
     writer._waiting.append({"name": "of the parent"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -126,15 +127,16 @@ class _Writer:
         rows = [row for lock in last.values() for row in lock]
         LockEvent.objects.using(using).bulk_create(rows, batch_size=100)
         self._noted.update({lock: len(rows) for lock, rows in last.items()})
-        self._trim(using)
+        self._trim(using, len(rows))
 
-    def _trim(self, using: str) -> None:
+    def _trim(self, using: str, written: int) -> None:
         """Delete what is too much: of locks that are busy here, and of all together."""
         events = LockEvent.objects.using(using)
         for alias, key in [lock for lock, count in self._noted.items() if count * 2 > kept()]:
             del self._noted[alias, key]
             _keep(events.filter(alias=alias, key=key), kept())
-        if sum(self._noted.values()) * 100 > MOST_KEPT:
+        # Left to chance, for a process may end long before it has written many.
+        if secrets.randbelow(MOST_KEPT) < written * 100:
             self._noted.clear()
             _keep(events, MOST_KEPT)
 
