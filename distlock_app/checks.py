@@ -8,10 +8,11 @@ from typing import Any
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, Error, connections, router, transaction
 
 from .core.limits import LONG_TTL
 from .core.registry import Entry, check_deployed, registry
+from .models import LockEvent
 from .operations import history
 
 # A renewal comes every third of the ttl: below this, a pause of a third of a second loses locks.
@@ -49,7 +50,7 @@ def check_servers(
     """Let backends ask their servers: those in these databases, and those in no database.
 
     `migrate` runs this first. It must not fail because a lock server is down, nor for want of
-    the lock table that it is about to make: whatever is found here is a warning at most.
+    the tables that it is about to make: whatever is found here is a warning at most.
     """
     if not databases:
         return []
@@ -59,6 +60,7 @@ def check_servers(
         if getattr(backend, "using", None) in (None, *databases):
             known = backend.check()
             messages += [found for found in backend.check(ask=True) if found not in known]
+    messages += _check_table_of_events(databases)
     for message in messages:
         message.level = min(message.level, checks.WARNING)
     return messages
@@ -102,6 +104,21 @@ def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
 def _check_history() -> Iterator[checks.CheckMessage]:
     if trouble := history.trouble():
         yield checks.Error(trouble, id="distlock_app.E001")
+
+
+def _check_table_of_events(databases: Sequence[str]) -> Iterator[checks.CheckMessage]:
+    using = router.db_for_write(LockEvent)
+    if not history.kept() or using not in databases:
+        return
+    try:
+        with transaction.atomic(using=using):
+            LockEvent.objects.using(using).exists()
+    except Error as error:
+        yield checks.Warning(
+            f"DISTLOCK_HISTORY: the events on {using!r} cannot be read: {error}",
+            hint=f"Run: manage.py migrate distlock_app --database={using}",
+            id="distlock_app.W006",
+        )
 
 
 def _check_isolation() -> Iterator[checks.CheckMessage]:

@@ -18,7 +18,7 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
-from django.db import connections
+from django.db import connection, connections
 from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
@@ -1165,6 +1165,29 @@ def test_without_a_lock_table_the_admin_has_no_page_for_it(browse):
 
     assert "/distlock/" not in client.get("/admin/").content.decode()
     assert client.get("/admin/distlock_app/distlock/").status_code == 403
+
+
+@pytest.fixture
+def no_table_of_events():
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE distlock_app_lockevent RENAME TO gone")
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE gone RENAME TO distlock_app_lockevent")
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("atomic_requests", "no_table_of_events")
+def test_pages_do_without_the_events_if_their_table_is_missing(viewer, settings, caplog):
+    settings.DISTLOCK_HISTORY = 20
+    taken("a")
+
+    found = viewer.get(LIST, {"q": "a"})
+    page = viewer.get(change_url(row_id("a")))
+    events = viewer.get(f"{LIST}events/", {"lock": id_of("default", key_of("a"))})
+
+    assert [found.status_code, page.status_code, events.status_code] == [200, 200, 200]
+    assert caplog.messages.count("lock events could not be read") == 3
 
 
 @pytest.mark.parametrize("every", [False, True])

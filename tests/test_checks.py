@@ -18,6 +18,7 @@ from distlock_app import BackendError, Lock, locked, locked_command, locked_view
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_servers, check_settings
 from distlock_app.core.registry import EXTRAS, registry
+from distlock_app.models import LockEvent
 from distlock_app.operations import doctor
 from distlock_app.operations.history import kept
 
@@ -203,14 +204,27 @@ def test_only_the_databases_that_were_named_are_asked(settings):
     assert asked == ["locks"]
 
 
+class HistoryBesideLocks:
+    """Routes the history to the database of the locks."""
+
+    def db_for_write(self, model, **hints):
+        return "locks" if model is LockEvent else None
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])
-def test_migrate_makes_the_lock_table_although_the_check_misses_it(settings):
+def test_migrate_makes_the_tables_although_the_checks_miss_them(settings):
     settings.DISTLOCK = {"default": {"BACKEND": TABLE, "LOCATION": "locks"}}
+    settings.DATABASE_ROUTERS = ["tests.test_checks.HistoryBesideLocks"]
+    settings.DISTLOCK_HISTORY = 20
     written = io.StringIO()
     options = {"database": "locks", "stdout": written, "stderr": written, "skip_checks": False}
     call_command("migrate", "distlock_app", "zero", **options)
     try:
+        assert found(check_servers, databases=["locks"]) == ["E012", "W006"]
+        assert found(check_servers, databases=["default"]) == []
+        settings.DISTLOCK_HISTORY = 0
         assert found(check_servers, databases=["locks"]) == ["E012"]
+        settings.DISTLOCK_HISTORY = 20
         with pytest.raises(BackendError, match=r"\(run: manage.py migrate .* --database=locks\)"):
             Lock("invoice").acquire()
     finally:

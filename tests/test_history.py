@@ -10,13 +10,15 @@ from datetime import datetime, timedelta
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
-from django.db import connection, transaction
+from django.core import checks
+from django.db import connection, connections, transaction
 from django.utils import timezone
 from django.utils.html import escape
 
 from distlock_app import Lock, LockBusy, LockLost, signals
 from distlock_app.admin import past as past_events
 from distlock_app.admin.rows import id_of
+from distlock_app.checks import check_servers
 from distlock_app.core.registry import registry
 from distlock_app.models import LiveLock, LockEvent
 from distlock_app.operations import history
@@ -148,6 +150,32 @@ def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, cap
 
     assert events() == [("acquired", "b"), ("released", "b")]
     assert "could not be written" in caplog.text
+
+
+class HistoryElsewhere:
+    """Routes the history to another database."""
+
+    def db_for_read(self, model, **hints):
+        return "locks" if model is LockEvent else None
+
+    db_for_write = db_for_read
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_pages_do_without_the_events_of_a_database_that_is_down(
+    page, settings, monkeypatch, caplog
+):
+    settings.DATABASE_ROUTERS = ["tests.test_history.HistoryElsewhere"]
+    connections["locks"].close()
+    monkeypatch.setitem(connections["locks"].settings_dict, "NAME", "/no/such/folder/db")
+
+    html = page(EVENTS, lock=id_of("default", key_of("a"))).content.decode()
+    [warning] = check_servers(databases=["locks"])
+
+    assert "free" in html
+    assert "lock events could not be read" in caplog.text
+    assert (warning.id, warning.level) == ("distlock_app.W006", checks.WARNING)
+    assert "unable to open" in warning.msg
 
 
 def test_of_a_hot_lock_no_more_is_kept_than_settings_say(kept):

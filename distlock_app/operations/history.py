@@ -15,11 +15,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from django.conf import settings
 from django.core.signals import setting_changed
-from django.db import connections, router
+from django.db import Error, connections, router, transaction
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from ..models import LockEvent
@@ -27,6 +28,8 @@ from ..primitives import identity
 from ..primitives.logs import fields, logger
 from ..primitives.names import key_of, shown
 from ..signals import lock_acquired, lock_busy, lock_cleared, lock_lost, lock_released
+
+T = TypeVar("T")
 
 # Seconds for which events are gathered before they are written.
 EVERY = 1.0
@@ -55,13 +58,24 @@ def trouble() -> str:
 def events_of(alias: str, key: str) -> list[LockEvent]:
     """Return the last events of a lock, the newest first, by the clocks of their hosts."""
     events = LockEvent.objects.filter(alias=alias, key=key)
-    return list(events.order_by("-at", "-pk")[: kept()])
+    return _read(events.order_by("-at", "-pk")[: kept()])
 
 
 def aliases_of(name: str) -> list[str]:
     """Return the aliases under which something is known of a lock."""
     events = LockEvent.objects.filter(key=key_of(name))
-    return sorted(events.values_list("alias", flat=True).distinct())
+    return sorted(_read(events.values_list("alias", flat=True).distinct()))
+
+
+def _read(found: QuerySet[Any, T]) -> list[T]:
+    """Return what is found; nothing if the database is down, or has no table of events."""
+    try:
+        with transaction.atomic(using=found.db):
+            return list(found)
+    except Error:
+        text = "lock events could not be read"
+        logger.warning(text, exc_info=True, extra=fields("not_read", ""))
+        return []
 
 
 class _Writer:
