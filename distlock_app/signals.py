@@ -18,7 +18,7 @@ lock_busy = Signal()  # waited
 lock_failed = Signal()  # waited, error, opened
 lock_released = Signal()  # held, fence
 lock_lost = Signal()  # held, fence, reason
-lock_cleared = Signal()  # version, user, reason
+lock_cleared = Signal()  # key, version, user, reason
 version_conflict = Signal()  # instance, attempt, expected, found
 
 

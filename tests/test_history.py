@@ -19,6 +19,7 @@ from distlock_app import Lock, LockBusy, LockLost, signals
 from distlock_app.admin import past as past_events
 from distlock_app.admin.rows import id_of
 from distlock_app.checks import check_servers
+from distlock_app.core import people
 from distlock_app.core.registry import registry
 from distlock_app.models import LiveLock, LockEvent
 from distlock_app.operations import history
@@ -106,6 +107,18 @@ def test_every_event_is_written_with_its_seconds(kept):
     assert LockEvent.objects.get(event="cleared").detail == "ann: hangs"
     cleared = LockEvent.objects.get(event="cleared").fence
     assert cleared == LockEvent.objects.get(name="d", event="acquired").fence
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "tab\there"])
+def test_a_clear_is_told_of_its_lock_whatever_name_was_shown(kept, name):
+    with pytest.raises(LockLost), Lock(name) as hold:
+        [held] = Lock(name).holders()
+        people.clear("default", held.key, names.shown(held.name), held.version, "ann", "hangs")
+        hold.check()
+
+    history.writer.flush(30)
+    told = [event.event for event in history.events_of("default", key_of(name))]
+    assert sorted(told) == ["acquired", "cleared", "lost"]
 
 
 def test_it_joins_no_transaction_of_the_caller(kept):

@@ -19,7 +19,7 @@ def clear(alias: str, key: str, name: str, version: str | None, user: str, reaso
             *(name, alias, user or "a program", f": {reason}" if reason else ""),
             extra=fields("cleared", alias, name=name, key=key, user=user, reason=reason),
         )
-        send(lock_cleared, {"sender": type(registry[alias].backend), **facts})
+        send(lock_cleared, {"sender": type(registry[alias].backend), "key": key, **facts})
     return cleared
 
 

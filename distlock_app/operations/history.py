@@ -135,7 +135,8 @@ class _Writer:
         # Of a hot lock only as many as will be kept.
         last: dict[tuple[str, str], deque[LockEvent]] = {}
         for event in events:
-            row = LockEvent(key=key_of(event["name"]), **{**event, "name": shown(event["name"])})
+            name, key = event["name"], event.get("key") or key_of(event["name"])
+            row = LockEvent(**{**event, "name": shown(name), "key": key})
             last.setdefault((row.alias, row.key), deque(maxlen=kept() or 1)).append(row)
         using = router.db_for_write(LockEvent)
         rows = [row for lock in last.values() for row in lock]
@@ -182,6 +183,7 @@ def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) 
         event=event,
         alias=alias,
         name=name,
+        key=facts.get("key"),  # of a lock that is cleared, `name` may be what a page shows
         seconds=facts[seconds] if seconds else None,
         fence=fence,
         detail=detail,
