@@ -1167,6 +1167,15 @@ def test_without_a_lock_table_the_admin_has_no_page_for_it(browse):
     assert client.get("/admin/distlock_app/distlock/").status_code == 403
 
 
+def test_an_engine_that_keeps_data_in_no_table_has_no_page_of_rows(browse, aliases):
+    aliases("hoard", "tests.failing_engines.HoardingBackend")
+    client = browse("view_distlock", "view_livelock", "clear_lock")
+
+    assert "/distlock/" not in client.get("/admin/").content.decode()
+    assert client.get(ROWS).status_code == 403
+    assert client.get(LEFTOVER).context["tables"][0][1] == (7, 0)
+
+
 @pytest.fixture
 def no_table_of_events():
     with connection.cursor() as cursor:

@@ -17,6 +17,7 @@ from django.utils.html import format_html
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from ..backends.database import DatabaseBackend
 from ..core.registry import registry
 from ..models import DistLock
 from ..operations.people import activity_of, origin_of
@@ -143,8 +144,9 @@ def _databases() -> dict[str, list[str]]:
     """Return the databases that have a lock table, each with the aliases whose locks it keeps."""
     found: dict[str, list[str]] = {}
     for alias in clearing.tables():
-        backend: Any = registry[alias].backend
-        found.setdefault(backend.using, []).append(alias)
+        backend = registry[alias].backend
+        if isinstance(backend, DatabaseBackend):  # others keep their data elsewhere
+            found.setdefault(backend.using, []).append(alias)
     return found
 
 
