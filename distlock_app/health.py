@@ -8,6 +8,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from .core.registry import registry
+from .decorators.atomic_requests import mark
 from .operations.reading import ask
 
 
@@ -24,3 +25,6 @@ def health(request: HttpRequest, using: str | None = None) -> HttpResponse:
     lines = [f"{one.alias}: {'ok' if one.up else one.reason}\n" for one in found]
     status = 200 if all(one.up for one in found) else 503
     return HttpResponse(lines, content_type="text/plain; charset=utf-8", status=status)
+
+
+mark(health, health)  # no transaction of a database that keeps no locks, and may be down

@@ -978,6 +978,16 @@ def test_a_question_of_any_length_is_answered_in_a_line(viewer, parameter):
     assert page.status_code == 302 and page.url == LIST
 
 
+def test_dashboards_need_no_database_that_keeps_no_locks(
+    client, settings, monkeypatch, atomic_requests, django_assert_num_queries
+):
+    settings.DISTLOCK_DASHBOARD_TOKEN = "a long token"
+    monkeypatch.setitem(connections.settings["locks"], "ATOMIC_REQUESTS", True)
+
+    with django_assert_num_queries(0):
+        assert client.get(DATA, headers=TOKEN).status_code == 200
+
+
 def test_an_empty_token_opens_nothing(client, settings):
     settings.DISTLOCK_DASHBOARD_TOKEN = ""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from django.db import connections
 from django.test import RequestFactory
+from django.urls import path
 
 from distlock_app.health import health
 from distlock_app.operations import reading
@@ -57,6 +59,19 @@ def test_a_backend_that_hangs_is_not_waited_for(get, monkeypatch):
 
     assert response.status_code == 503
     assert "silent: no answer within 0.1 s\n" in response.text
+
+
+urlpatterns = [path("health/", health)]
+
+
+@pytest.mark.urls(__name__)
+@pytest.mark.usefixtures("atomic_requests")
+def test_it_asks_no_database_that_keeps_no_locks(get, client, monkeypatch):
+    """This test may not open any."""
+    monkeypatch.setitem(connections.settings["locks"], "ATOMIC_REQUESTS", True)
+    get(default=LOCMEM)
+
+    assert client.get("/health/").status_code == 200
 
 
 def test_only_reading_is_allowed_and_needs_no_login():

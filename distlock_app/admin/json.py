@@ -13,6 +13,7 @@ from django.utils.translation import gettext_lazy
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
+from ..decorators.atomic_requests import mark
 from ..operations.people import facts_of
 from .rows import PagedLocks
 
@@ -45,6 +46,7 @@ def data_view(admin: Any) -> Any:
             return JsonResponse({"error": "start and limit are numbers from 0"}, status=400)
         return JsonResponse(_locks(admin, request, start, min(limit, MOST_LISTED)))
 
+    mark(view, view)  # no transaction of a database that keeps no locks, and may be down
     return view
 
 
