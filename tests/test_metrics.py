@@ -32,7 +32,7 @@ from distlock_app.primitives.names import template_of
 from distlock_app.testing import held_elsewhere, lose
 from tests import engines
 from tests.app.models import Account
-from tests.engines import running, until
+from tests.engines import renewed, running, until
 from tests.test_docs import ROOT, blocks
 
 engine = pytest.fixture(engines.install)
@@ -104,6 +104,14 @@ def test_prometheus_sees_what_is_held_and_waited_for_now(engine, prometheus):
 
     assert prometheus("distlock_waiting", **invoice) is None
     assert prometheus("distlock_held", **invoice) is None
+
+
+def test_a_lock_that_was_extended_is_held_once(engine, prometheus):
+    with Lock("a", ttl=0.5) as hold:
+        renewed(hold)
+        hold.extend()
+
+        assert prometheus("distlock_held", alias="default", template="") == 1
 
 
 def test_what_a_backend_that_is_down_refused_or_let_pass_is_counted(settings, prometheus):

@@ -51,7 +51,8 @@ class Renewer:
 
     def held(self) -> list[Lease]:
         """Return the leases that this process holds now."""
-        known = [what for what in timer.scheduled() if isinstance(what, Lease)]
+        # An extended one is scheduled twice for a moment.
+        known = [what for what in dict.fromkeys(timer.scheduled()) if isinstance(what, Lease)]
         return [lease for lease in known if not (lease.ended or lease.lost)]
 
     def await_renewal(self, lease: Lease) -> None:
