@@ -15,7 +15,16 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import TestCase
 
-from distlock_app import Lock, LockBusy, LockError, LockLost, all_of, current_hold, locked
+from distlock_app import (
+    Lock,
+    LockBusy,
+    LockError,
+    LockLost,
+    NotHeld,
+    all_of,
+    current_hold,
+    locked,
+)
 from distlock_app.core import entered
 from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
@@ -575,6 +584,19 @@ def test_atomic_commits_before_it_releases(engine):
         assert connection.in_atomic_block
 
     assert seen == [1]
+    assert not held(engine)
+
+
+def test_a_callback_of_on_commit_that_raises_not_held_does_not_keep_the_lock(engine):
+    def fail():
+        raise NotHeld
+
+    with pytest.raises(NotHeld):
+        with Lock("a", atomic=True):
+            Counter.objects.create(name="a")
+            transaction.on_commit(fail)
+
+    assert stored() == 1
     assert not held(engine)
 
 

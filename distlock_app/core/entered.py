@@ -142,8 +142,8 @@ class WithBlock(Generic[HeldT]):
                 hold.end_block(hold.block, exc_type, exc, traceback)
             hold.leave(exc)
         except BaseException as error:
-            # The commit failed, or Ctrl-C interrupted the release.
-            if not isinstance(error, NotHeld):
+            # The commit failed, or Ctrl-C interrupted the release: not that no hold was found.
+            if hold is not None or not isinstance(error, NotHeld):
                 hold = hold or entered(self, sys._getframe(1))
                 try:
                     _roll_back(hold, error)
