@@ -554,6 +554,57 @@ def test_code_that_takes_its_lock_again_still_has_a_hold():
         assert current_hold() is outer
 
 
+def test_the_current_hold_is_the_innermost_also_of_locks_taken_again():
+    a, b, c = (Lock(name, using="locmem") for name in "abc")
+    found = []
+
+    def look():
+        found.append(current_hold().name)
+
+    @on_locmem("a")
+    def again():
+        look()
+        with b:
+            look()
+            with c:
+                look()
+                with a, a:
+                    look()
+                look()
+            look()
+        look()
+
+    with a, b:
+        again()
+        look()
+        with pytest.raises(LockBusy), a:
+            raise LockBusy
+        look()
+    assert "".join(found) == "abcacba" + "bb"
+
+
+def test_a_hold_that_is_entered_later_is_the_current_one():
+    first, second = (Lock(name, using="locmem").acquire() for name in "ab")
+
+    with second:
+        with first:
+            assert current_hold() is first
+        assert current_hold() is second
+
+
+def test_a_hold_that_another_thread_enters_is_not_the_current_one_here():
+    def enter():
+        with hold:
+            assert current_hold() is hold
+
+    hold = Lock("a", using="locmem").acquire()
+    with Lock("b", using="locmem") as inner:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        assert current_hold() is inner
+
+
 def test_a_bare_acquire_and_another_thread_have_no_current_hold():
     found = []
 

@@ -296,13 +296,16 @@ def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "def
     With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
     `acquire()` does not count, and `lock_in_transaction()` has no hold.
     """
+    leases = [*reversed(identity.current_runner().held.values())]
     held = {
-        lease_key: hold
-        for lease_key, lease in reversed(identity.current_runner().held.items())
+        lease.lease_key: hold
+        for lease in leases
         if (hold := lease.hold()) is not None and hold.entered and not hold.released
     }
     if name is None:
-        lock = next((lease_key[1:] for lease_key in held), None)
+        entered = [hold for lease in leases for hold in (*lease.inner(), lease.hold())]
+        keys = (hold._lease.lease_key for hold in entered if hold is not None)
+        lock = next((lease_key[1:] for lease_key in keys if lease_key in held), None)
         found = [held[lease_key] for lease_key in reversed(held) if lease_key[1:] == lock]
     else:
         wanted = [(registry[alias].backend, names.key_of(name)) for alias in aliases_of(using)]

@@ -59,6 +59,7 @@ class Lease:
     entered = 0  # those of them that are in a `with`, where it can be taken again
     # A hold in a `with`, for current_hold(). Weak, because a dropped one ends the lease.
     hold: Callable[[], Any] = staticmethod(lambda: None)
+    _inner: tuple[weakref.ref[Any], ...] = ()  # see inner()
     pins = 0  # transactions that exclude other owners
     # The release waits for the end of these: id(connection).
     open_transactions: set[int] = cast("set[int]", frozenset())
@@ -174,10 +175,22 @@ class Lease:
             hold.released = False
             return True
 
+    def inner(self) -> list[Any]:
+        """Return the holds that were entered while it was the runner's last lease, newest first.
+
+        Those of older leases are inside of its own, which the order of the leases does not show.
+        """
+        holds = [hold() for hold in self._inner]
+        return [hold for hold in holds if hold and hold.entered and not hold.released]
+
     def _show(self, hold: Any) -> None:
-        """Let current_hold() find this one, unless it finds another."""
-        if hold.entered and ((other := self.hold()) is None or other.released):
+        """Let current_hold() find this one, unless it finds another, and know what is innermost."""
+        if not hold.entered:
+            return
+        if (other := self.hold()) is None or other.released:
             self.hold = weakref.ref(hold)
+        last = [self, *self.runner.held.values()][-1]
+        last._inner = tuple(map(weakref.ref, [hold, *last.inner()]))
 
     def remove_hold(self, hold: Any, *, blocks: Sequence[Any] = ()) -> bool | None:
         """Remove a hold; return whether it was the last and ended the lease.
