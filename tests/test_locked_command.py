@@ -15,7 +15,7 @@ from django.core.management import CommandError, call_command
 from django.core.management.base import BaseCommand
 from django.db import connection, transaction
 
-from distlock_app import Lock, LockBusy, LockLost, locked_command
+from distlock_app import Lock, LockBusy, LockLost, current_hold, locked_command
 from distlock_app.core.registry import registry
 from distlock_app.errors import Terminated
 from distlock_app.testing import held_elsewhere, lose
@@ -264,6 +264,17 @@ def test_an_atomic_command_commits_only_under_its_lock():
     with pytest.raises(LockLost):
         call_command(atomic(), shop="loses")
     assert [counter.name for counter in Counter.objects.all()] == ["keeps"]
+
+
+def test_an_atomic_command_may_end_its_hold():
+    def handle(self, **options):
+        Counter.objects.create(name="kept")
+        current_hold().leave_for(60)
+
+    call_command(command(handle, "c", atomic=True)())
+
+    assert Counter.objects.exists()
+    assert Lock("c", using="locmem").clear() == 1
 
 
 # At least

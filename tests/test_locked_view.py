@@ -8,6 +8,7 @@ from functools import partial, wraps
 from urllib.request import urlopen
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.models import AnonymousUser, User
@@ -21,7 +22,7 @@ from django.utils.translation import override
 from django.views.decorators.csrf import csrf_exempt
 from django.views.generic import View
 
-from distlock_app import BackendError, Lock, LockError, LockLost, locked_view
+from distlock_app import BackendError, Lock, LockError, LockLost, current_hold, locked_view
 from distlock_app.core.registry import registry
 from distlock_app.decorators.atomic_requests import mark
 from distlock_app.testing import held_elsewhere, lose
@@ -629,6 +630,29 @@ def test_a_cancelled_async_view_gives_up_its_lock():
 @pytest.mark.django_db
 def test_other_marks_of_a_view_are_kept(url):
     assert Client(enforce_csrf_checks=True).post(url).content == b"exempt"
+
+
+def end_early(hold, how):
+    """End a hold in one of the ways that there are; say what of it is left."""
+    {"dump": hold.dump, "leave_for": lambda: hold.leave_for(60), "release": hold.release}[how]()
+    return HttpResponse(f"{hold.released} {len(holders())}")
+
+
+@pytest.mark.parametrize(("how", "kept"), [("dump", 1), ("leave_for", 1), ("release", 0)])
+def test_a_view_may_end_its_hold_or_hand_it_over(how, kept):
+    @on_locmem("a")
+    def pay(request):
+        return end_early(current_hold(), how)
+
+    @on_locmem("a")
+    async def pay_async(request):
+        return await sync_to_async(end_early)(current_hold(), how)
+
+    assert post(pay).content.decode() == f"True {kept}"
+    Lock("a", using="locmem").clear()
+    answer = asyncio.run(pay_async(AsyncRequestFactory().post("/")))
+    assert answer.content.decode() == f"True {kept}"
+    Lock("a", using="locmem").clear()
 
 
 # Streams

@@ -188,7 +188,7 @@ class _Guard:
                     hold.enter()
                     with _transaction(self.atomic):
                         result = handle()
-                        if self.atomic is not None:
+                        if self.atomic is not None and not hold.released:
                             hold.check()
                 finally:
                     termination.shielded = True

@@ -145,7 +145,8 @@ class _Guard:
             try:
                 with in_transactions(call.aliases):
                     response = refuse_undone(call.view(), call.view)
-                    hold.check()
+                    if not hold.released:  # handed over, or ended by the view
+                        hold.check()
                     _roll_back_failed(response, call)
             except BaseException as error:
                 hold.leave(error)
@@ -183,7 +184,8 @@ class _Guard:
                 return await response if hasattr(response, "__await__") else response
             try:
                 response = await call.view()
-                hold.check()
+                if not hold.released:
+                    hold.check()
             except BaseException as error:
                 await hold.aleave(error)
                 raise
