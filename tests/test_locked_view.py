@@ -8,7 +8,7 @@ from functools import partial, wraps
 from urllib.request import urlopen
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.models import AnonymousUser, User
@@ -593,6 +593,16 @@ def test_an_async_view_may_answer_asynchronously_when_busy():
 
     with elsewhere("a"):
         assert asyncio.run(pay(AsyncRequestFactory().post("/"))).content == b"later"
+
+
+@pytest.mark.django_db
+def test_a_plain_response_to_a_busy_async_view_may_read_the_database():
+    @on_locmem("a", busy_response=lambda request, busy: HttpResponse(User.objects.count()))
+    async def pay(request):
+        pass
+
+    with elsewhere("a"):
+        assert async_to_sync(pay)(AsyncRequestFactory().post("/")).content == b"0"
 
 
 @pytest.mark.django_db

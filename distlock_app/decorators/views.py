@@ -177,10 +177,8 @@ class _Guard:
             try:
                 hold = (await Lock(name, **self.lock_options).aacquire()).enter()
             except (LockBusy, BackendError) as error:
-                if self.busy_response is None or isinstance(error, BackendError):
-                    # The page of a project may read the database.
-                    return await sync_to_async(self._refused)(call, name, error)
-                response = self.busy_response(call.request, error)
+                # The response or page of a project may read the database.
+                response = await sync_to_async(self._refused)(call, name, error)
                 return await response if hasattr(response, "__await__") else response
             try:
                 response = await call.view()
