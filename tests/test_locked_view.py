@@ -108,7 +108,15 @@ def test_an_anonymous_visitor_is_known_by_the_session_but_its_key_is_not_shown()
     def pay_as_well(request):
         return held()
 
-    for view in (pay, pay_too, pay_as_well):
+    @on_locmem("pay:{request.user.company_id}")
+    def pay_for_a_company(request):
+        return held()
+
+    @on_locmem("pay:{request.user.username}")
+    def pay_by_name(request):
+        return held()
+
+    for view in (pay, pay_too, pay_as_well, pay_for_a_company, pay_by_name):
         request = RequestFactory().post("/")
         request.user = SimpleLazyObject(AnonymousUser)
         request.session = type("Session", (), {"session_key": "secret"})()
@@ -116,6 +124,42 @@ def test_an_anonymous_visitor_is_known_by_the_session_but_its_key_is_not_shown()
 
         assert "session=" in name.replace("%3D", "=")
         assert "secret" not in name
+
+
+class Machine:
+    """A user that no model knows, as authenticators of REST framework make them."""
+
+    company_id, label = 7, ""
+
+    def __str__(self):
+        return "machine 3"
+
+
+def test_a_user_may_be_of_any_class():
+    @on_locmem("pay:{request.user.company_id}:{request.user.label}")
+    def pay(request):
+        return HttpResponse(f"{holders()[0].name}, {holders()[0].holder['who']}")
+
+    @on_locmem()
+    def pay_too(request):
+        return held()
+
+    machine = Machine()
+    assert post(pay, user=machine).content == b"pay:7:address=127.0.0.1, anonymous /"
+    assert post(pay_too, user=machine).content.endswith(b":address=127.0.0.1")
+
+    machine.is_authenticated = True
+    assert post(pay, user=machine).content == b"pay:7:, machine 3 /"
+    assert post(pay_too, user=machine).content.endswith(b":user=machine 3")
+
+
+def test_a_field_that_a_known_user_lacks_is_an_error():
+    @on_locmem("pay:{request.user.company_id}")
+    def pay(request):
+        pass
+
+    with pytest.raises(ValueError, match="AttributeError: 'User' object has no.*company_id"):
+        post(pay, user=User(pk=3))
 
 
 def test_a_function_may_give_the_name():

@@ -62,11 +62,11 @@ class NameTemplate:
                 )
 
     def fill(
-        self, values: Mapping[str, Any], *, absent: Callable[[str], str | None] | None = None
+        self, values: Mapping[str, Any], *, absent: Callable[[str], str | None] = lambda field: None
     ) -> Made:
         """Return the name for `values`; raise ValueError for a value that names nothing.
 
-        `absent(field)` may return a text for a field whose value is None.
+        `absent(field)` may return a text for a field that is None, empty or not there.
         """
         name = []
         for literal, field in self._parts:
@@ -79,17 +79,19 @@ class NameTemplate:
         self,
         field: str,
         values: Mapping[str, Any],
-        absent: Callable[[str], str | None] | None,
+        absent: Callable[[str], str | None],
     ) -> str:
         try:
             value = _value(field, values)
         except (AttributeError, LookupError, TypeError) as error:
+            if (text := absent(field)) is not None:
+                return text
             raise ValueError(
                 f"{{{field}}} in the lock name {self.template!r}: {type(error).__name__}: {error}"
             ) from error
         if getattr(value, "is_anonymous", False):
             value = None  # all who are not logged in would share one lock
-        if value is None and absent is not None and (text := absent(field)) is not None:
+        if value in (None, "") and (text := absent(field)) is not None:
             return text
         try:
             return text_of(value)
@@ -236,7 +238,7 @@ def _percent(character: str) -> str:
 def visitor(request: Any) -> str:
     """Return the sender of a request, as text for a lock name: user, else session or address."""
     user = getattr(request, "user", None)
-    if user is not None and user.is_authenticated:
+    if getattr(user, "is_authenticated", False):
         return f"user={text_of(user)}"
     session = getattr(getattr(request, "session", None), "session_key", None)
     if session:

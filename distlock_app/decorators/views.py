@@ -196,14 +196,16 @@ class _Guard:
         request = as_the_view_sees_it(call.request, call.owner, *call.args, **call.kwargs)
         user = getattr(request, "user", None)
         known = bool(getattr(user, "is_authenticated", False))
-        who = f"{user.get_username() if user and known else 'anonymous'} {request.path}"
+        # Not every user has a name: authenticators of REST framework make their own.
+        who = getattr(user, "get_username", user.__str__)() if known else "anonymous"
+        who = f"{who} {request.path}"
         if self.name is not None:
             return self.name(request, *call.args, **call.kwargs), who
         if self.template is None:
             return _default_name(call, request), who
 
         def absent(field: str) -> str | None:
-            # An anonymous user has no pk; the view may well refuse it, but that comes later.
+            # An anonymous user lacks much; the view may well refuse it, but that comes later.
             of_user = f"{field}.".startswith("request.user.")
             return visitor(request) if of_user and not known else None
 
