@@ -85,6 +85,27 @@ def test_what_the_work_raises_ends_the_run_and_gives_the_lead_up(engine):
     assert free(engine)
 
 
+def test_work_that_lets_a_stop_iteration_out_ends_the_run(engine):
+    leader = Leader("a", lambda ended: next(iter(())))
+
+    with pytest.raises(RuntimeError, match="StopIteration"), running(leader.run):
+        pass
+
+    assert free(engine)
+
+
+def test_work_that_is_not_done_when_it_returns_is_refused(engine):
+    class Later:
+        async def __call__(self, ended):
+            pass
+
+    for work in (Later(), lambda ended: (step for step in ())):
+        with pytest.raises(TypeError, match="would run without the lock"):
+            Leader("a", work).run()
+
+    assert free(engine)
+
+
 def test_work_that_notices_the_loss_by_itself_begins_again(engine):
     begun = []
 

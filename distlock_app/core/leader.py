@@ -12,6 +12,7 @@ from asgiref.sync import iscoroutinefunction
 from django.db import connections
 
 from ..errors import BackendError, LockLost
+from ..primitives.calls import refuse_undone
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.timing import full_jitter
@@ -130,6 +131,8 @@ class Leader:
 
 def _call(work: Callable[[Event], object], ended: Event) -> None:
     try:
-        work(ended)
+        refuse_undone(work(ended), work)
+    except StopIteration as error:  # a future of asyncio refuses it, and would never be done
+        raise RuntimeError("the work of a Leader raised StopIteration") from error
     finally:
         connections.close_all()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
@@ -19,6 +18,7 @@ from ..core.in_transaction import held_in_transaction, transaction_under_lock
 from ..core.lock import Lock
 from ..core.registry import aliases_of, registry
 from ..errors import BackendError, LockBusy, LockLost, NotHeld
+from ..primitives.calls import path_of, refuse_undone
 from ..primitives.names import Made, shown
 from .naming import NameTemplate, arguments, parameters_of, signature_of
 
@@ -32,9 +32,6 @@ OnBusy = Literal["raise", "skip"] | Callable[..., Any]
 
 # Methods of the tasks of Django, Celery, RQ, Dramatiq and Huey.
 _TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_local")
-
-
-_UNDONE = (types.GeneratorType, types.AsyncGeneratorType)
 
 
 class Skipping(Protocol):
@@ -218,15 +215,6 @@ def cannot_take(name: str, using: str | tuple[str, ...], error: BackendError) ->
     return f"cannot take the lock {shown(name)!r} (alias {', '.join(aliases_of(using))!r}): {error}"
 
 
-def path_of(function: Any) -> str:
-    """Return the dotted path of a function or class."""
-    beneath = function
-    while isinstance(beneath, partial):
-        beneath = beneath.func
-    where = getattr(beneath, "__module__", "")
-    return f"{where}.{getattr(beneath, '__qualname__', type(beneath).__qualname__)}"
-
-
 def refuse_what_is_no_function(function: Any) -> None:
     """Raise TypeError, with a hint if the decorators are in the wrong order."""
     if any(hasattr(function, method) for method in _TASK_METHODS):
@@ -334,16 +322,3 @@ def _answer(on_busy: OnBusy, busy: LockBusy, args: tuple[Any, ...], kwargs: dict
     if on_busy == "raise":
         raise busy
     return None if on_busy == "skip" else on_busy(busy, *args, **kwargs)
-
-
-def refuse_undone(result: Any, function: Any) -> Any:
-    """Return `result`; raise TypeError if its work is still to be done."""
-    if not (isinstance(result, _UNDONE) or hasattr(type(result), "__await__")):
-        return result
-    for end in ("close", "cancel"):  # of a coroutine or generator, a task or future
-        if hasattr(result, end):
-            getattr(result, end)()
-    raise TypeError(
-        f"{path_of(function)} returned a {type(result).__name__}, which would run without the "
-        "lock: decorate the async or generator function itself"
-    )

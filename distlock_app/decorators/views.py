@@ -16,10 +16,11 @@ from ..core.in_transaction import begun_under_lock, database_of
 from ..core.lock import Lock
 from ..errors import BackendError, LockBusy
 from ..primitives import identity
+from ..primitives.calls import path_of, refuse_undone
 from .atomic_requests import in_transactions, mark, refuse_open
 from .busy import LOCKED, answer, log_unavailable
 from .drf import as_the_view_sees_it
-from .functions import F, path_of, probe, refuse_undone, refuse_what_is_no_function, sorted_out
+from .functions import F, probe, refuse_what_is_no_function, sorted_out
 from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of, visitor
 
 

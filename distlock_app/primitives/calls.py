@@ -1,0 +1,31 @@
+"""Functions that users pass: what to call them, and whether their work is done."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import AsyncGeneratorType, GeneratorType
+from typing import Any
+
+_UNDONE = (GeneratorType, AsyncGeneratorType)
+
+
+def path_of(function: Any) -> str:
+    """Return the dotted path of a function or class."""
+    beneath = function
+    while isinstance(beneath, partial):
+        beneath = beneath.func
+    where = getattr(beneath, "__module__", "")
+    return f"{where}.{getattr(beneath, '__qualname__', type(beneath).__qualname__)}"
+
+
+def refuse_undone(result: Any, function: Any) -> Any:
+    """Return `result`; raise TypeError if its work is still to be done."""
+    if not (isinstance(result, _UNDONE) or hasattr(type(result), "__await__")):
+        return result
+    for end in ("close", "cancel"):  # of a coroutine or generator, a task or future
+        if hasattr(result, end):
+            getattr(result, end)()
+    raise TypeError(
+        f"{path_of(function)} returned a {type(result).__name__}, which would run without the "
+        "lock: do the work before it returns, or use the async or generator function itself"
+    )
