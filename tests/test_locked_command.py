@@ -396,6 +396,34 @@ def test_in_another_thread_there_is_no_handler_and_the_lock_works():
     assert seen == [(1, signal.SIG_DFL)]
 
 
+def test_a_command_that_inherits_the_lock_may_override_what_it_does():
+    seen = []
+
+    def handle(self, **options):
+        seen.append([holder.name for holder in holders("locmem")])
+
+    class Noted(BaseCommand):
+        def __init__(self, *args, **kwargs):
+            seen.append("made")
+            super().__init__(*args, **kwargs)
+
+    class Override(command(handle, "c:{shop}", atomic=True), Noted):
+        def handle(self, **options):
+            super().handle(**options)
+
+    class Mixin:
+        def handle(self, **options):
+            handle(self)
+
+    class Mixed(Mixin, command(handle, "c:{shop}")):
+        pass
+
+    call_command(Override(), shop="a")
+    call_command(Override(), shop="a", no_lock=True)
+    call_command(Mixed(), shop="b")
+    assert seen == ["made", ["c:a"], "made", [], ["c:b"]]
+
+
 def test_only_classes_of_commands_can_be_decorated():
     for wrong in (print, Counter, BaseCommand()):
         with pytest.raises(TypeError):

@@ -88,7 +88,7 @@ def locked_command(
 
 
 def _wrap(guard: _Guard, command: Any) -> None:
-    create_parser, handle = command.create_parser, command.handle
+    create_parser = command.create_parser
 
     @wraps(create_parser)
     def create_parser_and_options(self: Any, *args: Any, **kwargs: Any) -> CommandParser:
@@ -99,26 +99,35 @@ def _wrap(guard: _Guard, command: Any) -> None:
         _add_options(parser)
         return parser
 
+    def new(cls: type, *args: Any, **options: Any) -> Any:
+        self = super(command, cls).__new__(cls)
+        # Of the instance: a subclass may override `handle`, and call that of `command`.
+        self.handle = _under_lock(guard, self, self.handle)
+        return self
+
+    command.create_parser, command.__new__ = create_parser_and_options, staticmethod(new)
+
+
+def _under_lock(guard: _Guard, command: Any, handle: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(handle)
-    def handle_under_lock(self: Any, *args: Any, **options: Any) -> Any:
+    def handle_under_lock(*args: Any, **options: Any) -> Any:
         lock_options = dict(guard.lock_options)
         if (wait := options.pop("lock_wait", None)) is not None:
             lock_options["wait"] = checked_wait(wait)
         if (ttl := options.pop("lock_ttl", None)) is not None:
             lock_options["ttl"] = ttl
         if options.pop("no_lock", False):
-            return handle(self, *args, **options)
+            return handle(*args, **options)
         if callable(using := lock_options.get("using")):
             lock_options["using"] = using(**options)
-        lock = Lock(guard.name_of(type(self), options), **lock_options)
-        with identity.activity(f"manage.py {_command_name(type(self))}"):
+        lock = Lock(guard.name_of(type(command), options), **lock_options)
+        with identity.activity(f"manage.py {_command_name(type(command))}"):
             try:
-                return guard.run(lock, lambda: handle(self, *args, **options))
+                return guard.run(lock, lambda: handle(*args, **options))
             except _Busy as busy:
-                return guard.report(self, lock, busy, options)
+                return guard.report(command, lock, busy, options)
 
-    command.create_parser = create_parser_and_options
-    command.handle = handle_under_lock
+    return handle_under_lock
 
 
 def _add_options(parser: CommandParser) -> None:
