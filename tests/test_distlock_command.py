@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -568,8 +569,8 @@ def started(transactional_db):
     """Start the command as a shell does; whatever still runs is killed at the end."""
     running = []
 
-    def start(*args, **env):
-        command = mortal([sys.executable, "-m", "django", "distlock", *args])
+    def start(*args, wrapper=(), **env):
+        command = mortal([*wrapper, sys.executable, "-m", "django", "distlock", *args])
         env = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **env}
         pipe = subprocess.PIPE
         pipes = {"stdout": pipe, "stderr": pipe, "text": True}
@@ -666,6 +667,41 @@ def test_run_passes_signals_on_and_releases(started, tmp_path, number):
     out, _ = process.communicate(timeout=30)
 
     assert (process.returncode, out) == (3, "got\n")
+    assert not is_held("a")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
+def test_run_waits_for_a_program_that_it_may_not_signal(started):
+    mere_root = ["setpriv", "--bounding-set=-kill"]  # without the right to signal other users
+    script = ["sh", "-c", "echo $$; exec sleep 60"]
+    process = started(
+        *("run", "a", "--ttl", "1", "--", "setpriv", "--reuid=65534", *script), wrapper=mere_root
+    )
+    program = int(process.stdout.readline())
+
+    process.terminate()
+    assert "cannot send SIGTERM" in process.stderr.readline()
+    assert is_held("a")
+
+    registry["default"].backend.clear(key_of("a"))
+    assert "cannot send SIGTERM" in process.stderr.readline()
+    os.kill(program, signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 76
+    assert "the program ended with 143" in err
+
+
+def test_run_gives_the_lock_up_if_no_program_can_be_started(memory):
+    lock = Lock("a")
+    lock.acquire().release()  # which has files to read, the first time
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            run.run(lock, ["true"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
     assert not is_held("a")
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import sleep
 from types import FrameType
 from typing import Any
@@ -81,7 +81,12 @@ def _run(lock: Lock, program: Sequence[str], signals: _Signals) -> int:
     if signals.came is not None:
         hold.leave(None)
         return 128 + signals.came
-    with _started(program) as process:
+    with ExitStack() as stack:
+        try:
+            process = stack.enter_context(_started(program))
+        except BaseException as error:  # the system has no process or file left
+            hold.leave(error)
+            raise
         signals.pass_on_to(process)
         hold.on_lost(lambda _: _stop(process))
         code = process.wait()
@@ -120,11 +125,20 @@ def _acquire(lock: Lock, signals: _Signals) -> Hold:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+    _send(process, signal.SIGTERM)
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _send(process, signal.SIGKILL)
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send the program a signal, unless it has become another user, as sudo does."""
+    try:
+        process.send_signal(number)
+    except PermissionError as error:
+        what = f"cannot send {signal.Signals(number).name} to the program: {error.strerror}"
+        sys.stderr.write(f"{what}; waiting for its end\n")
 
 
 class _Signals:
@@ -161,13 +175,13 @@ class _Signals:
         """Send `process` what came while it was started, and what comes from now on."""
         self._process = process
         if self.came is not None:
-            process.send_signal(self.came)
+            _send(process, self.came)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.came = number
         if self._process is not None:
             if number not in OF_TERMINAL or not _in_front():
-                self._process.send_signal(number)
+                _send(self._process, number)
         elif self.ends_us:
             raise SystemExit(128 + number)
 
