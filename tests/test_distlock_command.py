@@ -804,6 +804,43 @@ def test_a_leader_that_lost_its_lock_leads_again_in_its_turn(started, tmp_path):
     assert not is_held("a")
 
 
+def reloading(tmp_path):
+    """A program that notes when it starts and what it survives; it ends when it may."""
+    noted = "".join(f"trap 'touch {tmp_path}/{name}' {name}; " for name in ("HUP", "TERM"))
+    wait = f"while [ ! -e {tmp_path}/go ]; do sleep .05; done"
+    return shell(f"{noted} echo >> {tmp_path}/begun; {wait}; rm {tmp_path}/go")
+
+
+def begun(tmp_path):
+    return len(leaders(tmp_path / "begun"))
+
+
+def test_a_leader_goes_on_after_a_signal_that_its_program_survived(started, tmp_path):
+    process = started("lead", "a", "--ttl", "1", *reloading(tmp_path))
+    until(lambda: begun(tmp_path) == 1)
+    process.send_signal(signal.SIGHUP)
+    until((tmp_path / "HUP").exists)
+
+    registry["default"].backend.clear(key_of("a"))
+    until((tmp_path / "TERM").exists)  # it was asked to end
+    (tmp_path / "go").touch()
+
+    until(lambda: begun(tmp_path) == 2)
+
+
+def test_a_leader_that_was_asked_to_end_does_not_go_on_after_a_loss(started, tmp_path):
+    process = started("lead", "a", "--ttl", "1", *reloading(tmp_path))
+    until(lambda: begun(tmp_path) == 1)
+    for name in "TERM", "HUP":
+        process.send_signal(signal.Signals[f"SIG{name}"])
+        until((tmp_path / name).exists)
+
+    registry["default"].backend.clear(key_of("a"))
+    (tmp_path / "go").touch()
+
+    assert process.wait(30) == 143
+
+
 def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
     process = started("lead", "a", *shell("exit 3"))
 

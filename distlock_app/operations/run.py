@@ -35,6 +35,8 @@ PASSED_ON = (
 OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 # What a program ends for, unless it says otherwise.
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+# Those of them that end us even if the program goes on; the others may be commands to it.
+FINAL = frozenset({signal.SIGTERM, signal.SIGINT})
 
 # A program that was asked to stop, because its lock is lost, is killed after so many seconds.
 GRACE = 10.0
@@ -90,6 +92,8 @@ def _run(lock: Lock, program: Sequence[str], signals: _Signals) -> int:
         signals.pass_on_to(process)
         hold.on_lost(lambda _: _stop(process))
         code = process.wait()
+    if signals.came not in {*FINAL, -code}:  # the program went on, as after a reload
+        signals.came = None
     code = code if code >= 0 else 128 - code
     try:
         hold.leave(None)
@@ -178,7 +182,8 @@ class _Signals:
             _send(process, self.came)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.came = number
+        if self.came not in FINAL:
+            self.came = number
         if self._process is not None:
             if number not in OF_TERMINAL or not _in_front():
                 _send(self._process, number)
