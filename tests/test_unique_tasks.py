@@ -73,10 +73,10 @@ def pair(task, pk):
 
 
 @unique_task("guarded:{pk}")
-@shared_task(bind=True, autoretry_for=(LockBusy,))
+@shared_task(bind=True, autoretry_for=(LockBusy, BackendError), default_retry_delay=0.1)
 @locked("guarding:{pk}")
 def guarded(task, pk):
-    pass
+    return Lock(f"guarded:{pk}").locked()
 
 
 @unique_task("short", until="success", ttl=5)
@@ -215,6 +215,30 @@ def test_a_retry_keeps_the_lock(worker, then):
     result.get(timeout=DEADLINE)
     assert fences[0] == fences[1]
     assert not Lock("bill:1").locked()
+
+
+def test_a_retry_keeps_the_lock_also_while_the_backend_is_down(engine, worker):
+    may_end.clear()
+    result = bill.delay(1, then="retry")
+    ran.get(timeout=DEADLINE)
+    engine.fail("extend", times=1)
+    may_end.set()
+
+    assert ran.get(timeout=DEADLINE) == (1, "again")
+    result.get(timeout=DEADLINE)
+    assert engine.asked.count("acquire") == 1
+    assert not Lock("bill:1").locked()
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_retry_is_sent_also_while_the_backend_is_down(engine, worker, carried):
+    with busy():
+        result = guarded.delay(1) if carried else app.send_task(guarded.name, (1,))
+        engine.fail("acquire", times=2)  # the lock of the function, and that of its retry
+
+    assert result.get(timeout=DEADLINE) is False
+    assert "acquire" in engine.asked
+    assert not Lock("guarded:1").locked()
 
 
 def test_a_duplicate_may_raise_or_call():

@@ -96,26 +96,37 @@ class Unique:
         return Naming(self.name or Made(path, path), signature)
 
     def enqueue(
-        self, publish: Callable[[str], Any], name: str, call: Call, delay: float, retry: bool
+        self,
+        publish: Callable[[str], Any],
+        name: str,
+        call: Call,
+        delay: float,
+        retry: str | None = None,
     ) -> Any:
         """Call `publish` with the lock as text, unless the task is a duplicate.
 
-        `delay`: seconds until it is due. `retry`: of the task that runs here.
+        `delay`: seconds until it is due. `retry`: what the task that runs here carried, if it is
+        its retry.
         """
-        if not retry and transactions.open_blocks():
+        if retry is None and transactions.open_blocks():
             # The task that it is a duplicate of may start before the commit.
             raise LockError(
                 f"the task {shown(name)!r} is unique: enqueue it after the commit, by "
                 "transaction.on_commit()"
             )
         try:
-            text = self._text(name, max(delay, 0.0) + self.ttl, retry)
+            text = self._text(name, max(delay, 0.0) + self.ttl, retry is not None)
         except LockBusy as busy:
             return self._answer(busy, call)
+        except BackendError:
+            if retry is None:
+                raise
+            text = retry  # Celery would drop it; it takes the lock when it starts
         try:
             return publish(text)
         except BaseException:
-            discard(text)
+            if text:
+                discard(text)
             raise
 
     def run(self, function: Callable[..., Any], call: Call, text: str | None) -> Any:
@@ -159,7 +170,11 @@ class Unique:
         """Take the lock for `seconds`, or pass on that of the task that runs here."""
         with suppress(NotHeld, LockLost):
             if retry:
-                return current_hold(name, using=self.using).dump(seconds)
+                hold = current_hold(name, using=self.using)
+                try:
+                    return hold.dump(seconds)
+                except BackendError:
+                    return hold._dumped()  # for as long as it was renewed
         with self._lock(name).acquire(wait=0) as hold:
             return hold.dump(seconds)
 
@@ -238,10 +253,10 @@ def _in_celery(unique: Unique, task: Any) -> None:
         if not delay and (eta := maybe_iso8601(options.get("eta"))):
             delay = (maybe_make_aware(eta, task.app.timezone) - task.app.now()).total_seconds()
         call = args or (), kwargs or {}
-        retry = task_id is not None and task_id == task.request.id
+        of_itself = task_id is not None and task_id == task.request.id
+        retry = carried(task.request) or "" if of_itself else None
         # The arguments of a retry are those of its message: a tuple is a list by now.
-        text = carried(task.request) if retry else None
-        name = _carried_lock(text)[1] if text else naming()(*call)
+        name = _carried_lock(retry)[1] if retry else naming()(*call)
         return unique.enqueue(publish, name, call, delay, retry)
 
     @wraps(function)
@@ -295,7 +310,6 @@ def _in_django(unique: Unique, task: Any) -> Any:
             naming(args, kwargs),
             (args, kwargs),
             delay,
-            retry=False,
         )
 
     def parts(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Call, str | None]:
