@@ -267,16 +267,30 @@ def test_every_way_to_send_a_task_takes_the_lock(worker):
         assert waiting() == 2
 
 
-def test_a_broker_that_refuses_the_message_leaves_no_lock():
+def send_to_nobody(task, *args):
+    """Send a task by a broker that cannot be reached."""
     elsewhere = Celery(broker="amqp://127.0.0.1:1", set_as_current=False)
     at_once = {"max_retries": 0, "interval_start": 0, "interval_step": 0}
     with (
         elsewhere.connection_for_write(transport_options=at_once) as unreachable,
         pytest.raises(OperationalError),
     ):
-        index.apply_async((1,), connection=unreachable, retry=False)
+        task.apply_async(args, connection=unreachable, retry=False)
+
+
+def test_a_broker_that_refuses_the_message_leaves_no_lock():
+    send_to_nobody(index, 1)
 
     assert not Lock("index:1").locked()
+
+
+def test_it_leaves_none_either_if_the_backend_of_the_lock_is_down_too(engine):
+    engine.fail("end_in")
+    engine.fail("release", times=2)
+
+    send_to_nobody(index, 1)
+
+    until(lambda: not Lock("index:1").locked())
 
 
 @pytest.mark.parametrize("due", ["countdown", "eta"])

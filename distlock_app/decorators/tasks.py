@@ -201,9 +201,13 @@ def _carried_lock(text: str) -> tuple[str, str]:
 
 
 def discard(text: str) -> None:
-    """Release the lock of a task that will not run; if that fails, it expires."""
+    """Release the lock of a task that will not run; if the backend is down, when it is back."""
     with suppress(LockError):
-        Lock.resume(text).leave(None)
+        try:
+            hold = Lock.resume(text)
+        except BackendError as error:
+            hold = Lock._not_resumed(text, error)
+        hold.leave(None)
 
 
 # Celery
