@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from functools import cached_property, partial
 from typing import Any
-
-from django.core.exceptions import ImproperlyConfigured
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
@@ -15,6 +12,7 @@ from ...primitives.timing import monotonic
 from ..sessions.pool import ConnectionLost, database_of
 from ..sessions.queues import Waiter
 from . import members
+from .checks import refuse_wrong_options
 from .connections import QUEUE, QueuedConnection, Session, Sessions
 from .extending import Extending
 from .in_transaction import InCallersTransaction
@@ -51,14 +49,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         """
         super().__init__(alias=alias, location=location)
         self.using = database_of(alias, location)
-        if not isinstance(queue, int) or queue < 0:
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"
-            )
-        if not 0 < poll_min <= poll_max < math.inf:
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: 0 < POLL_MIN <= POLL_MAX must hold, in seconds"
-            )
+        refuse_wrong_options(alias, queue, poll_min, poll_max)
         self.poll_min, self.poll_max = poll_min, poll_max
         self._queue = queue
         self._polls_until = 0.0
@@ -158,9 +149,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
 
     def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; by polling if no connection may stay."""
-        queued = None
-        if self._queues and monotonic() >= self._polls_until:
-            queued = self._sessions.reserve()
+        may_stay = self._queues and monotonic() >= self._polls_until
+        queued = self._sessions.reserve() if may_stay else None
         if queued is not None:
             try:
                 return self._ask(partial(self._join_on, queued, waiter, claim, wait), within=wait)

@@ -1,11 +1,13 @@
-"""System checks of the lock table: is it there, and does every process see the same one?"""
+"""Checks of the lock table: its options, is it there, and does every process see the same one?"""
 
 from __future__ import annotations
 
+import math
 from datetime import datetime, timedelta, timezone
 
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Info, Warning
+from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
 
@@ -17,6 +19,18 @@ from .sql.rows import Rows
 
 # Time zones differ by quarters of an hour, clocks hardly by so much.
 ZONE = timedelta(minutes=10)
+
+
+def refuse_wrong_options(alias: str, queue: int, poll_min: float, poll_max: float) -> None:
+    """Raise ImproperlyConfigured for options of no meaning."""
+    if not isinstance(queue, int) or queue < 0:
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"
+        )
+    if not 0 < poll_min <= poll_max < math.inf:
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: 0 < POLL_MIN <= POLL_MAX must hold, in seconds"
+        )
 
 
 def check_sharing(alias: str, using: str) -> list[CheckMessage]:

@@ -125,7 +125,7 @@ class Node:
     def __init__(self, name: str, recipe: Any) -> None:
         self.name = name
         self._recipe = recipe
-        self.timeout = min(SILENT, recipe.connection_kwargs["socket_timeout"])
+        self.timeout: float = min(SILENT, recipe.connection_kwargs["socket_timeout"])
         self.fresh: deque[Link] = deque()  # opened, and not in use yet
         self.opening = False
         self.failing = False  # no request waits for it
@@ -221,25 +221,21 @@ class NodeConnections(Links):
     def drop_dead(self) -> None:
         """Drop connections that a node closed, or on which it is silent for too long."""
         now = monotonic()
-        silent = [
-            at
-            for at, link in enumerate(self._links)
-            if link is not None
-            and link.in_flight
-            and now - link.in_flight[0][1] > self._nodes[at].timeout
-        ]
+        silent = [at for at in range(len(self._nodes)) if self._owes(at, now)]
         if not silent and now - self.used < TRUST_SECONDS:
             return
         for fd, _ in self._poll.poll(0):  # perhaps the answers were only not read yet
             self._read(self._at[fd])
         for at in silent:
-            link = self._links[at]
-            if (
-                link is not None
-                and link.in_flight
-                and link.in_flight[0][1] < now - self._nodes[at].timeout
-            ):
+            if self._owes(at, now):
                 self._drop(at, "silent")
+
+    def _owes(self, at: int, now: float) -> bool:
+        """Return whether a node is late with an answer."""
+        link = self._links[at]
+        if link is None or not link.in_flight:
+            return False
+        return now - link.in_flight[0][1] > self._nodes[at].timeout
 
     def vote(
         self,
