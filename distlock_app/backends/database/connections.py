@@ -19,6 +19,7 @@ nor heed it: the first of each queue polls, as all do where the server cannot qu
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import weakref
 from collections import deque
@@ -40,8 +41,6 @@ from .sql import Dialect, dialect_for
 QUEUE = 8
 # A connection that was idle for so many seconds is closed after the next request.
 IDLE = 60.0
-# One that was idle for less is used without looking whether it was closed meanwhile.
-TRUST_SECONDS = 0.5
 
 # What a child of fork() inherited. Dropping the last reference would close the connection:
 # a goodbye to the server in the name of the parent, which still uses it.
@@ -119,10 +118,8 @@ class QueuedConnection:
     @property
     def fresh(self) -> bool:
         """Whether a request may go there: what idles for long may have been cut off unseen."""
-        if self.session is None or (idle := monotonic() - self.since) >= IDLE:
+        if self.session is None or monotonic() - self.since >= IDLE:
             return False
-        if idle < TRUST_SECONDS:
-            return True
         try:
             return not _readable(self.session.wrapper.connection, 0)  # else its end has come
         except Exception:
@@ -296,6 +293,10 @@ class Sessions:
 
 
 def _readable(file: Any, within: float) -> bool:
+    if hasattr(select, "poll"):  # an epoll of its own costs four system calls
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        return bool(poll.poll(within * 1000))
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
         return bool(selector.select(within))
