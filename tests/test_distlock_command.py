@@ -34,6 +34,7 @@ from distlock_app.primitives import identity
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
 from tests.conftest import missing
+from tests.engines import running
 from tests.launching import launch, mortal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -839,6 +840,19 @@ def test_a_leader_that_was_asked_to_end_does_not_go_on_after_a_loss(started, tmp
     (tmp_path / "go").touch()
 
     assert process.wait(30) == 143
+
+
+def test_a_signal_that_another_thread_gets_is_passed_on(memory, tmp_path):
+    """As one that comes just before the main thread begins to wait."""
+    heard = f"trap 'exit 7' TERM; touch {tmp_path}/begun"
+    program = shell(f"{heard}; for i in $(seq 400); do sleep .05; done")[1:]
+
+    def signal_me():
+        until((tmp_path / "begun").exists)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    with running(signal_me):
+        assert run.run(Lock("a"), program) == 7
 
 
 def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):

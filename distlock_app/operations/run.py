@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from time import sleep
 from types import FrameType
 from typing import Any
@@ -91,7 +91,7 @@ def _run(lock: Lock, program: Sequence[str], signals: _Signals) -> int:
             raise
         signals.pass_on_to(process)
         hold.on_lost(lambda _: _stop(process))
-        code = process.wait()
+        code = _ended(process)
     if signals.came not in {*FINAL, -code}:  # the program went on, as after a reload
         signals.came = None
     code = code if code >= 0 else 128 - code
@@ -112,6 +112,16 @@ def _started(program: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
             command = [*script, str(os.getpid()), str(reading), *program]
             process = subprocess.Popen(command, pass_fds=[reading])
         yield process
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of the program, and see to signals meanwhile; return its exit code.
+
+    Python sees to one only when wait() returns, if it comes just before, or to another thread.
+    """
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
 
 
 def _acquire(lock: Lock, signals: _Signals) -> Hold:
