@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic, sleep
@@ -26,6 +26,7 @@ from distlock_app import BackendError, Lock, LockLost, LockTimeout
 from distlock_app.backends.etcd.gateway import encoded
 from distlock_app.backends.etcd.http import Link
 from distlock_app.backends.etcd.watch import QUIET_SECONDS
+from distlock_app.backends.zookeeper import session
 from distlock_app.backends.zookeeper.nodes import ClaimNode, DeletionWatch
 from distlock_app.backends.zookeeper.session import TRUSTED, Session
 from distlock_app.claims import Grant
@@ -331,7 +332,7 @@ def test_waiters_whose_connection_goes_silent_are_served(engine):
 
 def test_a_waiter_whose_event_is_lost_does_not_sleep_on_a_free_lock(engine):
     if engine.name == "zookeeper":
-        return  # kazoo notices by itself that a connection is dead
+        return  # its events come on the connection of its requests: see the silent ones below
     held = other().acquire(a_claim("a", ttl=60), 0)
     with ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(Lock("a", using="own", ttl=60).acquire, wait=50)
@@ -347,6 +348,53 @@ def test_a_waiter_whose_event_is_lost_does_not_sleep_on_a_free_lock(engine):
 
         assert monotonic() - freed < 10  # 20: a third of the ttl
         hold.release()
+
+
+def test_a_server_that_goes_silent_is_left_by_a_process_that_goes_on_asking(zookeeper_url):
+    """Each request counts as a sign of life: kazoo never asked for an answer to its own."""
+    port = int(zookeeper_url.rpartition(":")[2])
+    with proxy_to(port) as first, proxy_to(port) as second, ThreadPoolExecutor(8) as pool:
+        setting = Engine("zookeeper", None, None).setting(0)
+        setting["LOCATION"] = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        setting["OPTIONS"] |= {"TIMEOUT": 1, "SESSION": 30}
+        with override_settings(DISTLOCK={"own": setting}):
+            with Lock("a", using="own", ttl=12) as hold:
+                (used,) = (way for way in (first, second) if way.reached)
+                used.silent = True
+                asked = []
+                for _ in range(20):
+                    asked.append(pool.submit(tried, lambda _: own().ping(), None))
+                    sleep(0.5)
+                assert asked[0].result() and not asked[-1].result()
+                assert not hold.lost
+            own().close()
+
+
+def test_a_server_that_accepts_and_says_nothing_does_not_keep_us_from_the_next(engine, monkeypatch):
+    if engine.name == "etcd":
+        return
+    monkeypatch.setattr(session, "CONNECT", 0.3)
+    monkeypatch.setattr("random.shuffle", lambda hosts: None)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        setting = engine.setting(0)
+        setting["LOCATION"] = f"127.0.0.1:{mute.getsockname()[1]},{engine.server.url}"
+        setting["OPTIONS"]["SESSION"] = 10 * DEADLINE  # kazoo would wait for half of it
+        with override_settings(DISTLOCK={"own": setting}):
+            until(lambda: not tried(lambda _: own().ping(), None))
+            own().close()
+
+
+def test_an_address_where_nobody_answers_costs_little_of_the_session(monkeypatch):
+    monkeypatch.setattr(session, "CONNECT", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
+        for _ in range(2):  # its queue is full then: what comes is not answered
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        began = monotonic()
+        with pytest.raises(TimeoutError):
+            session.Handler().create_connection(full.getsockname(), timeout=DEADLINE)
+    assert monotonic() - began < DEADLINE / 2
 
 
 def test_a_release_wakes_the_next_waiter_before_it_looks_by_itself(engine):

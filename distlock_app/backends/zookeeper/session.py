@@ -6,7 +6,9 @@ import atexit
 import logging
 import math
 import select
+import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
 from kazoo import exceptions, security
@@ -25,6 +27,9 @@ from ...primitives.timing import monotonic
 # a session. So 2/3 less half a tick: this is enough for sessions of eight ticks and more.
 TRUSTED = 3 / 5
 
+# Seconds to connect to one server, and for its first answers, before the next one is tried.
+CONNECT = 3.0
+
 # At the level DEBUG kazoo writes whole requests, with the tokens of owners and the password.
 _kazoo_says = logging.getLogger("distlock_app.zookeeper")
 if not _kazoo_says.level:
@@ -39,7 +44,13 @@ class Gone(Exception):
 
 
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
-    """kazoo's threads, with a select() that makes no new epoll object for each of five calls."""
+    """kazoo's threads, with a select() that makes no new epoll object for each of five calls.
+
+    A server that does not answer costs `CONNECT` seconds, not a whole session.
+    """
+
+    def create_connection(self, *args: Any, timeout: float = CONNECT, **kwargs: Any) -> Any:
+        return super().create_connection(*args, timeout=min(timeout, CONNECT), **kwargs)
 
     def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
         poll = select.poll()
@@ -83,6 +94,7 @@ class Session:
         self._client: tuple[Any, Any] | None = None
         self._granted = 0.0  # seconds that the server lets the session live
         self._cut_at = float("inf")  # a monotonic time: there is no connection since then
+        self._heard_at = float("inf")  # when the server last said anything
         self._epoch: tuple[int, int] | None = None  # of which session, and its value
         # When a write was sent that was carried out: a majority knew the session then.
         self.proved_at = float("-inf")
@@ -154,6 +166,7 @@ class Session:
         except exceptions.NoNodeError as error:
             raise Gone from error
         except KazooTimeoutError as error:
+            self._leave_silent()
             raise BackendError(f"ZooKeeper {self._alias!r} did not answer in time.") from error
         except exceptions.KazooException as error:
             raise BackendError(f"ZooKeeper {self._alias!r}: {type(error).__name__}.") from error
@@ -194,24 +207,43 @@ class Session:
             raise BackendError(f"ZooKeeper {self._alias!r} could not be reached.")
         return client
 
+    def _leave_silent(self) -> None:
+        """Have kazoo connect again if the server has said nothing since the request was sent.
+
+        It does so by itself only if nothing is asked: each request puts off its sign of life.
+        """
+        if (found := self._client) is None:
+            return
+        client, live = found
+        silent = client._connection._socket
+        if live.is_set() and monotonic() - self._heard_at > self._timeout:
+            with suppress(OSError):  # with TLS, its own shutdown() is not for another thread
+                socket.socket.shutdown(silent, socket.SHUT_RDWR)
+
     def _open(self) -> tuple[Any, Any]:
         retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
         more = {"connection_retry": retry, "handler": Handler(), "logger": _kazoo_says}
         client = KazooClient(**more, **self._options)
-        invoke = client._connection._invoke
+        invoke, read = client._connection._invoke, client._connection._read_socket
 
         def listen(timeout: float, request: Any, xid: Any = None) -> Any:
             """Note what kazoo keeps to itself: how long the server lets the session live."""
-            answer = invoke(timeout, request, xid)
+            answer = invoke(min(timeout, CONNECT), request, xid)
+            self._heard_at = monotonic()
             if isinstance(request, Connect) and answer[0].time_out > 0:
                 self._granted = answer[0].time_out / 1000
             return answer
+
+        def hear(timeout: float) -> Any:
+            self._heard_at = monotonic()
+            return read(timeout)
 
         def note(state: str) -> None:
             if self._client is not None and self._client[0] is client:
                 self._cut_at = float("inf") if state == KazooState.CONNECTED else monotonic()
 
         client._connection._invoke = listen
+        client._connection._read_socket = hear
         client.add_listener(note)
         live = client.start_async()
         if self._client is None:
