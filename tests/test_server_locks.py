@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -250,6 +251,18 @@ def test_a_client_that_is_cut_off_without_a_word_keeps_no_lock_for_ever(proxy):
     assert hold._lease.trusted_until < got_at, "two owners"
     with pytest.raises(LockLost):
         hold.release()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
+def test_a_server_that_dies_without_a_word_is_given_up_by_the_system(backend):
+    """Else the process would ask it until the end of the ttl."""
+    grant = backend.acquire(a_claim("a"), 0)
+
+    with socket.socket(fileno=os.dup(grant.session.fd)) as link:
+        limit = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+    assert limit == session_pool.ANSWER_WAIT * 1000
+    assert backend.release(grant)
 
 
 def test_an_idle_session_that_died_is_not_noticed_by_who_locks_next(backend):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from math import ceil
 from typing import Any
 
@@ -79,7 +82,12 @@ class NamedLockSession(LockSession):
     def descriptor(self) -> int:
         if not hasattr(self.wrapper.connection, "send_query"):
             raise ImproperlyConfigured("NamedLockBackend needs mysqlclient")
-        return int(self.wrapper.connection.fileno())
+        fd = int(self.wrapper.connection.fileno())
+        # A server that died without a word: mysqlclient has no option for it. Only Linux has this,
+        # and no Unix socket.
+        with suppress(AttributeError, OSError), socket.socket(fileno=os.dup(fd)) as link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ANSWER_WAIT * 1000)
+        return fd
 
     def begin(self) -> int:
         self.ask(f"SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_ALL_TABLES' {LONG_WAITS}")
