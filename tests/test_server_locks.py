@@ -320,6 +320,32 @@ def test_a_statement_that_is_refused_is_no_lost_lock(backend, monkeypatch, verb)
     assert backend.release(grant) is True
 
 
+@pytest.mark.parametrize("verb", ["extend", "extend_many"])
+def test_a_renewal_leaves_the_session_alone_that_serves_another_claim_by_now(
+    backend, monkeypatch, verb
+):
+    monkeypatch.setattr(session_extending, "ASK_EVERY", 0)
+    grant, after = backend.acquire(a_claim("a"), 0), []
+    session_of = backend._session_of
+
+    def while_another_releases(grant):
+        session = session_of(grant)
+        monkeypatch.setattr(backend, "_session_of", session_of)
+        assert backend.release(grant)
+        after.append(backend.acquire(a_claim("b"), 0))
+        return session
+
+    monkeypatch.setattr(backend, "_session_of", while_another_releases)
+    if verb == "extend":
+        assert backend.extend(grant, 10) is False
+    else:
+        assert backend.extend_many([(grant, 10)]) == [False]
+
+    assert after[0].session is grant.session
+    assert backend.extend(after[0], 10) is True
+    assert backend.release(after[0]) is True
+
+
 # Waiting.
 
 

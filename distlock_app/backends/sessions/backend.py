@@ -54,9 +54,8 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
         session = self._taken.get((claim.owner, claim.key))
         if session is not None:
-            if self._ask(session, claim.ttl):
+            if self._ask(session, claim, claim.ttl):
                 return Grant(claim, session.fence, session=session)
-            self._drop(session)
         if wait == 0:
             return self._try(claim)
         deadline, attempt, gate = Deadline(wait), 0, Gate()

@@ -30,7 +30,7 @@ class Extending(SessionsBackend[S]):
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         session = self._session_of(grant)
-        return session is not None and self._ask(session, ttl)
+        return session is not None and self._ask(session, grant.claim, ttl)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
         """Look at the sessions; ask those that are due or that have something to say.
@@ -66,11 +66,12 @@ class Extending(SessionsBackend[S]):
             session.mutex.release()
         return answers
 
-    def _ask(self, session: S, ttl: float) -> bool:
+    def _ask(self, session: S, claim: Claim, ttl: float) -> bool:
         """Ask whether the lock is still the session's; raise BackendError if there is no answer."""
-        claim: Any = session.claim
         try:
             with exclusive(session):
+                if not self._serves(session, claim):
+                    return False
                 try:
                     if ttl > session.ttl:
                         session.keep(ttl)
@@ -89,8 +90,14 @@ class Extending(SessionsBackend[S]):
             raise answer
         return answer
 
+    def _serves(self, session: S, claim: Claim) -> bool:
+        """Return whether the session, whose mutex we have, was not lent to another claim since."""
+        return self._taken.get((claim.owner, claim.key)) is session
+
     def _begin_beat(self, session: S, claim: Claim, now: float) -> bool | BackendError | None:
         """Ask if it is time to; return True, or else the answer to the core."""
+        if not self._serves(session, claim):
+            return False
         try:
             if not session.awaiting_reply and not session.heard(0):
                 if now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
