@@ -346,6 +346,29 @@ def test_a_renewal_leaves_the_session_alone_that_serves_another_claim_by_now(
     assert backend.release(after[0]) is True
 
 
+def test_a_fence_stays_with_its_lock_when_that_is_released_as_it_is_granted(backend, monkeypatch):
+    first, mutex, second = a_claim("a"), backend._mutex, []
+
+    class Mutex:
+        def __enter__(self):
+            mutex.acquire()
+
+        def __exit__(self, *exc_info):
+            mutex.release()
+            session = backend._taken.get((first.owner, first.key))
+            if session and not session.waits:  # just granted: another thread comes between
+                monkeypatch.setattr(backend, "_mutex", mutex)
+                assert backend.release(Grant(first))
+                second.append(backend.acquire(a_claim("b"), 0))
+                assert second[0].session is session
+
+    monkeypatch.setattr(backend, "_mutex", Mutex())
+    grant = backend.acquire(first, 0)
+
+    assert grant.fence < second[0].fence == backend.acquire(second[0].claim, 0).fence
+    assert backend.release(second[0])
+
+
 # Waiting.
 
 

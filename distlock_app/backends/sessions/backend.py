@@ -54,8 +54,9 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
         session = self._taken.get((claim.owner, claim.key))
         if session is not None:
+            fence = session.fence  # once asked, it may be lent to another claim
             if self._ask(session, claim, claim.ttl):
-                return Grant(claim, session.fence, session=session)
+                return Grant(claim, fence, session=session)
         if wait == 0:
             return self._try(claim)
         deadline, attempt, gate = Deadline(wait), 0, Gate()
@@ -164,8 +165,9 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
             raise
         try:
             granted = session.take(claim, timeout)
+            fence, began = granted or (None, None)
             with self._mutex:
-                session.waits = False
+                session.waits, session.fence = False, fence
                 given_up = self._taken.get(claim_key) is not session
                 if granted is None and not given_up:
                     del self._taken[claim_key]
@@ -186,8 +188,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         if granted is None:
             self._pool.give_back(session)
             return None
-        session.fence, began = granted
-        return Grant(claim, session.fence, asked_at=began, session=session)
+        return Grant(claim, fence, asked_at=began, session=session)
 
     def _note_given_up(self, claim: Claim) -> None:
         now = monotonic()
