@@ -532,6 +532,29 @@ def test_a_wait_longer_than_a_statement_goes_on(backend, monkeypatch):
     assert time.monotonic() - began >= 0.5
 
 
+def test_a_wait_goes_on_for_what_is_left_of_it_when_its_session_dies(backend, monkeypatch):
+    backend.close()
+    held, waits, grants = backend.acquire(a_claim("a"), 0), [], []
+    # More than one: those who count the waiters take one, too.
+    for idle in [backend.acquire(a_claim(f"b{n}"), 0) for n in range(3)]:
+        assert backend.release(idle)
+    take = backend.session_type.take
+
+    def note_and_take(session, claim, wait):
+        waits.append(wait)
+        return take(session, claim, wait)
+
+    monkeypatch.setattr(backend.session_type, "take", note_and_take)
+    with running(lambda: grants.append(backend.acquire(a_claim("a"), 20))):
+        until(lambda: waiters("a") == 1)
+        kill(*(session.number for session in backend._taken.values() if session.waits))
+        until(lambda: len(waits) == 2)
+        assert backend.release(held)
+
+    assert waits[1] < waits[0]
+    assert backend.release(grants[0])
+
+
 # Sessions are few, and not Django's.
 
 

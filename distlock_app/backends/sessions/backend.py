@@ -141,10 +141,11 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         self._begin()
 
     def _take(self, claim: Claim, timeout: float) -> Grant | None:
+        deadline = Deadline(timeout)
         while True:
             session = self._lend()
             try:
-                return self._take_on(session, claim, timeout)
+                return self._take_on(session, claim, deadline.cap(timeout))
             except ConnectionLost:
                 if not session.kept:
                     raise
