@@ -887,6 +887,30 @@ def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):
         own().close()
 
 
+@pytest.mark.parametrize("verb", ["acquire", "release"])
+def test_an_etcd_that_goes_silent_is_asked_once(engine, monkeypatch, verb):
+    if engine.name != "etcd":
+        return
+    setting = engine.setting(0)
+    setting["LOCATION"] = f"http://127.0.0.1:{engine.proxy.port},{engine.server.url}"
+    asked, send = [], Link.send
+
+    def note_and_send(link, *args):
+        asked.append(int(link.endpoint.rpartition(":")[2]))
+        send(link, *args)
+
+    with override_settings(DISTLOCK={"own": setting}):
+        grant = own().acquire(a_claim("a", ttl=60), 0)
+        engine.proxy.silent = True
+        monkeypatch.setattr(Link, "send", note_and_send)
+        if verb == "acquire":
+            assert own().release(own().acquire(a_claim("b", ttl=60), 0)) is True
+        assert own().release(grant) is True
+        own().close()
+
+    assert asked[0] == engine.proxy.port and set(asked[1:]) == {engine.server.port}
+
+
 def test_a_user_logs_in(running_server, private_server):
     name, server = running_server
     if name == "etcd":

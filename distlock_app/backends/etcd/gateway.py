@@ -117,13 +117,13 @@ class Gateway:
             try:
                 answer = self._exchange(link, path, data, token)
             except OSError as error:
-                if not repeat:
-                    raise ConnectionLost(self._unreachable(error).args[0]) from error
                 failure = error
-                if link.used is None:
+                if link.used is None or isinstance(error, TimeoutError):
                     self._use_next(link.endpoint)
                 else:  # it had been closed meanwhile, and so had the others
                     self.close()
+                if not repeat:
+                    raise ConnectionLost(self._unreachable(error).args[0]) from error
                 continue
             if "error" in answer:
                 text = str(answer.get("message") or answer["error"])
@@ -170,7 +170,7 @@ class Gateway:
 
     def _use_next(self, failed: str) -> None:
         """Ask another endpoint from now on, unless another thread has changed it."""
-        if self._endpoints[0] == failed and len(self._endpoints) > 1:
+        if self._endpoints[0] == failed:
             self._endpoints.rotate(-1)
             self.close()
 
