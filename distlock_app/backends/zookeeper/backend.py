@@ -133,6 +133,7 @@ class ZooKeeperBackend(ForPeople):
         elif own.path:
             deleted = self._delete(own.path)
         else:  # The answer to its creation was lost.
+            self._session.prove(self._root)  # by then this server knows what another one did
             shard = self._shard(claim.key)
             ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
             deleted = sum(self._delete(f"{shard}/{name}") for name in ours) > 0
