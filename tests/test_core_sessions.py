@@ -8,12 +8,15 @@ import sys
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.backends.database import connections
+from distlock_app.core import renewal
 from distlock_app.core.registry import registry
+from distlock_app.primitives.timing import trusted_for
 from tests import engines
 from tests.engines import DEADLINE, free, renewed, until
 
@@ -54,6 +57,19 @@ def test_a_heartbeat_with_an_answer_keeps_the_hold(sessions):
     renewed(hold, times=3)
 
     hold.release()
+
+
+def test_a_short_ttl_is_looked_at_in_time_whenever_it_began(monkeypatch):
+    """Sessions are asked from a third of the ttl on, at a beat."""
+    ttl, now = 0.4, [0.0]
+    monkeypatch.setattr(renewal, "monotonic", lambda: now[0])
+    for began in [1000 + number / 100 for number in range(60)]:
+        lease = SimpleNamespace(backend=SimpleNamespace(heartbeat=0.3), term=ttl, renews=True)
+        lease.trusted_until = began + trusted_for(ttl)
+        now[0] = began
+        while now[0] < began + ttl / 3:
+            now[0] = renewal.renewer._next_look(lease) + 0.001  # it takes a while
+        assert now[0] < lease.trusted_until
 
 
 @pytest.mark.parametrize("limits", [{"renew": False}, {"max_hold": 0.3}])

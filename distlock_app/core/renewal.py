@@ -90,6 +90,7 @@ class Renewer:
     def _next_look(self, lease: Lease, asked_at: float | None = None) -> float:
         beat = lease.backend.heartbeat
         if beat is not None:  # the same beat for all, so that the backend checks them together
+            beat = min(beat, lease.term * RENEW_AT)
             return min(lease.trusted_until, (monotonic() // beat + 1) * beat)
         if not lease.renews:
             return lease.trusted_until
