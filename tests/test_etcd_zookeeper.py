@@ -599,6 +599,21 @@ def test_the_same_owner_waits_with_a_longer_ttl(engine):
     assert own().release(grants[1]) is True
 
 
+def test_no_lease_is_given_to_two_locks(engine):
+    if engine.name == "zookeeper":
+        return
+    left_for = own().acquire(a_claim("a", ttl=60), 0)
+    assert own().end_in(left_for, 60)
+    grants = [own().acquire(a_claim("b", ttl=60), 0)]
+    assert grants[0].session == left_for.session  # used again
+
+    assert own().release(left_for) is True
+
+    grants += [own().acquire(a_claim(f"c{number}", ttl=60), 0) for number in range(2)]
+    assert len({grant.session for grant in grants}) == 3
+    assert all(own().release(grant) for grant in grants)
+
+
 def waited_for(backend, claim):
     waker = Waker()
     return acquired(backend, replace(claim, wake=waker.wake), 20, waker)[0]

@@ -128,11 +128,11 @@ class EtcdBackend(ForPeople):
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
-        waiter = self._waiters.pop((claim.owner, claim.key), None)
+        self._forget(claim)
         deleted = self._delete(self._key(claim))
-        if deleted:
-            self._leases.give_back(waiter.lease.id if waiter else grant.session)
-        return deleted
+        if deleted is not None:
+            self._leases.give_back(deleted.lease)
+        return deleted is not None
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         view = self._look(key)
@@ -221,17 +221,19 @@ class EtcdBackend(ForPeople):
         self._leases.give_back(lease.id)
         return self._leases.of(entry.lease)
 
-    def _delete(self, key: str) -> bool:
-        request = {"key": encoded(key)}
+    def _delete(self, key: str) -> Entry | None:
+        """Delete a key; return what it was."""
+        request = {"key": encoded(key), "prev_kv": True}
         try:
-            return "deleted" in self._gateway.ask("/v3/kv/deleterange", request, repeat=False)
+            answer = self._gateway.ask("/v3/kv/deleterange", request, repeat=False)
         except ConnectionLost as error:
-            if "deleted" in self._gateway.ask("/v3/kv/deleterange", request):
-                return True
-            raise BackendError(
-                f"etcd {self.alias!r} lost the answer to a release: the lock is no longer ours, "
-                "but may have been lost before."
-            ) from error
+            answer = self._gateway.ask("/v3/kv/deleterange", request)
+            if "prev_kvs" not in answer:
+                raise BackendError(
+                    f"etcd {self.alias!r} lost the answer to a release: the lock is no longer "
+                    "ours, but may have been lost before."
+                ) from error
+        return entry_of(answer["prev_kvs"][0]) if "prev_kvs" in answer else None
 
     def _key(self, claim: Claim) -> str:
         return self._queue_of(claim.key) + claim.owner
