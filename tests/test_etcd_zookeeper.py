@@ -894,6 +894,28 @@ def test_fences_grow_when_the_data_is_lost(private_server, running_server):
     assert fences == sorted(set(fences))
 
 
+def test_a_waiter_lines_up_again_when_an_operator_deletes_the_tree(engine):
+    if engine.name == "etcd":
+        return
+    held = other().acquire(a_claim("a", ttl=TTL), 0)
+    claim = a_claim("a", ttl=TTL)
+    assert not own().acquire(claim, 5)
+    delete_tree(engine)
+
+    assert not own().acquire(claim, 0)
+    assert other().extend(held, TTL) is False
+    assert own().release(until_granted(lambda: own().acquire(claim, 0))) is True
+
+
+def delete_tree(engine):
+    """Delete all that is ours, as an operator may."""
+    client = KazooClient(engine.server.url)
+    client.start()
+    client.delete(f"/distlock{settings.SUFFIX}", recursive=True)
+    client.stop()
+    client.close()
+
+
 def wipe(directory):
     for path in sorted(directory.rglob("*"), reverse=True):
         if path.is_dir():

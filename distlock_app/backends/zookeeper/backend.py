@@ -91,7 +91,7 @@ class ZooKeeperBackend(ForPeople):
             else:
                 if self._session.proved_at < proved_since:
                     self._session.prove(self._root)
-                names = self._session.ask("get_children", self._shard(claim.key))
+                names = self._list(self._shard(claim.key))
             ahead = self._ahead(claim, own, names)
             if ahead is None:  # taken away
                 self._nodes.pop(claim.owner, None)
