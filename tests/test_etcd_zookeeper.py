@@ -894,6 +894,23 @@ def test_fences_grow_when_the_data_is_lost(private_server, running_server):
     assert fences == sorted(set(fences))
 
 
+def test_fences_grow_when_an_operator_deletes_the_tree(engine):
+    """Processes that knew it before count on with those that did not."""
+    if engine.name == "etcd":
+        return
+    backends = [other(), own(), other(), own(), other()]
+    fences = []
+    for number, backend in enumerate(backends):
+        if number == 3:
+            delete_tree(engine)
+            own().close()
+        grant = backend.acquire(a_claim("a", ttl=TTL), 0)
+        fences.append(grant.fence)
+        assert backend.release(grant) is True
+
+    assert fences == sorted(set(fences))
+
+
 def test_a_waiter_lines_up_again_when_an_operator_deletes_the_tree(engine):
     if engine.name == "etcd":
         return

@@ -172,9 +172,9 @@ class ZooKeeperBackend(ForPeople):
         own = self._nodes[claim.owner] = ClaimNode("", 0, session)
         for first in (True, False):
             made = self._session.send("create", path, about, **options)
-            listed = self._session.send("get_children", shard)
+            listed = self._session.send("get_children", shard, include_data=True)
             try:
-                names = self._session.answer(listed)  # the later of the two
+                names, directory = self._session.answer(listed)  # the later of the two
                 name, stat = self._session.answer(made)
             except Gone:
                 if not first:
@@ -184,7 +184,7 @@ class ZooKeeperBackend(ForPeople):
             if stat.ephemeralOwner & (1 << 64) - 1 != session:
                 self._delete(name)
                 raise BackendError(f"ZooKeeper {self.alias!r}: another session began meanwhile.")
-            own.path, own.czxid = name, stat.czxid
+            own.path, own.czxid, own.shard_czxid = name, stat.czxid, directory.czxid
             self._session.proved_at = max(self._session.proved_at, sent_at)
             return own, names
         raise AssertionError("unreachable")
@@ -204,7 +204,7 @@ class ZooKeeperBackend(ForPeople):
 
     def _granted(self, claim: Claim, own: ClaimNode) -> Grant | Busy:
         proved_at = self._session.proved_at
-        fence = self._session.epoch(self._root) + own.czxid
+        fence = self._session.epoch(self._root, own.shard_czxid) + own.czxid
         if self._session.id() != own.session:  # what was proved may be of the next one
             return Busy()
         return Grant(claim, fence, proved_at, own)

@@ -29,11 +29,12 @@ class Node:
 class ClaimNode:
     """The node of one claim that waits or holds."""
 
-    __slots__ = ("awaits", "czxid", "look_again_at", "path", "session")
+    __slots__ = ("awaits", "czxid", "look_again_at", "path", "session", "shard_czxid")
 
     def __init__(self, path: str, czxid: int, session: int) -> None:
         self.path = path
         self.czxid = czxid
+        self.shard_czxid = 0  # of its directory
         self.session = session
         self.look_again_at = 0.0  # a monotonic time: by then it looks at the queue again
         self.awaits: DeletionWatch | None = None

@@ -30,7 +30,7 @@ class ForPeople(BaseLockBackend):
             shards = [f"{self._root}/{name}" for name in self._list(self._root)]
         else:
             shards = [self._shard(key)]
-        epoch = self._session.epoch(self._root)
+        epoch = self._session.read_epoch(self._root)
         for names in self._ask_all("get_children", shards):
             nodes = sorted(map(Node.of, names or ()), key=lambda node: node.key)
             for found, queue in groupby(nodes, lambda node: node.key):

@@ -95,7 +95,8 @@ class Session:
         self._granted = 0.0  # seconds that the server lets the session live
         self._cut_at = float("inf")  # a monotonic time: there is no connection since then
         self._heard_at = float("inf")  # when the server last said anything
-        self._epoch: tuple[int, int] | None = None  # of which session, and its value
+        # Of which session, as of which directory, and its value.
+        self._epoch: tuple[int, int, int] | None = None
         # When a write was sent that was carried out: a majority knew the session then.
         self.proved_at = float("-inf")
         self._numbers: set[int] = set()  # of the sessions since the client was made
@@ -120,20 +121,23 @@ class Session:
         """Return whether we closed that session: its nodes are gone, or go without us."""
         return number not in self._numbers
 
-    def epoch(self, root: str) -> int:
+    def epoch(self, root: str, made: int) -> int:
         """Return what makes numbers of changes (zxid) fences: they start again with new data.
 
         So they are counted from the time, in microseconds by the server's clock, at which the
-        directory `root` was made. Data that was lost takes its sessions along.
+        directory `root` was made. Data that was lost takes its sessions along. What an operator
+        deleted is noticed by the change that `made` the directory inside it that is used now.
         """
-        session = self.id()
-        if self._epoch is None or self._epoch[0] != session:
-            stat = self.ask("exists", root)
-            if stat is None:
-                self.ask("ensure_path", root)
-                stat = self.ask("exists", root)
-            self._epoch = (session, stat.ctime * 1000 - stat.czxid)
-        return self._epoch[1]
+        session, known = self.id(), self._epoch
+        if known is None or known[0] != session or known[1] < made:
+            known = self._epoch = (session, made, self.read_epoch(root))
+        return known[2]
+
+    def read_epoch(self, root: str) -> int:
+        """Ask for it."""
+        while (stat := self.ask("exists", root)) is None:
+            self.ask("ensure_path", root)
+        return int(stat.ctime * 1000 - stat.czxid)
 
     def prove(self, path: str) -> None:
         """Prove that the session lives, by a write that changes nothing; raise BackendError.
