@@ -165,7 +165,10 @@ class Lock(WithBlock[Hold]):
             raise
 
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
-        """Like `acquire`, without blocking the event loop: a waiting task costs no thread."""
+        """Like `acquire`, without blocking the event loop.
+
+        A waiting task costs no thread, except on named and advisory locks.
+        """
         taken_at = identity.caller_location()
         hold = await self._aacquire(wait)
         hold.taken_at = taken_at

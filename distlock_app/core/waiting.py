@@ -2,7 +2,7 @@
 
 The loop is a generator that yields calls and pauses. `run` executes both in the calling thread;
 `arun` makes the calls in threads (offloading.py) and pauses in the event loop, so that a waiting
-task occupies no thread.
+task occupies no thread, unless its backend waits on the server.
 """
 
 from __future__ import annotations
