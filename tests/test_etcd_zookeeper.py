@@ -20,6 +20,7 @@ import pytest
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
+from kazoo import exceptions
 from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
@@ -694,6 +695,23 @@ def test_a_free_lock_costs_few_requests(engine):
 
     # A lease of etcd serves many locks; a sign of life may come in between.
     assert engine.requests() - before <= 20 * {"etcd": 2, "zookeeper": 3}[engine.name] + 8
+
+
+def test_a_leader_that_has_ended_the_session_is_no_proof_that_it_lives(engine, monkeypatch):
+    """It says so inside an answer that is no error."""
+    if engine.name == "etcd":
+        return
+    grant = own().acquire(a_claim("a", ttl=TTL), 0)
+    session, before = own()._session, own()._session.proved_at
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "answer", lambda result: [exceptions.SessionExpiredError()])
+        with pytest.raises(BackendError, match="SessionExpiredError"):
+            own().extend(grant, TTL)
+
+    assert session.proved_at == before
+    session.prove("/no such node")  # whose answer is one of a session that lives
+    assert session.proved_at > before
+    assert own().release(grant) is True
 
 
 def test_one_write_renews_all_holds_of_a_session(engine):

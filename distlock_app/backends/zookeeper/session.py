@@ -148,7 +148,9 @@ class Session:
         sent_at = monotonic()
         write = self._connected().transaction()
         write.check(path, -1)
-        self.answer(write.commit_async())
+        for outcome in self.answer(write.commit_async()):  # kazoo raises none of these errors
+            if isinstance(outcome, exceptions.SessionExpiredError):
+                raise BackendError(f"ZooKeeper {self._alias!r}: {type(outcome).__name__}.")
         self.proved_at = max(self.proved_at, sent_at)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
