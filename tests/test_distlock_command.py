@@ -794,11 +794,12 @@ def test_a_killed_leader_is_followed_by_the_other_candidate(started, tmp_path):
 def test_a_leader_that_lost_its_lock_leads_again_in_its_turn(started, tmp_path):
     path = tmp_path / "leaders"
     process = lead(started, path, "0")
-    until(lambda: leaders(path) == ["0"])
+    until(lambda: leaders(path))
 
     registry["default"].backend.clear(key_of("a"))
 
-    until(lambda: leaders(path) == ["0", "0"])
+    until(lambda: len(leaders(path)) >= 2)
+    assert set(leaders(path)) == {"0"}
     process.terminate()
     assert process.wait(30) == 143
     assert "waiting for the next turn" in process.stderr.read()

@@ -495,6 +495,7 @@ def test_a_child_leaves_the_locks_of_its_parent_alone(engine, processes):
 def test_a_lost_answer_leaves_no_orphan(engine):
     lock = Lock("a", using="own", ttl=TTL)
     lock.acquire().release()  # everything is connected, and the session has a length
+    other().ping()
     engine.proxy.lose = 1.0
     with pytest.raises(BackendError):
         lock.acquire(wait=0)

@@ -26,6 +26,7 @@ from distlock_app.operations import history
 from distlock_app.primitives import identity, names
 from distlock_app.primitives.names import key_of
 from distlock_app.testing import held_elsewhere, lose
+from tests.engines import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -93,6 +94,7 @@ def test_every_event_is_written_with_its_seconds(kept):
         Lock("d").clear(if_version=str(hold.fence), user="ann", reason="hangs")
         hold.check()
 
+    until(lambda: sorted(n for e, n in events() if e == "lost") == ["c", "d"])
     told = events()
     for name, said in {
         "told": ["acquired", "released"],
@@ -116,9 +118,12 @@ def test_a_clear_is_told_of_its_lock_whatever_name_was_shown(kept, name):
         people.clear("default", held.key, names.shown(held.name), held.version, "ann", "hangs")
         hold.check()
 
-    history.writer.flush(30)
-    told = [event.event for event in history.events_of("default", key_of(name))]
-    assert sorted(told) == ["acquired", "cleared", "lost"]
+    def told():
+        history.writer.flush(30)
+        return sorted(event.event for event in history.events_of("default", key_of(name)))
+
+    until(lambda: "lost" in told())
+    assert told() == ["acquired", "cleared", "lost"]
 
 
 def test_it_joins_no_transaction_of_the_caller(kept):

@@ -94,11 +94,12 @@ def test_who_gives_up_waiting_leaves_nothing(name, server):
 def test_the_keys_of_a_latch_expire(name, server):
     latch = Latch(name, 2, using="redis", ttl=20)
     latch.count_down()
-    thread = threading.Thread(target=latch.wait, args=(0.5,))
+    thread = threading.Thread(target=latch.wait, args=(60,))
     thread.start()
     until(lambda: waiters_of(name, server) == 1)
 
     lasting = [server.pttl(key) for key in server.scan_iter(f"*{key_of(name, b'latch')}*")]
+    latch.count_down()
     thread.join(20)
 
     assert len(lasting) == 2 and all(0 < left <= 20_000 for left in lasting)

@@ -54,10 +54,10 @@ def bill(task, pk, then="end"):
     ran.put((pk, then))
     assert may_end.wait(DEADLINE)
     if then == "retry" and not task.request.retries:
-        raise task.retry((pk,), {"then": "again"}, countdown=0.1)
+        raise task.retry((pk,), {"then": "again"}, countdown=1)
     if then == "retry in atomic()" and not task.request.retries:
         with transaction.atomic():
-            raise task.retry((pk,), {"then": "again"}, countdown=0.1)
+            raise task.retry((pk,), {"then": "again"}, countdown=1)
     if then == "fail":
         raise ValueError(pk)
     return expires_in(current_hold().name)
