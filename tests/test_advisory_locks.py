@@ -77,12 +77,12 @@ def test_a_lock_that_is_granted_as_the_wait_for_it_ends_is_given_back(backend):
             return [pid for (pid,) in cursor.fetchall()]
 
     held, answers = backend.acquire(a_claim("a"), 0), []
-    with running(lambda: answers.append(backend.acquire(a_claim("a"), 1.0))):
+    with running(lambda: answers.append(backend.acquire(a_claim("a"), 3.0))):
         until(lambda: asked("NOT granted"))
         [waiting] = asked("NOT granted")
         os.kill(waiting, signal.SIGSTOP)
         try:
-            time.sleep(1.2)  # longer than its wait
+            time.sleep(3.2)  # longer than its wait
             backend.release(held)
         finally:
             os.kill(waiting, signal.SIGCONT)

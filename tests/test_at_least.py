@@ -342,7 +342,7 @@ def test_decorated_code_is_told_of_a_loss(engine, use):
 def test_a_lock_that_is_not_lost_tells_nobody(engine):
     told = []
 
-    with Lock("a", ttl=0.3, on_lost=told.append) as hold:
+    with Lock("a", ttl=3, on_lost=told.append) as hold:
         renewed(hold)
 
     assert told == []

@@ -676,7 +676,7 @@ def test_run_waits_for_a_program_that_it_may_not_signal(started):
     mere_root = ["setpriv", "--bounding-set=-kill"]  # without the right to signal other users
     script = ["sh", "-c", "echo $$; exec sleep 60"]
     process = started(
-        *("run", "a", "--ttl", "1", "--", "setpriv", "--reuid=65534", *script), wrapper=mere_root
+        *("run", "a", "--ttl", "3", "--", "setpriv", "--reuid=65534", *script), wrapper=mere_root
     )
     program = int(process.stdout.readline())
 
@@ -726,7 +726,7 @@ def test_a_signal_ends_the_waiting(started):
 
 @pytest.mark.slow
 def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
-    process = started("run", "a", "--ttl", "1", *shell("exec sleep 60"))
+    process = started("run", "a", "--ttl", "3", *shell("exec sleep 60"))
     until(lambda: is_held("a"))
 
     registry["default"].backend.clear(key_of("a"))
@@ -767,7 +767,7 @@ KILLS = 6
 
 
 def lead(started, path, who):
-    return started("lead", "a", "--ttl", "1", "--", sys.executable, "-c", LEADS, str(path), who)
+    return started("lead", "a", "--ttl", "3", "--", sys.executable, "-c", LEADS, str(path), who)
 
 
 def leaders(path):
@@ -818,7 +818,7 @@ def begun(tmp_path):
 
 
 def test_a_leader_goes_on_after_a_signal_that_its_program_survived(started, tmp_path):
-    process = started("lead", "a", "--ttl", "1", *reloading(tmp_path))
+    process = started("lead", "a", "--ttl", "3", *reloading(tmp_path))
     until(lambda: begun(tmp_path) == 1)
     process.send_signal(signal.SIGHUP)
     until((tmp_path / "HUP").exists)
@@ -831,7 +831,7 @@ def test_a_leader_goes_on_after_a_signal_that_its_program_survived(started, tmp_
 
 
 def test_a_leader_that_was_asked_to_end_does_not_go_on_after_a_loss(started, tmp_path):
-    process = started("lead", "a", "--ttl", "1", *reloading(tmp_path))
+    process = started("lead", "a", "--ttl", "3", *reloading(tmp_path))
     until(lambda: begun(tmp_path) == 1)
     for name in "TERM", "HUP":
         process.send_signal(signal.Signals[f"SIG{name}"])

@@ -777,14 +777,15 @@ def test_a_storm_of_cancelled_waiters_stays_within_its_bound(engine):
             await asyncio.sleep(0.02)
 
     async def storm(hold):
-        end = monotonic() + 2.5
+        end = monotonic() + 5
         await asyncio.gather(look(hold, end), *(give_up(end) for _ in range(8)))
 
-    with Lock("a", using="own", ttl=30), Lock("unrelated", using="other", ttl=3) as unrelated:
+    with Lock("a", using="own", ttl=30), Lock("unrelated", using="other", ttl=6) as unrelated:
         asyncio.run(storm(unrelated))
         queue_of(key_of("a"), 0)
 
-    assert min(left) > 1
+    # A ZooKeeper's is never trusted for longer than its session.
+    assert min(left) > {"etcd": 2, "zookeeper": 1}[engine.name]
     assert max(open_files) - open_files[0] <= 32
     assert max(threads) - threads[0] <= 32
 

@@ -33,15 +33,15 @@ seen = []
 
 TAKE_TURNS = """
 def first():
-    with Lock("a", ttl=1, using=using) as hold:
+    with Lock("a", ttl=3, using=using) as hold:
         seen.append("first")
-        time.sleep(2.5)  # longer than the ttl: it is renewed meanwhile
+        time.sleep(4)  # longer than the ttl: it is renewed meanwhile
         seen.append(hold.lost)
 
 def second():
     while not seen:
         time.sleep(0.01)
-    with Lock("a", ttl=1, wait=30, using=using):
+    with Lock("a", ttl=3, wait=30, using=using):
         seen.append("second")
 
 def other():

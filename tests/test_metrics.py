@@ -107,7 +107,7 @@ def test_prometheus_sees_what_is_held_and_waited_for_now(engine, prometheus):
 
 
 def test_a_lock_that_was_extended_is_held_once(engine, prometheus):
-    with Lock("a", ttl=0.5) as hold:
+    with Lock("a", ttl=3) as hold:
         renewed(hold)
         hold.extend()
 

@@ -122,7 +122,7 @@ def test_with_open_the_work_goes_on_and_each_time_a_warning_is_logged(opening, h
 
 def test_an_opened_hold_is_kept_without_a_request_to_the_backend(opening):
     opening.fail("acquire")
-    hold = Lock("a", ttl=0.3).acquire()
+    hold = Lock("a", ttl=3).acquire()
     until(lambda: opening.asked == ["acquire", "release"])  # of what may have been granted
 
     renewed(hold)

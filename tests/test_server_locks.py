@@ -734,4 +734,4 @@ def test_16_processes_take_turns_with_two_requests_each(own_server, processes):
     # Connecting takes some of its own, 16 times.
     assert each <= 2.1 + 16 * 10 / sum(len(one) for one in waits)
     # Within 1.1 on an idle machine; a busy one keeps a process from asking again.
-    assert max(counts) <= 1.25 * min(counts)
+    assert max(counts) <= 1.25 * min(counts) + 2
