@@ -442,6 +442,7 @@ def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, mon
 def test_tasks_leave_nothing_in_memory(engine):
     from distlock_app.core import entered
 
+    gc.collect()
     before = engines.leases()
 
     async def main():

@@ -216,6 +216,7 @@ def test_a_reset_closes_every_backend(settings):
         name: {"BACKEND": "tests.test_core_settings.Uncloseable"} for name in ("one", "two")
     }
     _ = registry["one"], registry["two"]
+    Uncloseable.closed.clear()
 
     registry.reset()
 

@@ -365,7 +365,8 @@ def test_the_release_at_the_end_is_told(engine, commits):
     told = []
 
     def listen(name, **kwargs):
-        told.append(name)
+        if name == f"told {commits}":
+            told.append(name)
 
     lock_released.connect(listen)
     try:
@@ -383,7 +384,8 @@ def test_a_loss_before_the_commit_is_told(engine):
     told = []
 
     def listen(name, **kwargs):
-        told.append(name)
+        if name == "lost before the commit":
+            told.append(name)
 
     lock_lost.connect(listen)
     try:

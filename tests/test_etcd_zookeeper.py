@@ -720,12 +720,15 @@ def test_one_write_renews_all_holds_of_a_session(engine):
         return  # each has a lease of its own
     claims = [a_claim(f"hold {number}", ttl=TTL) for number in range(100)]
     work = [(own().acquire(claim, 0), TTL) for claim in claims]
-    before, last = engine.requests(), changes(engine)
+    before, written = engine.requests(), []
 
-    assert own().extend_many(work) == [True] * 100
+    for _ in range(3):
+        last = changes(engine)
+        assert own().extend_many(work) == [True] * 100
+        written.append(changes(engine) - last)
 
-    assert 1 <= changes(engine) - last <= 3  # sessions of other tests may end
-    assert engine.requests() - before <= 101 + 5  # and signs of life
+    assert 1 <= min(written) <= 3  # sessions of other tests may end
+    assert engine.requests() - before <= 3 * 101 + 15  # and signs of life
     assert all(own().release(grant) for grant, _ in work)
 
 

@@ -51,11 +51,12 @@ def opening(settings):
 
 @pytest.fixture
 def heard():
-    """What the signals said."""
+    """What the signals said of the lock `heard`."""
     said = []
 
     def listen(signal, sender, **facts):
-        said.append((signal, {key: facts[key] for key in ("error", "opened") if key in facts}))
+        if facts["name"] == "heard":
+            said.append((signal, {key: facts[key] for key in ("error", "opened") if key in facts}))
 
     signals = (lock_acquired, lock_failed, lock_released)
     for signal in signals:
@@ -76,10 +77,10 @@ def test_by_default_nothing_runs_without_its_lock(engine, heard, caplog):
     engine.fail("acquire")
 
     with pytest.raises(BackendError):
-        with Lock("a"):
+        with Lock("heard"):
             raise AssertionError("not under the lock")
     with pytest.raises(BackendError):
-        asyncio.run(Lock("a").aacquire())
+        asyncio.run(Lock("heard").aacquire())
 
     assert heard == 2 * [(lock_failed, {"error": "the engine is down", "opened": False})]
     assert lines(caplog, "opened") == []
@@ -110,11 +111,13 @@ def test_with_open_the_work_goes_on_and_each_time_a_warning_is_logged(opening, h
     opening.fail("acquire")
 
     for _ in range(2):
-        with Lock("a") as hold:
+        with Lock("heard") as hold:
             hold.check()
             assert (hold.opened, hold.fence, hold.released) == (True, None, False)
 
-    warning = "going on without the lock 'a' (alias 'default'), whose backend is down: the engine"
+    warning = (
+        "going on without the lock 'heard' (alias 'default'), whose backend is down: the engine"
+    )
     assert [line.startswith(warning) for line in lines(caplog, "opened")] == [True, True]
     failed = (lock_failed, {"error": "the engine is down", "opened": True})
     assert heard == 2 * [failed, (lock_released, {})]
