@@ -121,7 +121,7 @@ class SharesAConnection(LocMemBackend):
     def acquire(self, claim, wait):
         answer = super().acquire(claim, wait)
         os.write(self.connection[1], b"1" if answer else b"0")
-        sleep(uniform(0, 0.002))
+        sleep(uniform(0, 0.02))  # parent and child overlap
         return answer if os.read(self.connection[0], 1) == b"1" else Busy()
 
 

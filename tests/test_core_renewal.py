@@ -478,17 +478,19 @@ def test_an_idle_worker_ends_and_starts_again(monkeypatch):
     until(lambda: "last" in done)
 
 
-def test_backends_are_not_kept_alive_by_their_workers(engine, monkeypatch, settings):
+def test_backends_are_not_kept_alive_by_their_workers(monkeypatch, settings):
     monkeypatch.setattr(threads, "WORKER_IDLE", 0.02)
-    hold = Lock("a", ttl=3).acquire()
+    fake = {"BACKEND": "tests.engines.FakeBackend"}
+    settings.DISTLOCK = {"default": fake, "own": fake}
+    backend = weakref.ref(registry["own"].backend)
+    hold = Lock("a", using="own", ttl=3).acquire()
     renewed(hold)
     hold.release()
-    backend = weakref.ref(engine)
+    del hold
 
-    settings.DISTLOCK = {"default": {"BACKEND": "tests.engines.FakeBackend"}}
-    assert registry["default"].backend is not engine
+    settings.DISTLOCK = {"default": fake}
 
-    until(lambda: (worker := renewer._workers.get(backend())) is None or not worker._running)
+    until(lambda: gc.collect() >= 0 and backend() is None)
 
 
 def test_a_hold_survives_a_reset_of_the_registry(engine):

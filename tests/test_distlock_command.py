@@ -643,7 +643,8 @@ def test_the_holder_of_a_busy_lock_cannot_write_to_the_terminal(memory):
 def test_run_waits_for_its_turn(started):
     grant = taken("a")
     process = started("run", "a", "--wait", "30", *shell("echo ran"))
-    time.sleep(0.5)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(4)  # longer than it needs to start
     registry["default"].backend.release(grant)
 
     assert process.communicate(timeout=60)[0] == "ran\n"
