@@ -509,16 +509,21 @@ def test_a_lost_answer_leaves_no_orphan(engine):
     assert monotonic() - began < TTL
 
 
-def test_a_release_after_a_lost_answer_believes_no_server_that_lags(engine, monkeypatch):
-    """A session may have come to a server that does not know yet what another one has done."""
-    if engine.name == "etcd":
-        return  # deletes the key without a look
-    claim = a_claim("a", ttl=TTL)
+def lose_the_answer_to(claim, engine):
+    """Ask for the claim on a connection that works until then."""
     own().release(own().acquire(a_claim("a", ttl=TTL), 0))
     engine.proxy.lose = 1.0
     with pytest.raises(BackendError):
         own().acquire(claim, 0)
     engine.proxy.lose = 0.0
+
+
+def test_a_release_after_a_lost_answer_believes_no_server_that_lags(engine, monkeypatch):
+    """A session may have come to a server that does not know yet what another one has done."""
+    if engine.name == "etcd":
+        return  # deletes the key without a look
+    claim = a_claim("a", ttl=TTL)
+    lose_the_answer_to(claim, engine)
     until(lambda: not tried(lambda _: own().ping(), None))
     session, written = own()._session, []
     ask, prove = session.ask, session.prove
@@ -539,11 +544,7 @@ def test_a_release_after_a_lost_answer_believes_no_server_that_lags(engine, monk
 
 def test_the_same_owner_finds_its_claim_after_a_lost_answer(engine):
     claim = a_claim("a", ttl=TTL)
-    own().release(own().acquire(a_claim("a", ttl=TTL), 0))
-    engine.proxy.lose = 1.0
-    with pytest.raises(BackendError):
-        own().acquire(claim, 0)
-    engine.proxy.lose = 0.0
+    lose_the_answer_to(claim, engine)
 
     grant = until_granted(lambda: own().acquire(claim, 0))
 

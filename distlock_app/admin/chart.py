@@ -12,6 +12,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..claims import Holding
 from ..models import LockEvent
+from ..operations.people import local
 
 # Of the drawing, in units of its own.
 BARS, BAR, HEIGHT = 60, 12, 56
@@ -86,7 +87,6 @@ def _panel(label: Any, kind: str, spans: list[Span], begin: datetime, end: datet
     for bar, value in enumerate(sums):
         if value > 0:
             height = max(1.0, value / top * HEIGHT)
-            at = begin + timedelta(seconds=bar * width)
-            at = timezone.localtime(at) if timezone.is_aware(at) else at
+            at = local(begin + timedelta(seconds=bar * width))
             bars.append((bar * BAR, HEIGHT - height, height, f"{at:%H:%M:%S}: {value:.2f}"))
     return Panel(label, kind, top, bars)

@@ -20,7 +20,7 @@ from django.utils.translation import gettext_lazy as _
 from ..backends.database import DatabaseBackend
 from ..core.registry import registry
 from ..models import DistLock
-from ..operations.people import activity_of, origin_of
+from ..operations.people import activity_of, local, origin_of
 from ..primitives.identity import holder_fields
 from . import clearing
 
@@ -136,8 +136,7 @@ def _local(row: DistLock, at: datetime) -> str:
     """Return a time of this row in the current time zone."""
     if _is_in_utc(row._state.db or ""):
         at = at.replace(tzinfo=zones.utc)
-    at = timezone.localtime(at) if timezone.is_aware(at) else at
-    return format_html('<span class="dl-time">{}</span>', formats.localize(at))
+    return format_html('<span class="dl-time">{}</span>', formats.localize(local(at)))
 
 
 def _databases() -> dict[str, list[str]]:

@@ -196,6 +196,7 @@ class Ending(Entered):
                     )
             last = lease.remove_hold(self, blocks=blocks)
         if last:
+            # What timer.cancel() does, without its call for a lease that is on no heap yet.
             timer.young.pop(lease, None)
             if lease.due is not None:
                 timer.cancel(lease)

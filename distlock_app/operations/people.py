@@ -98,6 +98,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def local(at: datetime) -> datetime:
+    """Return a time in the current time zone; a naive one (USE_TZ = False) is in it already."""
+    return timezone.localtime(at) if timezone.is_aware(at) else at
+
+
 def since(holding: Holding) -> str:
     """Return when it was acquired, in the current time zone; empty if that is not known."""
     if holding.held_for is None:

@@ -66,6 +66,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         if claim.latch:
             return Grant(claim, fence=0) if self.counted(claim.key) >= claim.limit else Busy()
+        # Where an uncontended lock comes by, claim_key_of() and kind_of() are written out: each
+        # call counts.
         queues, claim_key = self._sessions.queues, (claim.key, claim.owner)
         waiter = queues.waiter_of(claim_key)
         self._free_queue(claim_key)  # if it was granted before, and asks again
