@@ -12,10 +12,9 @@ from django.conf import settings as project
 from django.contrib.auth.models import User
 from django.test import Client
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.app.versioned_models import Extra, Offer, Tag
-from tests.test_browser import WITHIN, chromium, shows, text, violations  # noqa: F401
+from tests.test_browser import chromium, shows, text, violations, wait_until  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
@@ -111,7 +110,7 @@ def test_the_second_window_shows_the_conflict_and_merges_it(windows, offer, lang
     page = use(ann, language=language)
     write(page, name="White tea", price="12.00", text="A mild tea, picked in April.")
     save(page)
-    WebDriverWait(page, WITHIN).until(lambda b: "/change/" not in b.current_url)
+    wait_until(page, lambda b: "/change/" not in b.current_url)
 
     page = use(bob, language=language)
     write(page, name="Black tea", text=mine)
@@ -126,7 +125,7 @@ def test_the_second_window_shows_the_conflict_and_merges_it(windows, offer, lang
     assert not page.find_element(By.CSS_SELECTOR, ".errornote").is_displayed()
     page.find_element(By.CSS_SELECTOR, "[name=distlock_take_name][value=theirs]").click()
     save(page)
-    WebDriverWait(page, WITHIN).until(lambda b: "/change/" not in b.current_url)
+    wait_until(page, lambda b: "/change/" not in b.current_url)
     offer.refresh_from_db()
     assert (offer.name, offer.price, offer.text) == ("White tea", Decimal("12"), mine)
 
@@ -141,11 +140,11 @@ def test_a_reload_discards_what_one_typed(windows, offer):
 
     page.find_element(By.LINK_TEXT, "Discard mine and reload").click()
 
-    WebDriverWait(page, WITHIN).until(
-        lambda b: b.find_element(By.NAME, "name").get_attribute("value") == "White tea"
+    wait_until(
+        page, lambda b: b.find_element(By.NAME, "name").get_attribute("value") == "White tea"
     )
     save(page)
-    WebDriverWait(page, WITHIN).until(lambda b: "/change/" not in b.current_url)
+    wait_until(page, lambda b: "/change/" not in b.current_url)
 
 
 @pytest.mark.parametrize("language", ["en", "ko"])

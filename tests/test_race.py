@@ -11,14 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.conftest import missing
 from tests.engines import until
 from tests.launching import free_port
-from tests.test_browser import chromium, log_in, shows, text, violations  # noqa: F401
+from tests.test_browser import chromium, log_in, shows, text, violations, wait_until  # noqa: F401
 from tests.test_browser_conflict import PICTURES, picture
 from tests.test_demo import Shop, open_up, somebody_listens
 
@@ -167,12 +165,6 @@ def page(chromium, site):  # noqa: F811
     log_in(chromium, f"{site}/race/", "admin", "locked-shop", "Race lab")
     yield chromium
     assert violations(chromium) == []
-
-
-def wait_until(page, condition):
-    """Wait, on a machine that is busy with the race, while the page replaces what is on it."""
-    leaving = [StaleElementReferenceException, NoSuchElementException]
-    WebDriverWait(page, 90, ignored_exceptions=leaving).until(condition)
 
 
 def first_bar(page):
