@@ -7,40 +7,57 @@ In a clone of the project, for it changes the sources while it runs, and with th
     python -m tests.mutation learn
     cosmic-ray init tests/mutation.toml mutation.sqlite
     cr-filter-operators mutation.sqlite tests/mutation.toml
-    python -m tests.mutation sample mutation.sqlite --most 200 --seed 1
+    python -m tests.mutation sample mutation.sqlite --most 500 --seed 1 \
+        --under core guards backends/database backends/redis
     cosmic-ray exec tests/mutation.toml mutation.sqlite
     cr-report mutation.sqlite --surviving-only --show-diff
 
+    python -m tests.mutation table mutation.sqlite
+
 `learn` notes which tests run which line, so that each change is shown to those only that could
-notice. A survivor is a change that no test noticed: a missing test, or code that does the same.
+notice, the fastest first. A survivor is a change that no test noticed: a missing test, or code that
+does the same.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import coverage
+import pytest
 from cosmic_ray.tools.filters.filter_app import FilterApp
-from cosmic_ray.work_db import WorkDB
-from cosmic_ray.work_item import WorkerOutcome, WorkItem, WorkResult
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 PYTEST = [sys.executable, "-W", "error", "-m", "pytest", "-q", "--no-header"]
 KNOWN = "mutation.coverage"
+SECONDS = Path("mutation.seconds")
+seconds: dict[str, float] = defaultdict(float)  # of each test
 CHANGED = re.compile(r"^\+\+\+ b/(?P<file>.*)\n@@ -(?P<line>\d+)", re.MULTILINE)
 
 
 def learn() -> int:
     # What starts processes is left out: a change is noticed there late, and by hanging.
     chosen = ["-m", "not slow and not crowd", "--ignore-glob=*browser*"]
-    data = ["--cov=distlock_app", "--cov-context=test", "--cov-report="]
+    data = ["--cov=distlock_app", "--cov-context=test", "--cov-report=", "-p", "tests.mutation"]
     status = subprocess.call([*PYTEST, *chosen, *data])
     Path(".coverage").rename(KNOWN)
     return status
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish() -> None:
+    SECONDS.write_text(json.dumps(seconds))
 
 
 def check() -> int:
@@ -58,8 +75,10 @@ def check() -> int:
         tests = set(lines.get(line, ()))
         if "" in tests:  # it runs at the import, and may matter to all of the module
             tests = set().union(*lines.values())
+    names = {test.rpartition("|")[0] for test in tests} - {""}
+    took = json.loads(SECONDS.read_text())
     chosen = Path("mutation.tests")
-    chosen.write_text("\n".join(sorted({test.rpartition("|")[0] for test in tests} - {""})))
+    chosen.write_text("\n".join(sorted(names, key=lambda name: took.get(name, 0.0))))
     return subprocess.call([*PYTEST, "-x", f"@{chosen}"]) if tests else 0
 
 
@@ -72,18 +91,47 @@ class Sample(FilterApp):
     def add_args(self, parser: ArgumentParser) -> None:
         parser.add_argument("--most", type=int, default=200, help="mutations to do")
         parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--under", nargs="*", default=[""], help="parts of distlock_app/")
 
     def filter(self, work_db: WorkDB, args: Namespace) -> None:
         def place(item: WorkItem) -> tuple[object, ...]:
             [one] = item.mutations
             return one.module_path, one.start_pos, one.operator_name, one.occurrence
 
-        items = sorted(work_db.pending_work_items, key=place)
+        roots = tuple(f"distlock_app/{part}" for part in args.under)
+        pending = sorted(work_db.pending_work_items, key=place)
+        items = [item for item in pending if module_of(item).startswith(roots)]
         random.Random(args.seed).shuffle(items)
         print(f"{min(args.most, len(items))} of {len(items)} mutations")
+        sample = {item.job_id for item in items[: args.most]}
         left_out = WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output="not in the sample")
-        for item in items[args.most :]:
-            work_db.set_result(item.job_id, left_out)
+        for item in pending:
+            if item.job_id not in sample:
+                work_db.set_result(item.job_id, left_out)
+
+
+def module_of(item: WorkItem) -> str:
+    return item.mutations[0].module_path.as_posix()
+
+
+def table(path: str) -> int:
+    """Print, as Markdown, how many changes of each package were noticed."""
+    done: Counter[str] = Counter()
+    noticed: Counter[str] = Counter()
+    with use_db(path, WorkDB.Mode.open) as work_db:
+        results = dict(work_db.results)
+        for item in work_db.work_items:
+            result = results.get(item.job_id)
+            if result is not None and result.worker_outcome is not WorkerOutcome.SKIPPED:
+                package = str(Path(module_of(item)).parent.relative_to("distlock_app"))
+                for one in package, "all":
+                    done[one] += 1
+                    noticed[one] += result.test_outcome is not TestOutcome.SURVIVED
+    print("| package | changes | noticed | |\n|---|---:|---:|---:|")
+    for one in sorted(done, key=lambda one: (one == "all", one)):
+        share = f"{noticed[one] / done[one]:.0%}"
+        print(f"| {one} | {done[one]} | {noticed[one]} | {share} |")
+    return 0
 
 
 if __name__ == "__main__":
@@ -94,5 +142,7 @@ if __name__ == "__main__":
             sys.exit(check())
         case ["sample", *arguments]:
             sys.exit(Sample().main(arguments))
+        case ["table", path]:
+            sys.exit(table(path))
         case _:
             sys.exit(__doc__)
