@@ -24,6 +24,7 @@ from tests.servers import KINDS, RedisServer
 from .contenders import GROUPS
 
 PARTS = ("uncontended", "contended", "threads", "held", "renewal", "tasks", "guards", "saving")
+OF_ONE_THREAD = {"uncontended", "held", "saving"}
 COUNTS = [2, 8, 32]
 THREADS = [1, 8, 64]
 SPARE = "spare"  # one more Redis
@@ -172,7 +173,7 @@ def measure(work: list[Job], servers: Servers) -> dict[str, Any]:
                 found: Any = {"error": f"skipped: {lacking[0]}"}
             else:
                 show = partial(_show, bar, job, done)
-                with one_core() if job.part == "uncontended" else nullcontext():
+                with one_core() if job.part in OF_ONE_THREAD else nullcontext():
                     found = _run(job, servers.environment(job, scratch), show)
             results.setdefault(job.part, {})[job.of] = found
             done += job.seconds
