@@ -317,6 +317,23 @@ def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
         assert isinstance(backend.acquire(claim("a"), 0), Grant)
 
 
+def test_a_waiter_that_was_called_and_gives_up_frees_the_queue_at_once(backend, sessions):
+    held = grab(backend, "a")
+    backend._free_queue((held.claim.key, held.claim.owner))  # the row stays leased
+    waits = registry["locks"].backend
+    wanted = claim("a")
+    refused = waits.acquire(wanted, 30)
+    queued = refused.ticket.queue.connection
+    session = queued.session
+    assert queued.called(within=DEADLINE)
+
+    assert not waits.acquire(wanted, 0)
+
+    assert session in sessions._idle
+    assert backend.release(held)
+    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+
+
 def test_a_waiter_that_is_just_being_dropped_is_gone(backend, sessions, monkeypatch):
     held = grab(backend, "a")
     refused = registry["locks"].backend.acquire(claim("a"), 30)

@@ -152,4 +152,4 @@ def test_an_interrupt_anywhere_in_an_exchange_mixes_up_no_answers(module, own):
         assert grants[0].fence < grants[1].fence
         assert [backend.release(grant) for grant in grants] == [True, True]
 
-    assert at > 100
+    assert at > 3, "never interrupted"
