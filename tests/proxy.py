@@ -74,6 +74,7 @@ class Proxy:
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._open |= {client, server}
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
                 for source, target, answers in ((client, server, False), (server, client, True)):
                     args = (source, target, answers)
                     thread = threading.Thread(target=self._pass_on, args=args, daemon=True)

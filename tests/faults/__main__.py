@@ -25,6 +25,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=8, help="workers on each engine")
     parser.add_argument("--seed", type=int, default=1, help="the same faults in the same order")
     parser.add_argument("--work", type=float, default=0.01, help="seconds, at most, under a lock")
+    parser.add_argument("--names", type=int, default=0, help="locks that they take (4)")
     parser.add_argument("--keep", default="", help="directory for the histories")
     found = parser.parse_args()
     default = os.environ.get("DISTLOCK_TEST_DATABASE", "sqlite")
@@ -94,7 +95,7 @@ def result_of(worker: Worker, engine: str) -> dict[str, Any]:
 def main() -> int:
     """Run the command; 1 if a promise was broken."""
     given = arguments()
-    options = {key: getattr(given, key) for key in ("seconds", "processes", "seed", "work", "keep")}
+    options = {key: value for key, value in vars(given).items() if key != "engines"}
     print(f"seed {given.seed}: the same seed plays the same faults again", file=sys.stderr)
     group = Processes()
     try:

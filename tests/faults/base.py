@@ -28,7 +28,7 @@ class Engine:
     # Faults after which the engine may have forgotten who has a lock.
     forgetful: frozenset[str] = frozenset()
     # Faults that no request notices.
-    harmless = frozenset({"kill", "stop", "clock", "script flush", "flushall"})
+    harmless = frozenset({"kill", "stop", "first waiter", "clock", "script flush", "flushall"})
 
     def __init__(self) -> None:
         self.stack = ExitStack()
@@ -95,6 +95,7 @@ class Served(Engine):
             "delay": self.delay,
             "lost replies": self.lose,
             "crash": self.crash,
+            "freeze": self.freeze,
         }
 
     def some(self, chance: Random) -> list[int]:
@@ -164,3 +165,13 @@ class Served(Engine):
         yield
         for server in servers:
             server.start()
+
+    @contextmanager
+    def freeze(self, chance: Random) -> Iterator[None]:
+        """Stop servers where they are (SIGSTOP), and let them go on."""
+        servers = [self.servers[at] for at in self.some(chance)]
+        for server in servers:
+            server.pause()
+        yield
+        for server in servers:
+            server.resume()

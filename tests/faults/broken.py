@@ -105,7 +105,7 @@ class Simple(Redis):
     backend = f"{__name__}.SimpleLock"
     forgetful = frozenset()
     share = 0.5
-    plan = {"names": ["a"], "long": 0.3, "overstays": 0.3, "waits": [3.0, 12.0]}
+    plan = {"names": ["a"], "long": 0.3, "overstays": 0.3, "odd": 0.0, "waits": [3.0, 12.0]}
 
     @property
     def locks(self) -> dict[str, Any]:

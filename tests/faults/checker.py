@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tests.faults.history import FOREVER, Attempt, History
+from tests.faults.spans import Interval, Spans
 
 # Seconds that a waiter may sleep on a free lock: it looks once a second, on a machine that is
 # busy with all the others.
@@ -20,8 +21,6 @@ STARVED = 10.0
 HANGS = 15.0
 # How long after an outage a request may still be waiting for its lost answer.
 SETTLE = 6.0
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +94,10 @@ def overlaps(history: History, held: list[Attempt]) -> Iterator[Accusation]:
 
 
 def _forgot(history: History, earlier: Attempt, later: Attempt) -> bool:
+    ttl = max(history.ttl, earlier.ttl, later.ttl)
     end = min(_ours(earlier), _ours(later))
-    return any(
-        fault.forgets
-        and min(earlier.asked, later.asked) <= fault.end
-        and fault.begin <= _got(later)
-        and end <= fault.end + history.ttl
-        for fault in history.faults
-    )
+    since = max(min(earlier.asked, later.asked), end - ttl)
+    return bool(history.forgetting.touching(since, _got(later)))
 
 
 def bad_fences(history: History, held: list[Attempt]) -> Iterator[Accusation]:
@@ -134,10 +129,7 @@ def bad_fences(history: History, held: list[Attempt]) -> Iterator[Accusation]:
 
 
 def _forgets_within(history: History, attempt: Attempt) -> bool:
-    return any(
-        fault.forgets and fault.begin <= _got(attempt) and attempt.asked - history.ttl <= fault.end
-        for fault in history.faults
-    )
+    return bool(history.forgetting.touching(attempt.asked - history.ttl, _got(attempt)))
 
 
 def _surely_later(history: History, one: Attempt, other: Attempt) -> bool:
@@ -177,14 +169,13 @@ def asleep(history: History, attempts: list[Attempt]) -> Iterator[Accusation]:
     """Accuse a lock that is free and has a waiter, without faults, and nobody gets it."""
     taken = [interval for a in attempts for interval in _maybe_held(history, a)]
     taken += [(f.begin, f.end + SETTLE) for f in history.faults if f.outage]
+    slow = [a for a in attempts if _answered(history, a) - a.asked > ASLEEP]
     for begin, end in _between(taken, history.end):
         if end - begin <= ASLEEP:
             continue
-        for a in attempts:
+        for a in slow:
             since, until = max(begin, a.asked), min(end, _answered(history, a))
-            if until - since > ASLEEP and not any(
-                s.who == a.who and s.begin < until and since < s.end for s in history.stops
-            ):
+            if until - since > ASLEEP and not history.stopped(a.who, since, until):
                 text = f"{a.id} slept {until - since:.1f} s on {a.name}, which was free"
                 yield Accusation("wakes waiters", since, text)
                 break
@@ -193,7 +184,7 @@ def asleep(history: History, attempts: list[Attempt]) -> Iterator[Accusation]:
 def _maybe_held(history: History, attempt: Attempt) -> Iterator[Interval]:
     """Yield when the claim of an attempt may have been in the engine."""
     # So long an engine may keep what its owner does not give back; sessions a little longer.
-    kept = history.ttl + 3.0
+    kept = max(history.ttl, attempt.ttl) + 3.0
     killed = history.kills.get(attempt.who, FOREVER)
     if attempt.got is not None:
         end = FOREVER if attempt.done is None else attempt.done
@@ -204,27 +195,26 @@ def _maybe_held(history: History, attempt: Attempt) -> Iterator[Interval]:
         yield attempt.done, attempt.done + kept
     elif attempt.done is None:
         yield killed, killed + kept
-    for stop in history.stops:  # it was called, and could not come
-        if stop.who == attempt.who and stop.begin < _answered(history, attempt):
-            if stop.end > attempt.asked:
-                yield stop.begin, stop.end + kept
+    for begin, end in history.stopped(attempt.who, attempt.asked, _answered(history, attempt)):
+        yield begin, end + kept  # it was called, and could not come
 
 
 def starved_or_hung(history: History, by_name: dict[str, list[Attempt]]) -> Iterator[Accusation]:
     """Accuse a wait that others overtook for too long, and one that did not end in time."""
-    outages = [(f.begin, f.end + SETTLE) for f in history.faults if f.outage]
+    outages = Spans((f.begin, f.end + SETTLE) for f in history.faults if f.outage)
     for name, attempts in by_name.items():
         times = sorted(a.got for a in attempts if a.got is not None)
         for a in attempts:
             end = _answered(history, a)
             if end - a.asked < min(STARVED, a.wait + HANGS):
                 continue
-            stops = [(s.begin, s.end) for s in history.stops if s.who == a.who]
-            waited = sum(y - x for x, y in _between([*stops], end, since=a.asked))
+            stops = history.stopped(a.who, a.asked, end)
+            waited = sum(y - x for x, y in _between(stops, end, since=a.asked))
             if waited > a.wait + HANGS:
                 text = f"{a.id} waited {waited:.1f} s for {name} instead of {a.wait}"
                 yield Accusation("ends in time", a.asked, text)
-            waited = sum(y - x for x, y in _between([*stops, *outages], end, since=a.asked))
+            stops += outages.touching(a.asked, end)
+            waited = sum(y - x for x, y in _between(stops, end, since=a.asked))
             others = bisect_right(times, end) - bisect_right(times, a.asked)
             if waited > STARVED and others > 1:
                 text = f"{a.id} waited {waited:.1f} s for {name}, which others got {others} times"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+from tests.faults.spans import Interval, Spans
 
 FOREVER = float("inf")
 
@@ -42,8 +47,9 @@ class Attempt:
     ours: float | None = None  # when the hold was last asked, and said that it was not lost
     over: float | None = None  # when it was known to be lost, or release() was called
     done: float | None = None  # when acquire() failed, or release() answered
-    # Of release(): "released", "lost", "unknown". Of acquire(): "busy", "error".
+    # Of release(): "released", "lost", "unknown". Of acquire(): "busy", "error", "cancelled".
     answer: str = ""
+    ttl: float = 0.0  # of its lease, if that is longer than the others
 
     @property
     def id(self) -> str:
@@ -70,9 +76,9 @@ class Stop:
     end: float = FOREVER
 
 
-@dataclass(slots=True)
+@dataclass
 class History:
-    """All that the checker knows."""
+    """All that the checker knows; complete before it is asked anything."""
 
     ttl: float
     end: float
@@ -86,20 +92,44 @@ class History:
     stuck: list[str] = field(default_factory=list)  # names that nobody could get at the end
     surprises: list[str] = field(default_factory=list)  # errors that nobody announced
 
+    @cached_property
+    def forgetting(self) -> Spans:
+        """When the engine may have forgotten locks."""
+        return Spans((fault.begin, fault.end) for fault in self.faults if fault.forgets)
+
+    def stopped(self, who: str, since: float, until: float) -> list[Interval]:
+        """Return when a process was stopped between the two times."""
+        found = self._stops.get(who, Spans()).touching(since, until)
+        return [(begin, end) for begin, end in found if begin < until and since < end]
+
+    @cached_property
+    def _stops(self) -> dict[str, Spans]:
+        by_process: dict[str, list[Interval]] = defaultdict(list)
+        for stop in self.stops:
+            by_process[stop.who].append((stop.begin, stop.end))
+        return {who: Spans(stops) for who, stops in by_process.items()}
+
 
 def read(directory: Path, *, ttl: float) -> History:
     """Return the history of a run from its files."""
     history = History(ttl=ttl, end=0.0)
     for path in sorted(directory.glob("*.events")):
-        lines = path.read_bytes().split(b"\n")
-        events = [json.loads(line) for line in lines if line.endswith(b"}")]
-        if events:
-            history.end = max(history.end, events[-1]["t"])
         if path.stem == "nemesis":
-            _read_nemesis(history, events)
+            _read_nemesis(history, _events(history, path))
         else:
-            _read_worker(history, path.stem, events)
+            _read_worker(history, path.stem, _events(history, path))
     return history
+
+
+def _events(history: History, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what was written in full: a SIGKILL may end a line in the middle."""
+    event: dict[str, Any] = {"t": 0.0}
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"}\n"):
+                event = json.loads(line)
+                yield event
+    history.end = max(history.end, event["t"])
 
 
 def _read_nemesis(history: History, events: Iterable[dict[str, Any]]) -> None:
@@ -120,18 +150,23 @@ def _read_nemesis(history: History, events: Iterable[dict[str, Any]]) -> None:
 
 
 def _read_worker(history: History, who: str, events: Iterable[dict[str, Any]]) -> None:
-    attempt: Attempt | None = None
+    attempts: dict[int, Attempt] = {}  # that are not over: a process may make several at a time
     for event in events:
         t, what = event["t"], event["what"]
         if what == "ask":
-            attempt = Attempt(who, event["n"], event["name"], t, event["wait"])
+            attempt = Attempt(who, event["n"], sys.intern(event["name"]), t, event["wait"])
+            attempt.ttl = event.get("ttl", 0.0)
+            attempts[attempt.number] = attempt
             history.attempts.append(attempt)
         elif what == "surprise":
             history.surprises.append(f"{who}: {event['error']}")
         elif what == "stuck":
             history.stuck.append(event["name"])
-        elif attempt is not None:
+        else:
+            attempt = attempts[event["n"]]
             _follow(history, attempt, event)
+            if attempt.done is not None:
+                del attempts[attempt.number]
 
 
 def _follow(history: History, attempt: Attempt, event: dict[str, Any]) -> None:
@@ -145,4 +180,4 @@ def _follow(history: History, attempt: Attempt, event: dict[str, Any]) -> None:
     elif what in ("over", "leave"):
         attempt.over = t
     else:
-        attempt.done, attempt.answer = t, what
+        attempt.done, attempt.answer = t, sys.intern(what)

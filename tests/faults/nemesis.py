@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.faults.history import Recorder
 from tests.processes import Worker
 
 REAP_WITHIN = 60.0
+TRIES = 100  # to stop a process while it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,12 @@ class Crew:
     def send(self, who: str, number: signal.Signals) -> None:
         os.kill(self.pids[who], number)
 
+    def until_stopped(self, who: str) -> None:
+        """Wait until a worker that was sent SIGSTOP writes nothing more."""
+        path = Path(f"/proc/{self.pids[who]}/stat")
+        while path.read_text().rpartition(")")[2].split()[0] != "T":
+            sleep(0.0005)
+
     def reap(self, who: str, within: float = REAP_WITHIN) -> str:
         """Wait for the end of a worker; return what is wrong if it does not come."""
         found: str = self._ask({"do": "reap", "pid": self.pids[who], "within": within}, within)
@@ -81,10 +89,12 @@ class Nemesis:
     def __init__(self, engine: Engine, crew: Crew, directory: Path) -> None:
         self.engine = engine
         self.crew = crew
+        self.directory = directory
         self.note = Recorder(directory / "nemesis.events").note
         self.acts: dict[str, Act] = {
             "kill": self.kill,
             "stop": self.stop,
+            "first waiter": self.first_waiter,
             "clock": self.clock,
             **engine.faults(),
         }
@@ -122,12 +132,50 @@ class Nemesis:
         """Stop workers where they are (SIGSTOP), and let them go on."""
         victims = self.some(chance)
         for who in victims:
-            self.note("stop", who=who)
-            self.crew.send(who, signal.SIGSTOP)
+            self._stop(who)
         yield
         for who in victims:
-            self.crew.send(who, signal.SIGCONT)
-            self.note("go on", who=who)
+            self._go_on(who)
+
+    @contextmanager
+    def first_waiter(self, chance: Random) -> Iterator[None]:
+        """Stop who has waited longest for a lock, and let it go on."""
+        who = None
+        for _ in range(TRIES):
+            if (who := self._longest_waiting()) is None:
+                continue
+            self._stop(who)
+            self.crew.until_stopped(who)
+            if self._asked(who):
+                break
+            self._go_on(who)  # it got the lock just now
+            who = None
+        yield
+        if who is not None:
+            self._go_on(who)
+
+    def _longest_waiting(self) -> str | None:
+        asked = {who: at for who in self.crew.pids if (at := self._asked(who))}
+        return min(asked, key=lambda who: asked[who], default=None)
+
+    def _asked(self, who: str) -> float:
+        """Return when a worker asked for the lock that it waits for; 0 if it does not wait."""
+        path = self.directory / f"{who}.events"
+        if not path.exists():
+            return 0.0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 1000))
+            last = file.read().splitlines()[-1:]
+        event = json.loads(last[0]) if last and last[0].endswith(b"}") else {}
+        return event["t"] if event.get("what") == "ask" and event["wait"] else 0.0
+
+    def _stop(self, who: str) -> None:
+        self.note("stop", who=who)
+        self.crew.send(who, signal.SIGSTOP)
+
+    def _go_on(self, who: str) -> None:
+        self.crew.send(who, signal.SIGCONT)
+        self.note("go on", who=who)
 
     @contextmanager
     def clock(self, chance: Random) -> Iterator[None]:

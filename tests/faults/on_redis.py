@@ -8,10 +8,13 @@ from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
 
+import redis
+
 from tests.faults.base import BACKENDS, Act, Engine, Served
 from tests.servers import RedisCluster, RedisServer, SentinelServer
 
 FAILOVER_WITHIN = 30.0
+KILL = ("CLIENT KILL TYPE normal", "CLIENT KILL TYPE pubsub")
 
 
 class Redis(Served):
@@ -41,9 +44,8 @@ class Redis(Served):
             **super().faults(),
             "script flush": self.telling("SCRIPT FLUSH"),
             "flushall": self.telling("FLUSHALL"),
-            "killed connections": self.telling(
-                "CLIENT KILL TYPE normal", "CLIENT KILL TYPE pubsub"
-            ),
+            "killed connections": self.telling(*KILL),
+            "sessions exhausted": self.exhaust,
         }
 
     def telling(self, *commands: str) -> Act:
@@ -57,6 +59,20 @@ class Redis(Served):
             yield
 
         return act
+
+    @contextmanager
+    def exhaust(self, chance: Random) -> Iterator[None]:
+        """Accept no further client, and end the connection of each."""
+        urls = [self.servers[at].url for at in self.some(chance)]
+        operators = [redis.Redis.from_url(url, single_connection_client=True) for url in urls]
+        for operator in operators:
+            operator.config_set("maxclients", 1)
+            for command in KILL:
+                operator.execute_command(*command.split(), "SKIPME", "yes")
+        yield
+        for operator in operators:
+            operator.config_set("maxclients", 10000)
+            operator.close()
 
 
 class RedisOnDisk(Redis):
@@ -94,7 +110,7 @@ class Sentinel(Redis):
     """A master with two replicas, and a Sentinel that makes one of them the next master."""
 
     name = "sentinel"
-    forgetful = frozenset({"failover", "flushall"})
+    forgetful = frozenset({"failover", "flushall", "freeze"})
 
     def start(self) -> None:
         quick = {"repl-diskless-sync-delay": "0"}
@@ -123,7 +139,8 @@ class Sentinel(Redis):
     def faults(self) -> dict[str, Act]:
         kinds = super().faults()
         told = ("script flush", "flushall", "killed connections")
-        return {"failover": self.failover, **{kind: kinds[kind] for kind in told}}
+        own = {"failover": self.failover, "freeze": self.freeze}
+        return own | {kind: kinds[kind] for kind in told}
 
     def some(self, chance: Random) -> list[int]:
         return [self._master()]
@@ -141,8 +158,23 @@ class Sentinel(Redis):
         yield
         self._until(lambda: self._master() != old)
         self.servers[old].start()
-        # Until the Sentinel tells it, seconds later, it is a second master, for whoever asks it.
-        self._until(lambda: b"role:slave" in self.servers[old].tell("INFO replication"))
+        self._until_one_master()
+
+    @contextmanager
+    def freeze(self, chance: Random) -> Iterator[None]:
+        """Stop the master, which the Sentinel may replace meanwhile, and let it go on."""
+        with super().freeze(chance):
+            yield
+        self._until_one_master()
+
+    def _until_one_master(self) -> None:
+        # Until the Sentinel tells it, seconds later, an old master is one for whoever asks it.
+        def agreed() -> bool:
+            master = self._master()
+            said = [server.tell("INFO replication") for server in self.servers]
+            return all((b"role:master" in one) == (at == master) for at, one in enumerate(said))
+
+        self._until(agreed)
 
     @staticmethod
     def _until(condition: Callable[[], bool]) -> None:
@@ -162,7 +194,7 @@ class Cluster(Engine):
     backend = f"{BACKENDS}.redis.RedisBackend"
     migrate = False
     server = RedisCluster.name
-    forgetful = frozenset({"failover"})
+    forgetful = frozenset({"failover", "freeze"})
 
     def start(self) -> None:
         self.cluster = RedisCluster()
@@ -175,13 +207,25 @@ class Cluster(Engine):
         return {"BACKEND": self.backend, "WAIT": 5, "OPTIONS": {"CLUSTER": nodes}}
 
     def faults(self) -> dict[str, Act]:
-        return {"failover": self.failover}
+        return {"failover": self.failover, "freeze": self.freeze}
+
+    def _a_master(self, chance: Random) -> RedisServer:
+        nodes = self.cluster.nodes
+        return chance.choice([n for n in nodes if b"role:master" in n.tell("INFO replication")])
+
+    @contextmanager
+    def freeze(self, chance: Random) -> Iterator[None]:
+        """Stop a master, which its replica may replace meanwhile, and let it go on."""
+        master = self._a_master(chance)
+        master.pause()
+        yield
+        master.resume()
+        self.cluster.settle(FAILOVER_WITHIN)
 
     @contextmanager
     def failover(self, chance: Random) -> Iterator[None]:
         """Kill a master; it comes back as the replica of the one that was its own."""
-        masters = [n for n in self.cluster.nodes if b"role:master" in n.tell("INFO replication")]
-        gone = chance.choice(masters)
+        gone = self._a_master(chance)
         gone.kill()
         yield
         self.cluster.settle(FAILOVER_WITHIN)

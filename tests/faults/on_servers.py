@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from random import Random
 from typing import Any
 
@@ -49,7 +49,8 @@ class MariaDB(Served):
 
     def start(self) -> None:
         super().start()
-        self._tell("CREATE DATABASE distlock CHARACTER SET utf8mb4")
+        with closing(self._connect()) as operator:
+            self._tell("CREATE DATABASE distlock CHARACTER SET utf8mb4", operator)
 
     @property
     def env(self) -> dict[str, str]:
@@ -59,27 +60,48 @@ class MariaDB(Served):
         return {**super().env, **chosen}
 
     def faults(self) -> dict[str, Act]:
-        return {**super().faults(), "killed connections": self.kill_sessions}
+        more = {"killed connections": self.kill_sessions, "sessions exhausted": self.exhaust}
+        return {**super().faults(), **more}
 
     @contextmanager
     def kill_sessions(self, chance: Random) -> Iterator[None]:
         """End every session, as an operator would."""
-        mine = "id <> CONNECTION_ID() AND user = 'root'"
-        for (one,) in self._tell(f"SELECT id FROM information_schema.processlist WHERE {mine}"):
-            with suppress(Exception):  # it ended by itself meanwhile
-                self._tell(f"KILL CONNECTION {one}")
+        with closing(self._connect()) as operator:
+            self._kill_all_but([operator])
         yield
 
-    def _tell(self, statement: str) -> Any:
+    @contextmanager
+    def exhaust(self, chance: Random) -> Iterator[None]:
+        """End every session, and take all that the server has."""
+        mine = [self._connect()]
+        self._tell("SET GLOBAL max_connections = 10", mine[0])  # the least that it takes
+        for _ in range(3):
+            self._kill_all_but(mine)
+            with suppress(Exception):  # there is no more
+                while True:
+                    mine.append(self._connect())
+        yield
+        self._tell("SET GLOBAL max_connections = 500", mine[0])
+        for one in mine:
+            one.close()
+
+    def _kill_all_but(self, mine: list[Any]) -> None:
+        sessions = "SELECT id FROM information_schema.processlist WHERE user = 'root'"
+        kept = {one.thread_id() for one in mine}
+        for (one,) in self._tell(sessions, mine[0]):
+            if one not in kept:
+                with suppress(Exception):  # it ended by itself meanwhile
+                    self._tell(f"KILL CONNECTION {one}", mine[0])
+
+    def _connect(self) -> Any:
         import MySQLdb
 
-        connection = MySQLdb.connect(host="127.0.0.1", port=self.servers[0].port, user="root")
-        try:
-            cursor = connection.cursor()
+        return MySQLdb.connect(host="127.0.0.1", port=self.servers[0].port, user="root")
+
+    def _tell(self, statement: str, operator: Any) -> Any:
+        with closing(operator.cursor()) as cursor:
             cursor.execute(statement)
-            return cursor.fetchall()
-        finally:
-            connection.close()
+            return cursor.fetchall() if cursor.description else []
 
 
 class PostgreSQL(MariaDB):
@@ -87,10 +109,13 @@ class PostgreSQL(MariaDB):
 
     name = "postgresql"
     kind = PostgreSQLServer
-    database = "postgresql://postgres@127.0.0.1:{}/postgres"
+    database = "postgresql://app@127.0.0.1:{}/postgres"
 
     def start(self) -> None:
         Served.start(self)
+        with closing(self._connect()) as operator:
+            self._tell("CREATE ROLE app LOGIN", operator)
+            self._tell("GRANT ALL ON SCHEMA public TO app", operator)
 
     def faults(self) -> dict[str, Act]:
         kinds = super().faults()
@@ -100,21 +125,30 @@ class PostgreSQL(MariaDB):
         return kinds
 
     @contextmanager
-    def kill_sessions(self, chance: Random) -> Iterator[None]:
-        """End every session, as an operator would."""
-        mine = "pid <> pg_backend_pid() AND backend_type = 'client backend'"
-        self._tell(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {mine}")
-        yield
+    def exhaust(self, chance: Random) -> Iterator[None]:
+        """End every session, and let the workers have no other."""
+        with closing(self._connect()) as operator:
+            self._tell("ALTER ROLE app CONNECTION LIMIT 0", operator)
+            self._kill_all_but([operator])
+            yield
+            self._tell("ALTER ROLE app CONNECTION LIMIT -1", operator)
 
-    def _tell(self, statement: str) -> Any:
+    def _kill_all_but(self, mine: list[Any]) -> None:
+        kept = ", ".join(str(one.info.backend_pid) for one in mine)
+        others = f"backend_type = 'client backend' AND pid NOT IN ({kept})"
+        statement = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"
+        self._tell(statement, mine[0])
+
+    def _connect(self) -> Any:
         import psycopg
 
-        with psycopg.connect(self.servers[0].url, autocommit=True) as connection:
-            return connection.execute(statement).fetchall()
+        return psycopg.connect(self.servers[0].url, autocommit=True)
 
 
 # A lock of a session is gone with its connection, whoever ended that.
-SESSIONS_END = frozenset({"cut", "silence", "lost replies", "crash", "killed connections"})
+SESSIONS_END = frozenset(
+    {"cut", "silence", "lost replies", "crash", "killed connections", "sessions exhausted"}
+)
 
 
 class Named(MariaDB):

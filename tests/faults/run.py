@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -30,8 +30,10 @@ def run(
     processes: int,
     seed: int,
     work: float = 0.01,
+    names: int = 0,
     keep: str = "",
-    kinds: list[str] | None = None,
+    kinds: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run an engine in this process; return the verdict as JSON can carry it.
 
@@ -49,23 +51,34 @@ def run(
         store = stack.enter_context(RedisServer())
         group = Processes()
         stack.callback(group.close)
-        nest = _nest(group, subject, directory, store.url, seed, work)
+        # As many long ones in each second, however short the others are.
+        plan: dict[str, Any] = {
+            "work": work,
+            "long": work / 2,
+            "overstays": work * 0.3,
+            "odd": 0.01,
+        }
+        plan |= subject.plan | ({"names": [f"name {n}" for n in range(names)]} if names else {})
+        nest = _nest(group, subject, directory, store.url, seed, plan)
         crew = Crew(nest, processes)
         nemesis = Nemesis(subject, crew, directory)
-        kinds = kinds or list(nemesis.acts)
+        kinds = [kind for kind in kinds or nemesis.acts if kind not in without]
         _rounds(nemesis, schedule(seed, kinds, ttl=subject.ttl), seconds, len(kinds))
         (directory / "stop").touch()
         problems = _finish(crew, subject)
-        verdict = _judge(directory, store.url, subject, problems)
+        verdict = _judge(directory, store.url, subject, plan["names"], problems)
         nest.tell(None)
     return as_json(verdict)
 
 
 def _nest(
-    group: Processes, subject: Engine, directory: Path, store: str, seed: int, work: float
+    group: Processes,
+    subject: Engine,
+    directory: Path,
+    store: str,
+    seed: int,
+    plan: dict[str, Any],
 ) -> Any:
-    # As many long ones in each second, however short the others are.
-    plan = {"work": work, "long": work / 2, "overstays": work * 0.3, **subject.plan}
     nest = group.start(
         "tests.faults.workers:nest",
         env=subject.env,
@@ -102,12 +115,12 @@ def _finish(crew: Crew, subject: Engine) -> list[str]:
     return problems
 
 
-def _judge(directory: Path, store: str, subject: Engine, problems: list[str]) -> Verdict:
+def _judge(
+    directory: Path, store: str, subject: Engine, names: list[str], problems: list[str]
+) -> Verdict:
     log = FencedStore(store)
     history = read(directory, ttl=subject.ttl)
-    history.writes = [
-        (name, writer) for name in subject.plan["names"] for writer in log.accepted(name)
-    ]
+    history.writes = [(name, writer) for name in names for writer in log.accepted(name)]
     history.surprises += problems
     log.client.close()
     return judge(history)

@@ -18,12 +18,16 @@ class FencedStore:
 
     def __init__(self, url: str) -> None:
         self.client = redis.Redis.from_url(url, decode_responses=True)
-        self._write = self.client.register_script(WRITE)
+        # Without what a client does around each command: workers write for much of their time.
+        self._connection = self.client.connection_pool.get_connection()
+        self._sha = self.client.script_load(WRITE)
 
     def write(self, name: str, fence: int | None, writer: str) -> bool:
         """Write, or refuse a smaller fence; an owner without a fence always writes."""
         number = "9" * 20 if fence is None else f"{fence:020d}"
-        return bool(self._write(keys=[f"{name}:last", f"{name}:log"], args=[number, writer]))
+        keys = (f"{name}:last", f"{name}:log")
+        self._connection.send_command("EVALSHA", self._sha, 2, *keys, number, writer)
+        return bool(self._connection.read_response())
 
     def accepted(self, name: str) -> list[str]:
         """Return who wrote, in order."""

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,9 +19,11 @@ from django.db import connections
 from django.test import override_settings
 from django.utils import timezone
 
-from distlock_app import BackendError, Hold, Lock, LockBusy, LockLost
+from distlock_app import BackendError, Lock, LockBusy, LockLost
 from tests.faults.history import Recorder
+from tests.faults.odd import oddities
 from tests.faults.store import FencedStore
+from tests.faults.turn import Turn
 from tests.launching import die_with_parent
 from tests.processes import hear, say
 
@@ -133,11 +135,13 @@ class Worker:
         work: float,
         long: float,
         overstays: float,
+        odd: float,
         waits: Sequence[float] = (0.0, 1.0, 3.0, 3.0, 12.0),
     ) -> None:
         """`work`: for so many seconds at most, but those that work longer than their lease;
-        `long`: the share of these; `overstays`: of those that do not renew it."""
-        self.note = recorder.note
+        `long`: the share of these; `overstays`: of those that do not renew it; `odd`: of those
+        that do it as no other, see tests/faults/odd.py."""
+        self.recorder = recorder
         self.chance = chance
         self.store = store
         self.who = who
@@ -147,67 +151,27 @@ class Worker:
         self.longest = work
         self.long = long
         self.overstays = overstays
+        self.odd = odd
+        self.oddities = oddities()
         self.number = 0
 
     def work(self, *, stop: Path) -> None:
         while not stop.exists():
             try:
-                self.turn()
+                if self.chance.random() < self.odd:
+                    self.chance.choice(self.oddities)(self)
+                else:
+                    self.turn()
             except Exception as error:
-                self.note("surprise", error=repr(error))
+                self.recorder.note("surprise", error=repr(error))
                 sleep(0.05)
 
     def turn(self) -> None:
         """Acquire once, and use what comes of it."""
-        self.number += 1
-        name = self.chance.choice(self.names)
-        wait = self.chance.choice(self.waits)
         renew = self.chance.random() >= self.overstays
         is_long = not renew or self.chance.random() < self.long
-        lock = Lock(name, ttl=self.ttl, wait=wait, renew=renew)
-        self.note("ask", n=self.number, name=name, wait=wait)
-        try:
-            hold = lock.acquire()
-        except LockBusy:
-            self.note("busy")
-            sleep(0.005)
+        turn = Turn(self, renew=renew)
+        if (hold := turn.acquire()) is None:
             return
-        except BackendError as error:
-            self.note("error", error=repr(error))
-            sleep(0.05)
-            return
-        self.note("got", fence=hold.fence)
-        work = self.ttl * 1.4 if is_long else self.chance.uniform(0, self.longest)
-        self.write(hold, for_seconds=work)
-        self.release(hold)
-
-    def write(self, hold: Hold, *, for_seconds: float) -> None:
-        """Write to the store as long as the hold says that the lock is ours."""
-        end = monotonic() + for_seconds
-        while True:
-            looked = monotonic()
-            if hold.lost:
-                self.note("over", t=looked)
-                sleep(self.chance.uniform(0, self.ttl))  # its release comes late
-                return
-            self.note("ours", t=looked)
-            # Here the process may be stopped for long: so late a write is for the fence to refuse.
-            if not self.store.write(hold.name, hold.fence, f"{self.who}#{self.number}"):
-                self.note("refused")
-                return
-            if monotonic() >= end:
-                return
-            sleep(min(0.002 if for_seconds < 0.1 else 0.05, max(0.0, end - monotonic())))
-
-    def release(self, hold: Hold) -> None:
-        self.note("leave")
-        try:
-            hold.release()
-            answer = "released"
-        except LockLost:
-            answer = "lost"
-        except BackendError:
-            answer = "unknown"
-            with suppress(LockLost):
-                hold.leave(None)
-        self.note(answer)
+        turn.write(hold, self.ttl * 1.4 if is_long else self.chance.uniform(0, self.longest))
+        turn.release(hold)
