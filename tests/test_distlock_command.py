@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import resource
 import shlex
@@ -790,6 +791,28 @@ def test_a_killed_leader_is_followed_by_the_other_candidate(started, tmp_path):
 
     assert "two lead" not in leaders(path)
     assert all(one != next_one for one, next_one in pairwise(leaders(path)))
+
+
+@pytest.mark.slow
+def test_a_wrapper_that_is_killed_at_any_moment_leaves_no_program_behind(started, tmp_path):
+    """As the kernel kills it when memory is short: while it starts, waits or holds the lock."""
+    path, chance = tmp_path / "owners", random.Random(1)
+
+    def wrap(who):
+        program = [sys.executable, "-c", LEADS, str(path), who]
+        return started("run", "a", "--ttl", "1", "--wait", "60", "--", *program)
+
+    owner = wrap("0")
+    for kill in range(2 * KILLS):
+        until(lambda: is_held("a"))
+        following = wrap(str(kill + 1))
+        time.sleep(chance.uniform(0.0, 0.6))
+        owner.kill()
+        owner.wait()
+        owner = following
+
+    until(lambda: leaders(path)[-1:] == [str(2 * KILLS)])
+    assert "two lead" not in leaders(path)
 
 
 def test_a_leader_that_lost_its_lock_leads_again_in_its_turn(started, tmp_path):

@@ -31,6 +31,7 @@ FOR_LONG_RUNS = {
     "first waiter": "sqlite",
     "freeze": "etcd",
     "sessions exhausted": "redis",
+    "disk full": "zookeeper",
 }
 
 

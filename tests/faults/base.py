@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from random import Random
+from time import monotonic, sleep
 from typing import Any
 
-from tests.launching import Server, scratch_directory
+from tests.faults.disks import Disk, may_mount
+from tests.launching import START_TIMEOUT, Server, scratch_directory
 from tests.proxy import Proxy, proxy_to
 
 # What happens inside of it happens while the fault lasts.
@@ -76,15 +78,20 @@ class Served(Engine):
     config: dict[str, str] | None = None
     count = 1
     migrate = False
+    on_disk = False  # whether what it knows is there
+    disk: Disk | None = None
 
     @property
     def server(self) -> str:
         return self.kind.name
 
     def start(self) -> None:
-        self.servers: list[Any] = []
-        for _ in range(self.count):
-            self.servers.append(self.stack.enter_context(self.kind(config=self.config)))
+        directory = None
+        if self.on_disk and may_mount():
+            self.disk = self.stack.enter_context(Disk().mounted())
+            directory = self.disk.path
+        servers = [self.kind(config=self.config, directory=directory) for _ in range(self.count)]
+        self.servers: list[Any] = [self.stack.enter_context(server) for server in servers]
         self.proxies = [self.stack.enter_context(proxy_to(one.port)) for one in self.servers]
 
     def faults(self) -> dict[str, Act]:
@@ -96,6 +103,7 @@ class Served(Engine):
             "lost replies": self.lose,
             "crash": self.crash,
             "freeze": self.freeze,
+            **({"disk full": self.fill} if self.disk else {}),
         }
 
     def some(self, chance: Random) -> list[int]:
@@ -175,3 +183,21 @@ class Served(Engine):
         yield
         for server in servers:
             server.resume()
+
+    @contextmanager
+    def fill(self, chance: Random) -> Iterator[None]:
+        """Leave no room on the disk; a server that ends itself then is started again."""
+        assert self.disk is not None
+        self.disk.fill()
+        yield
+        self.disk.empty()
+        give_up = monotonic() + START_TIMEOUT
+        while not self._answers():  # it may be about to end
+            assert monotonic() < give_up, "it does not come back"
+            self.servers[0].start()
+            sleep(0.05)
+
+    def _answers(self) -> bool:
+        with suppress(OSError):
+            return bool(self.servers[0].running and self.servers[0].answers())
+        return False

@@ -80,6 +80,7 @@ class RedisOnDisk(Redis):
 
     name = "redis-aof"
     config = {"appendonly": "yes", "appendfsync": "always"}
+    on_disk = True
     forgetful = frozenset({"flushall"})
 
 

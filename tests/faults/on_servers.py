@@ -17,6 +17,7 @@ class Etcd(Served):
 
     name = "etcd"
     kind = EtcdServer
+    on_disk = True
     backend = f"{BACKENDS}.etcd.EtcdBackend"
     ttl = 2.0
 
@@ -30,6 +31,7 @@ class ZooKeeper(Served):
 
     name = "zookeeper"
     kind = ZooKeeperServer
+    on_disk = True
     backend = f"{BACKENDS}.zookeeper.ZooKeeperBackend"
     ttl = 2.0
 
@@ -44,6 +46,7 @@ class MariaDB(Served):
 
     name = "mysql"
     kind: type[Server] = MariaDBServer
+    on_disk = True
     migrate = True
     database = "mysql://root@127.0.0.1:{}/distlock"
 
@@ -133,6 +136,14 @@ class PostgreSQL(MariaDB):
             yield
             self._tell("ALTER ROLE app CONNECTION LIMIT -1", operator)
 
+    @contextmanager
+    def fill(self, chance: Random) -> Iterator[None]:
+        """Leave no room on the disk, and need some at once."""
+        with super().fill(chance):
+            with suppress(Exception), closing(self._connect()) as operator:
+                self._tell("SELECT pg_switch_wal()", operator)
+            yield
+
     def _kill_all_but(self, mine: list[Any]) -> None:
         kept = ", ".join(str(one.info.backend_pid) for one in mine)
         others = f"backend_type = 'client backend' AND pid NOT IN ({kept})"
@@ -148,6 +159,7 @@ class PostgreSQL(MariaDB):
 # A lock of a session is gone with its connection, whoever ended that.
 SESSIONS_END = frozenset(
     {"cut", "silence", "lost replies", "crash", "killed connections", "sessions exhausted"}
+    | {"disk full"}
 )
 
 
