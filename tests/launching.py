@@ -120,6 +120,7 @@ class Server:
         """`config` holds the server's own settings; `detached` lets it outlive this process."""
         self.config = dict(config or {})
         self.detached = detached
+        self.env: dict[str, str] = {}  # what it has beside this process's
         self.directory = Path(directory) if directory else None
         self.process: subprocess.Popen[bytes] | None = None
         self._wanted_port = port
@@ -269,6 +270,7 @@ class Server:
             self.process = launch(
                 [*self.as_user(), *command],
                 cwd=self.home,
+                env={**os.environ, **self.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -26,6 +26,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="the same faults in the same order")
     parser.add_argument("--work", type=float, default=0.01, help="seconds, at most, under a lock")
     parser.add_argument("--names", type=int, default=0, help="locks that they take (4)")
+    slower = "also set the clocks of servers"
+    parser.add_argument("--step-clocks", action="store_true", help=slower)
     parser.add_argument("--keep", default="", help="directory for the histories")
     found = parser.parse_args()
     default = os.environ.get("DISTLOCK_TEST_DATABASE", "sqlite")

@@ -8,6 +8,7 @@ from random import Random
 from time import monotonic, sleep
 from typing import Any
 
+from tests.faults.clocks import ServerClock
 from tests.faults.disks import Disk, may_mount
 from tests.launching import START_TIMEOUT, Server, scratch_directory
 from tests.proxy import Proxy, proxy_to
@@ -37,6 +38,9 @@ class Engine:
 
     def start(self) -> None:
         """Start the servers and the proxies."""
+
+    def let_clocks_step(self) -> None:
+        """Have servers, if they use a clock of their own, use one that can be set; before start."""
 
     def close(self) -> None:
         self.stack.close()
@@ -80,10 +84,16 @@ class Served(Engine):
     migrate = False
     on_disk = False  # whether what it knows is there
     disk: Disk | None = None
+    has_clock = False  # whether leases or fences are by the clock of the server
+    steps_back = True  # whether its fences grow even if that is set back
+    server_clock: ServerClock | None = None
 
     @property
     def server(self) -> str:
         return self.kind.name
+
+    def let_clocks_step(self) -> None:
+        self.server_clock = ServerClock() if self.has_clock else None
 
     def start(self) -> None:
         directory = None
@@ -91,6 +101,8 @@ class Served(Engine):
             self.disk = self.stack.enter_context(Disk().mounted())
             directory = self.disk.path
         servers = [self.kind(config=self.config, directory=directory) for _ in range(self.count)]
+        for server in servers:
+            server.env = self.server_clock.env if self.server_clock else {}
         self.servers: list[Any] = [self.stack.enter_context(server) for server in servers]
         self.proxies = [self.stack.enter_context(proxy_to(one.port)) for one in self.servers]
 
@@ -104,6 +116,7 @@ class Served(Engine):
             "crash": self.crash,
             "freeze": self.freeze,
             **({"disk full": self.fill} if self.disk else {}),
+            **({"server clock": self.step_clock} if self.server_clock else {}),
         }
 
     def some(self, chance: Random) -> list[int]:
@@ -196,6 +209,15 @@ class Served(Engine):
             assert monotonic() < give_up, "it does not come back"
             self.servers[0].start()
             sleep(0.05)
+
+    @contextmanager
+    def step_clock(self, chance: Random) -> Iterator[None]:
+        """Set the clock of the servers back, where it may be, and then forward for good."""
+        assert self.server_clock is not None
+        back = chance.randint(1, 3) if self.steps_back else 0
+        self.server_clock.step(-back)
+        yield
+        self.server_clock.step(back + chance.randint(1, 3))
 
     def _answers(self) -> bool:
         with suppress(OSError):

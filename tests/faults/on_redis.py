@@ -23,7 +23,8 @@ class Redis(Served):
     name = "redis"
     kind = RedisServer
     backend = f"{BACKENDS}.redis.RedisBackend"
-    forgetful = frozenset({"crash", "flushall"})
+    has_clock = True
+    forgetful = frozenset({"crash", "flushall", "server clock"})
 
     @property
     def locks(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class RedisOnDisk(Redis):
     name = "redis-aof"
     config = {"appendonly": "yes", "appendfsync": "always"}
     on_disk = True
-    forgetful = frozenset({"flushall"})
+    forgetful = frozenset({"flushall", "server clock"})
 
 
 class Redlock(Redis):
@@ -90,7 +91,7 @@ class Redlock(Redis):
     name = "redlock"
     backend = f"{BACKENDS}.redlock.RedlockBackend"
     count = 5
-    forgetful = frozenset({"flushall"})
+    forgetful = frozenset({"flushall", "server clock"})
 
     @property
     def locks(self) -> dict[str, Any]:

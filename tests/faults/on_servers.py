@@ -47,6 +47,8 @@ class MariaDB(Served):
     name = "mysql"
     kind: type[Server] = MariaDBServer
     on_disk = True
+    has_clock = True
+    forgetful = frozenset({"server clock"})
     migrate = True
     database = "mysql://root@127.0.0.1:{}/distlock"
 
@@ -170,6 +172,7 @@ class Named(MariaDB):
     backend = f"{BACKENDS}.mysql.NamedLockBackend"
     ttl = 2.0
     migrate = False
+    steps_back = False
     forgetful = SESSIONS_END
 
 
@@ -180,6 +183,7 @@ class Advisory(PostgreSQL):
     backend = f"{BACKENDS}.postgresql.AdvisoryLockBackend"
     ttl = 2.0
     migrate = False
+    steps_back = False
     forgetful = SESSIONS_END
 
     def faults(self) -> dict[str, Act]:

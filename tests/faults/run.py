@@ -31,6 +31,7 @@ def run(
     seed: int,
     work: float = 0.01,
     names: int = 0,
+    step_clocks: bool = False,
     keep: str = "",
     kinds: Sequence[str] = (),
     without: Sequence[str] = (),
@@ -45,6 +46,8 @@ def run(
         subject = {**ENGINES, **SIMPLE}[engine]()
         stack.callback(subject.close)
         try:
+            if step_clocks:
+                subject.let_clocks_step()
             subject.start()
         except NotInstalled as error:
             return {"missing": subject.server, "why": str(error)}
