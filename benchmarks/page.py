@@ -76,7 +76,7 @@ def plots(results: Results) -> Iterator[tuple[str, str]]:
             if "error" not in rows
         }
         if found:
-            counts = list(next(iter(results["guards"].values()))["f"])
+            counts = next(list(rows["f"]) for rows in results["guards"].values() if "f" in rows)
             label = "Processes on one row; changes a second"
             yield "guards.svg", charts.lines(found, counts, label=label)
 
