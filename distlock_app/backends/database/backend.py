@@ -266,17 +266,11 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
                 self._ask(lambda s: s.dialect.leave(waiting.wrapper, s.cursor))
                 queued.called(within=0.3)
             if waiting is not None and queued.called():
-                self._attempt(waiting, partial(self._leave_queue, queued))
+                self._attempt(waiting, partial(self._unlock, queued))
         except Exception:
             pass  # The server ends the wait before long.
         finally:
             queued.give_up()
-
-    def _leave_queue(self, queued: QueuedConnection, session: Session) -> None:
-        if queued.wake_fd is not None:
-            queued.wake_fd = None
-            session.dialect.called(session.wrapper)
-        self._unlock(queued, session)  # the server frees nothing before it notices a closed one
 
     def _release_to_next(self, queued: QueuedConnection, claim: Claim, session: Session) -> bool:
         released = session.dialect.release_to_next(session.cursor, claim)

@@ -133,6 +133,9 @@ class Requests(BaseLockBackend):
 
     def _unlock(self, queued: QueuedConnection, session: Session) -> None:
         if session is queued.session:  # else it had died, and the queue lock with it
+            if queued.wake_fd is not None:
+                queued.wake_fd = None
+                session.dialect.called(session.wrapper)
             session.dialect.unlock(session.cursor)
             queued.detach()
 
