@@ -407,6 +407,29 @@ def test_a_password_is_compared_but_neither_carried_nor_shown(offer: Offer) -> N
     assert "secret" not in f"{carried} {form.errors}"
 
 
+def test_fields_that_a_subclass_changes_count_as_they_are_shown(offer: Offer) -> None:
+    class ChangedForm(VersionedModelForm):
+        class Meta:
+            model = Offer
+            fields = ["name", "text", "price"]
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.fields["name"].disabled = True
+            self.fields["text"].widget = forms.PasswordInput(render_value=False)
+
+    changed(offer, text="secret")
+    form = ChangedForm(instance=Offer.objects.get())
+    data = sent(form, text="secret")
+    changed(offer, name="Black tea", price=Decimal("12"))
+
+    again = ChangedForm(data, instance=Offer.objects.get())
+
+    assert "secret" not in str(signing.loads(str(data[VERSION]), salt=form._salt()))
+    assert again.is_valid(), again.errors
+    assert again.save().price == Decimal("12")
+
+
 def test_what_was_typed_for_a_password_is_not_shown_even_if_it_is_wrong(offer: Offer) -> None:
     class PinForm(VersionedModelForm):
         class Meta:

@@ -16,6 +16,7 @@ from django.core.files.base import File
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import models
 from django.utils.crypto import salted_hmac
+from django.utils.functional import cached_property
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
@@ -127,9 +128,7 @@ class VersionedModelForm(_ModelForm):
         if self.instance._state.adding:
             return
         # The current state of the database, before the submission is applied to the instance.
-        names = [name for name, form_field in self.fields.items() if not form_field.disabled]
-        values = forms.model_to_dict(self.instance, fields=names)
-        self._current = {name: self._key(name, values[name]) for name in names if name in values}
+        self._values = forms.model_to_dict(self.instance, fields=[*self.fields])
         self._current_version = self.instance._version_field.text_of(self.instance)
         self.fields[VERSION].initial = self._token
 
@@ -138,10 +137,11 @@ class VersionedModelForm(_ModelForm):
         """The fields that this user changed, without those taken from the other user."""
         return [name for name in super().changed_data if name not in self._taken]
 
-    @property
-    def _compared(self) -> list[str]:
-        """The fields that show values of the row; a list may remove some later."""
-        return [name for name in self._current if name in self.fields]
+    @cached_property
+    def _current(self) -> dict[str, Any]:
+        """What the fields show of the row; a subclass may change fields after `__init__()`."""
+        names = [name for name, form_field in self.fields.items() if not form_field.disabled]
+        return {name: self._key(name, self._values[name]) for name in names if name in self._values}
 
     def _key(self, name: str, value: Any) -> Any:
         """Return the value as JSON data, the same for equal meanings; of a secret, a digest."""
@@ -206,13 +206,13 @@ class VersionedModelForm(_ModelForm):
     def _compare(self, seen: Any) -> None:
         known = seen is not None
         old = seen["state"] if known else {}
-        for name in self._compared if known else ():
+        for name in self._current if known else ():
             if self._take(name) == "theirs":
                 self._take_theirs(name)
         if known and seen["version"] == self._current_version and not self.spent:
             return
-        changes = [change for name in self._compared if (change := self._change(name, old))]
-        mine = any(self._yours(name) != old.get(name) for name in self._compared)
+        changes = [change for name in self._current if (change := self._change(name, old))]
+        mine = any(self._yours(name) != old.get(name) for name in self._current)
         refuse = self.strict or self.spent or (changes and mine)
         if known and not refuse:
             # The other user changed only what this form does not show or this user did not
