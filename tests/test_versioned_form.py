@@ -18,6 +18,7 @@ from django.http import QueryDict
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
+from distlock_app.guards.optimistic.form_values import shown
 from tests.app.versioned_models import Account, Chapter, Extra, Leaflet, Note, Offer, Page, Tag
 
 pytestmark = pytest.mark.django_db
@@ -428,6 +429,13 @@ def test_fields_that_a_subclass_changes_count_as_they_are_shown(offer: Offer) ->
     assert "secret" not in str(signing.loads(str(data[VERSION]), salt=form._salt()))
     assert again.is_valid(), again.errors
     assert again.save().price == Decimal("12")
+
+
+def test_amounts_without_fixed_places_are_shown_as_they_are(offer: Offer, monkeypatch: Any) -> None:
+    form = OfferForm(instance=offer)
+    monkeypatch.setattr(Offer._meta.get_field("price"), "decimal_places", None)  # Django 6.1
+
+    assert shown(form, "price", "1.505") == "1.505"
 
 
 def test_what_was_typed_for_a_password_is_not_shown_even_if_it_is_wrong(offer: Offer) -> None:

@@ -49,7 +49,7 @@ def _plain(form: Any, name: str, key: Any) -> str:
         value = field.to_python(key)
     except (ValidationError, TypeError, ValueError):
         return str(key)
-    if isinstance(value, Decimal):
+    if isinstance(value, Decimal) and getattr(field, "decimal_places", None) is not None:
         value = round(value, field.decimal_places)
     if isinstance(value, datetime) and timezone.is_aware(value):
         value = timezone.localtime(value)
