@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django import forms
 from django.contrib.admin import options
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
@@ -19,7 +20,7 @@ from django.core.files.uploadedfile import SimpleUploadedFile
 from django.test import Client
 
 from distlock_app import StaleObjectError
-from distlock_app.forms import VERSION
+from distlock_app.forms import VERSION, VersionedModelForm
 from tests.app.admin import ArticleAdmin, LeafletAdmin, OfferAdmin
 from tests.app.versioned_models import Article, Extra, Leaflet, Note, Offer
 
@@ -246,6 +247,23 @@ def test_what_was_typed_for_a_deleted_object_is_shown(ann: Client, offer: Offer)
     assert "A new &lt;name&gt;" in response.content.decode()
     assert "A note" in response.content.decode()
     assert ann.get(address).status_code == 302
+
+
+def test_a_password_typed_for_a_deleted_object_is_not_shown(ann: Client, monkeypatch: Any) -> None:
+    class SecretForm(VersionedModelForm):
+        class Meta:
+            widgets = {"title": forms.PasswordInput}
+
+    monkeypatch.setattr(LeafletAdmin, "form", SecretForm)
+    leaflet = Leaflet.objects.create(title="a")
+    address = url(leaflet, "leaflet")
+    leaflet.delete()
+
+    response = ann.post(address, {"title": "secret", "shown_at": "12:34"})
+
+    assert response.status_code == 410
+    assert "12:34" in response.content.decode()
+    assert "secret" not in response.content.decode()
 
 
 def test_the_version_of_any_name_and_kind_is_in_the_page(ann: Client) -> None:

@@ -17,6 +17,7 @@ from django.template.response import TemplateResponse
 from django.utils.translation import gettext
 
 from ...errors import StaleObjectError
+from .form_values import withheld
 from .forms import VERSION, BesideKey, VersionedModelForm
 
 if TYPE_CHECKING:
@@ -198,7 +199,11 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
             )
             return gone
         form = self.get_form(request)(request.POST, request.FILES)
-        typed = [(form[name].label, form[name].value()) for name in form.fields if name != VERSION]
+        typed = [
+            (form[name].label, form[name].value())
+            for name, field in form.fields.items()
+            if name != VERSION and not withheld(field)
+        ]
         inlines = [
             (name, value)
             for name, value in request.POST.items()
