@@ -363,6 +363,19 @@ def test_a_list_is_guarded_row_by_row(ann: Client, bob: Client) -> None:
     assert dict(Article.objects.values_list("pk", "text")) == {first.pk: "bob's", second.pk: "b"}
 
 
+def test_a_list_asks_for_no_field_that_only_the_form_has(ann: Client, monkeypatch: Any) -> None:
+    class ReasonForm(VersionedModelForm):
+        reason = forms.CharField()
+
+    monkeypatch.setattr(ArticleAdmin, "form", ReasonForm)
+    Article.objects.create(text="a")
+    address = "/admin/testapp/article/"
+    data = {**fields(ann.get(address)), "form-0-text": "b", "_save": "Save"}
+
+    assert ann.post(address, data).status_code == 302
+    assert Article.objects.get().text == "b"
+
+
 def test_rows_of_a_list_that_were_not_touched_stay(ann: Client) -> None:
     article = Article.objects.create(text="a")
     address = "/admin/testapp/article/"

@@ -108,7 +108,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         return form
 
     def get_changelist_form(self, request: Any, **kwargs: Any) -> Any:
-        form: Any = super().get_changelist_form(request, **{"form": self.form, **kwargs})
+        form: Any = super().get_changelist_form(request, **{"form": VersionedModelForm, **kwargs})
         form.user = request.user
         form.spent = getattr(request, "distlock_spent", False)
         return form
