@@ -381,6 +381,12 @@ def test_the_next_rows_are_those_that_nobody_has(jobs: list[Job]) -> None:
     assert theirs == [[jobs[3]], [jobs[3], jobs[2], jobs[1], jobs[0]]]
 
 
+@pytest.mark.usefixtures("jobs")
+def test_the_next_no_rows_are_none_and_none_is_locked() -> None:
+    with transaction.atomic():
+        assert next_unlocked(Job.objects.all(), 0) == []
+
+
 def test_four_workers_do_each_job_once(jobs: list[Job]) -> None:
     Job.objects.bulk_create(Job(rank=number % 7) for number in range(40))
     begin = threading.Barrier(4)

@@ -90,12 +90,12 @@ def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
     by_key = _locking(rows.model._base_manager.using(locking.db), skip_locked=True)
     joined = _locks_joined(locking)
     for key in rows.values_list("pk", flat=True)[: n + SPARE]:
+        if len(found) >= n:
+            break
         if not joined:
             found += locking.order_by().filter(pk=key)
         elif by_key.filter(pk=key):
             found += rows.filter(pk=key)
-        if len(found) == n:
-            break
     return found
 
 
