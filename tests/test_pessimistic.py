@@ -21,7 +21,7 @@ from django.test import TestCase
 from distlock_app import LockBusy, LockTimeout
 from distlock_app.guards import pessimistic
 from distlock_app.pessimistic import for_update, next_unlocked, retry_on_deadlock
-from tests.app.guarded_models import ColdShelf, Job, Shelf
+from tests.app.guarded_models import ColdShelf, Crate, Job, Shelf
 from tests.app.versioned_models import SavingsAccount
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -385,6 +385,13 @@ def test_the_next_rows_are_those_that_nobody_has(jobs: list[Job]) -> None:
 def test_the_next_no_rows_are_none_and_none_is_locked() -> None:
     with transaction.atomic():
         assert next_unlocked(Job.objects.all(), 0) == []
+
+
+def test_a_row_whose_first_column_is_computed_can_be_locked() -> None:
+    crate = Crate.objects.create(code="a", side=3)
+
+    with transaction.atomic():
+        assert for_update(Crate.objects.filter(volume=27)) == [crate]
 
 
 def test_four_workers_do_each_job_once(jobs: list[Job]) -> None:

@@ -336,14 +336,12 @@ def _poll(rows: models.QuerySet[M], deadline: Deadline) -> list[M]:
 def _lock_file(connection: Any, model: Any, wait: float | None) -> None:
     """Make this transaction the only writer: SQLite has no other lock."""
     table = connection.ops.quote_name(model._meta.db_table)
-    fields = model._meta.concrete_model._meta.local_concrete_fields
-    column = connection.ops.quote_name(fields[0].column)
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA busy_timeout")
         before = cursor.fetchone()[0]
         cursor.execute(f"PRAGMA busy_timeout = {_milliseconds(wait)}")
         try:
-            cursor.execute(f"UPDATE {table} SET {column} = {column} WHERE 0")
+            cursor.execute(f"DELETE FROM {table} WHERE 0")
         finally:
             cursor.execute(f"PRAGMA busy_timeout = {before}")
 

@@ -21,6 +21,18 @@ class Job(models.Model):
         return f"{self.pk}: {self.state}"
 
 
+class Crate(models.Model):
+    """The database computes its first column."""
+
+    volume = models.GeneratedField(
+        expression=models.F("side") * models.F("side") * models.F("side"),
+        output_field=models.IntegerField(),
+        db_persist=True,
+    )
+    code = models.CharField(max_length=10, primary_key=True)
+    side = models.IntegerField(default=1)
+
+
 class Shelf(FencedModel):
     name = models.CharField(max_length=50, default="")
     stock = models.IntegerField(default=0)
