@@ -9,10 +9,11 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.db import OperationalError, connection, connections, transaction
 from django.db.models import Count, F, Q
 from django.db.models.signals import post_save
+from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest
 from django.test import RequestFactory, TestCase
 
@@ -685,6 +686,26 @@ def test_a_change_that_is_not_made_is_refused(account: Account) -> None:
 
     with pytest.raises(TypeError, match="is a generator"):
         retry_on_conflict(changes)
+
+
+def test_a_task_inside_a_transaction_is_not_retried() -> None:
+    calls = []
+
+    @retry_on_conflict(**QUICK)
+    async def pay() -> None:
+        calls.append("conflict")
+        raise StaleObjectError
+
+    @retry_on_deadlock
+    async def move() -> None:
+        calls.append("deadlock")
+
+    for function, error in (pay, StaleObjectError), (move, TransactionManagementError):
+        with transaction.atomic(), pytest.raises(error) as raised:
+            async_to_sync(function)()
+        assert raised.type is error
+
+    assert calls == ["conflict"]
 
 
 def test_a_decorated_coroutine_function_is_called_again(account: Account) -> None:

@@ -245,13 +245,14 @@ def calling_again(
 
     @functools.wraps(function)
     async def acall(*args: Any, **kwargs: Any) -> Any:
-        begin()
+        # Where a block would be open: in the thread that waits for this task, or runs its queries.
+        await sync_to_async(begin)()
         for attempt in range(1, attempts + 1):
             try:
                 return await function(*args, **kwargs)
             except errors as error:
                 _refuse_after_commit(error)
-                seconds = seconds_after(error, attempt)
+                seconds = await sync_to_async(seconds_after)(error, attempt)
             await asyncio.sleep(seconds)
 
     return acall if iscoroutinefunction(function) else call
