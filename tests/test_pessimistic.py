@@ -481,12 +481,11 @@ def test_it_gives_up_with_the_databases_error_and_passes_others_on() -> None:
 def test_it_refuses_to_begin_inside_a_transaction() -> None:
     calls: list[int] = []
 
-    @retry_on_deadlock
-    def work() -> None:
-        calls.append(1)
+    def work(item: int) -> None:
+        calls.append(item)
 
     with transaction.atomic(), pytest.raises(TransactionManagementError, match="outermost"):
-        work()
+        retry_on_deadlock(partial(work, 1))()
 
     assert calls == []
 

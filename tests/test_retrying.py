@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -681,11 +682,59 @@ def test_a_change_that_is_not_made_is_refused(account: Account) -> None:
     with pytest.raises(TypeError, match="pass the async function itself"):
         Account.objects.retrying(account.pk, lambda row: change(row))
 
-    def changes() -> Iterator[None]:
+    def changes(row: Account) -> Iterator[None]:
         yield
 
-    with pytest.raises(TypeError, match="is a generator"):
-        retry_on_conflict(changes)
+    with pytest.raises(TypeError, match="no generator function"):
+        Account.objects.retrying(account.pk, changes)
+    for function in changes, partial(changes, account):
+        with pytest.raises(TypeError, match="is a generator"):
+            retry_on_conflict(function)
+
+
+def test_a_change_that_runs_out_of_an_iterator_ends_an_async_save(account: Account) -> None:
+    def change(row: Account) -> None:
+        next(iter(()))
+
+    async def run() -> None:
+        try:
+            await asyncio.wait_for(Account.objects.aretrying(account.pk, change), 30)
+        finally:
+            await sync_to_async(connections.close_all)()
+
+    with pytest.raises(RuntimeError, match="the change raised StopIteration"):
+        asyncio.run(run())
+
+
+class Paying:
+    calls = 0
+
+    async def __call__(self) -> str:
+        self.calls += 1
+        if self.calls == 1:
+            raise StaleObjectError
+        return "paid"
+
+
+def flaky() -> Callable[[], str]:
+    errors = [StaleObjectError()]
+
+    def pay() -> str:
+        if errors:
+            raise errors.pop()
+        return "paid"
+
+    return pay
+
+
+@pytest.mark.parametrize("make", [Paying, lambda: sync_to_async(flaky())])
+def test_a_callable_that_is_awaited_is_called_again(make: Any) -> None:
+    pay = retry_on_conflict(make(), **QUICK)
+
+    async def run() -> Any:
+        return await pay()
+
+    assert asyncio.run(run()) == "paid"
 
 
 def test_a_task_inside_a_transaction_is_not_retried() -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
-from asgiref.sync import iscoroutinefunction
 from django.conf import settings
 from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 
@@ -18,7 +17,7 @@ from ..core.in_transaction import held_in_transaction, transaction_under_lock
 from ..core.lock import Lock
 from ..core.registry import aliases_of, registry
 from ..errors import BackendError, LockBusy, LockLost, NotHeld
-from ..primitives.calls import path_of, refuse_undone
+from ..primitives.calls import is_async, path_of, refuse_undone
 from ..primitives.names import Made, shown
 from .naming import NameTemplate, arguments, parameters_of, signature_of
 
@@ -231,7 +230,7 @@ def refuse_what_is_no_function(function: Any) -> None:
 def _kind_of(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isasyncgenfunction(function):
         return _async_generator
-    if iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__):
+    if is_async(function):
         return _coroutine
     return _generator if inspect.isgeneratorfunction(function) else _call
 

@@ -13,6 +13,7 @@ from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError
 
 from ..errors import LockBusy, LockTimeout
+from ..primitives.calls import path_of
 from ..primitives.timing import Deadline, full_jitter
 from .retrying import (
     ATTEMPTS,
@@ -171,7 +172,7 @@ def retry_on_deadlock(
     def begin() -> None:
         if in_transaction():
             raise TransactionManagementError(
-                f"{function.__qualname__}() is decorated with retry_on_deadlock, and cannot be "
+                f"{path_of(function)}() is decorated with retry_on_deadlock, and cannot be "
                 "retried inside an open transaction: decorate what opens the outermost atomic()"
             )
 

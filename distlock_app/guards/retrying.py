@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from inspect import isasyncgenfunction, iscoroutine, iscoroutinefunction, isgeneratorfunction
+from inspect import isasyncgenfunction, iscoroutine, isgenerator, isgeneratorfunction
 from traceback import walk_tb
 from typing import Any, Generic, TypeVar, overload
 
@@ -17,6 +17,7 @@ from django.db import OperationalError, connections, models, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..errors import RetriesExhausted, StaleObjectError
+from ..primitives.calls import is_async, path_of
 from ..primitives.timing import full_jitter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,7 +93,7 @@ class Retrying(Generic[M]):
     def __post_init__(self) -> None:
         if self.attempts < 1:
             raise ValueError("attempts must be at least 1")
-        if iscoroutinefunction(self.change):
+        if is_async(self.change):
             self.change = async_to_sync(self.change)
         self._row = self.using, self.model, str(self.pk)  # a composite key may come as a list
         if self.lock_from is not None and _hot.get(self._row, 0.0) > time.monotonic():
@@ -131,9 +132,11 @@ class Retrying(Generic[M]):
                 obj = self.read(lock)
                 seen = _version_of(obj)
                 obj._state.attempt = attempt
-                _refuse_coroutine(self.change(obj))
+                _refuse_undone(self.change(obj))
                 obj.save(using=self.using)
             return obj, None, 0.0
+        except StopIteration as error:  # a future of asyncio refuses it, and would never be done
+            raise RuntimeError("the change raised StopIteration") from error
         except (StaleObjectError, OperationalError) as error:
             # A rollback restores the version, or removes it.
             saved = obj is not None and _version_of(obj) not in (seen, None)
@@ -230,7 +233,7 @@ def calling_again(
     if attempts < 1:
         raise ValueError("attempts must be at least 1")
     if isgeneratorfunction(function) or isasyncgenfunction(function):
-        raise TypeError(f"{function.__qualname__}() is a generator, which cannot be retried")
+        raise TypeError(f"{path_of(function)}() is a generator, which cannot be retried")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,7 +258,7 @@ def calling_again(
                 seconds = await sync_to_async(seconds_after)(error, attempt)
             await asyncio.sleep(seconds)
 
-    return acall if iscoroutinefunction(function) else call
+    return acall if is_async(function) else call
 
 
 def _refuse_after_commit(error: Exception) -> None:
@@ -296,11 +299,12 @@ def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
     )
 
 
-def _refuse_coroutine(result: Any) -> None:
-    """Raise TypeError if a change returned a coroutine: it was not applied."""
-    if iscoroutine(result):
+def _refuse_undone(result: Any) -> None:
+    """Raise TypeError if a change returned a coroutine or generator: it was not applied."""
+    if iscoroutine(result) or isgenerator(result):
         result.close()
-        raise TypeError("the change returned a coroutine: pass the async function itself")
+        text = f"the change returned a {type(result).__name__}, and was not made"
+        raise TypeError(f"{text}: pass the async function itself, and no generator function")
 
 
 def in_transaction() -> bool:

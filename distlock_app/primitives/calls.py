@@ -6,6 +6,8 @@ from functools import partial
 from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
+from asgiref.sync import iscoroutinefunction
+
 _UNDONE = (GeneratorType, AsyncGeneratorType)
 
 
@@ -16,6 +18,11 @@ def path_of(function: Any) -> str:
         beneath = beneath.func
     where = getattr(beneath, "__module__", "")
     return f"{where}.{getattr(beneath, '__qualname__', type(beneath).__qualname__)}"
+
+
+def is_async(function: Any) -> bool:
+    """Return whether calls are awaited: of a coroutine function, or of an object with such one."""
+    return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
 
 
 def refuse_undone(result: Any, function: Any) -> Any:
