@@ -321,6 +321,21 @@ def test_many_are_extended_by_one_change_of_their_row(backend):
     assert len(list(backend.holders())) == 5
 
 
+@on_server
+def test_a_row_that_is_locked_is_waited_for_once_for_all_who_hold_it(backend, elsewhere):
+    grants = [take(backend, **READER) for _ in range(5)]
+    asked = []
+    ask = backend._ask
+    backend._ask = lambda *work, **how: asked.append(work) or ask(*work, **how)
+
+    with transaction.atomic("locks"):
+        list(rows().select_for_update())
+        answers = elsewhere(backend.extend_many, [(grant, 60) for grant in grants])
+
+    assert [type(answer) for answer in answers] == [Contended] * 5
+    assert len(asked) == 1
+
+
 def test_people_prolong_and_clear_one_of_several(backend):
     kept, other = take(backend, ttl=5, limit=2), take(backend, ttl=5, limit=2)
     key = kept.claim.key

@@ -66,7 +66,8 @@ class Extending(Requests):
             extend = partial(_extend_pairs, pairs, work[0][1])
             ours = self._ask(extend, urgent=True)
         except Exception as error:
-            if isinstance(error, Contended) and self._sessions.dialect.locks_rows:
+            several_rows = self._sessions.dialect.locks_rows and not kind_of(work[0][0].claim)
+            if isinstance(error, Contended) and several_rows:
                 # One row is in another transaction: the others must not expire for it.
                 return super().extend_many(work)
             return [error] * len(work)
