@@ -234,6 +234,18 @@ def test_a_full_server_keeps_the_place_of_those_who_wait(own, kind):
     assert backend.extend(first.granted(), 60)
 
 
+def test_a_full_server_lets_its_latches_be_waited_for(own):
+    backend, server = own
+    waiter = Waiter(backend, "a", latch=True, limit=1)
+
+    server.config_set("maxmemory", 1)
+    assert not waiter.ask()
+
+    server.config_set("maxmemory", 0)
+    backend.count_down(claim("a", latch=True))
+    assert waiter.granted()
+
+
 def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch):
     backend, server = own
     clients = len(server.client_list())

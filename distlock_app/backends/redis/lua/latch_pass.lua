@@ -10,13 +10,9 @@ local waiters, counted, token, channel = KEYS[3], KEYS[6], ARGV[2], ARGV[6]
 
 -- include: shared/clock.lua
 
-if redis.call('ZCARD', counted) >= tonumber(ARGV[7]) then
-  redis.call('HDEL', waiters, token)
-  return {ok = '1 0'}
-end
-if channel == '' or channel == '-' then
-  redis.call('HDEL', waiters, token)
-else
+redis.call('HDEL', waiters, token)  -- first, for a full server: see shared/begin.lua
+if redis.call('ZCARD', counted) >= tonumber(ARGV[7]) then return {ok = '1 0'} end
+if channel ~= '' and channel ~= '-' then
   redis.call('HSET', waiters, token, channel)
   redis.call('PEXPIRE', waiters, 10000)  -- every waiter asks again each second
 end
