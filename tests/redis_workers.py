@@ -91,8 +91,7 @@ def left_waiting(backend: Any, name: str) -> Iterator[None]:
 
     async def wait() -> None:
         waker = AsyncWaker()
-        steps = acquiring(backend, claim(name, wake=waker.wake), None)
-        await arun(backend, steps, waker, cancelled=lambda: None)
+        await arun(backend, claim(name, wake=waker.wake), None, waker, cancelled=lambda: None)
 
     if isinstance(backend, RedisBackend):
         backend._listener(key_of(name)).ensure_subscribed(DEADLINE)

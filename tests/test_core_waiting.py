@@ -214,9 +214,8 @@ def test_an_error_keeps_nothing_of_its_caller(answers):
         mine = Mine()
         weakref.finalize(mine, end.append, "async")
         backend = Scripted(*answers)
-        steps = acquiring(backend, claim(), 0.02)
         with pytest.raises((BackendError, LockBusy)) as caught:
-            await arun(backend, steps, AsyncWaker(), cancelled=lambda: None)
+            await arun(backend, claim(), 0.02, AsyncWaker(), cancelled=lambda: None)
         del caught
 
     gc.collect()

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from distlock_app import (
     BackendError,
+    Latch,
     Lock,
     LockBusy,
     LockLost,
@@ -104,6 +105,28 @@ def test_prometheus_sees_what_is_held_and_waited_for_now(engine, prometheus):
 
     assert prometheus("distlock_waiting", **invoice) is None
     assert prometheus("distlock_held", **invoice) is None
+
+
+@pytest.mark.parametrize("latch", [False, True])
+def test_a_task_that_waits_is_counted_as_a_thread_is(engine, prometheus, latch):
+    plain = {"alias": "default", "template": ""}
+
+    async def take():
+        async with Lock("a"):
+            pass
+
+    async def main():
+        hold = await Lock("a").aacquire()
+        waiter = asyncio.create_task(Latch("a", 1).await_(9) if latch else take())
+        while prometheus("distlock_waiting", **plain) != 1:
+            await asyncio.sleep(0.01)
+        await Latch("a", 1).acount_down()
+        await hold.arelease()
+        await waiter
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+    assert prometheus("distlock_waiting", **plain) is None
 
 
 def test_a_lock_that_was_extended_is_held_once(engine, prometheus):

@@ -16,7 +16,7 @@ from .limits import checked_ttl, checked_wait
 from .offloading import in_thread
 from .registry import registry
 from .releasing import releaser
-from .waiting import acquired, acquiring, arun
+from .waiting import acquired, arun
 from .wakers import AsyncWaker, Waker
 
 
@@ -81,8 +81,8 @@ class Latch:
         claim = self._claim(None, waker)
         give_back = partial(releaser.give_back, self._backend, Grant(claim))
         try:
-            steps = acquiring(self._backend, claim, self._timeout(timeout))
-            await arun(self._backend, steps, waker, cancelled=give_back)
+            wait = self._timeout(timeout)
+            await arun(self._backend, claim, wait, waker, cancelled=give_back)
         except LockBusy:
             return False
         except Exception:

@@ -29,7 +29,7 @@ from .offloading import in_thread
 from .people import clear
 from .registry import aliases_of, registry
 from .releasing import releaser
-from .waiting import acquired, acquiring, arun, waiting
+from .waiting import acquired, arun
 from .wakers import AsyncWaker, Waker
 
 # What every backend can do: see `_check_engines`.
@@ -189,9 +189,9 @@ class Lock(WithBlock[Hold]):
         claim = attempt.claim(waker)
         give_back = partial(releaser.give_back, attempt.backend, Grant(claim))
         try:
-            waiting[waker] = attempt.backend, self.name
-            steps = acquiring(attempt.backend, claim, attempt.wait)
-            grant, asked_at = await arun(attempt.backend, steps, waker, cancelled=give_back)
+            grant, asked_at = await arun(
+                attempt.backend, claim, attempt.wait, waker, cancelled=give_back
+            )
             hold = attempt.hold(grant, asked_at, entered=entered)
             if lock_acquired.receivers:
                 await asend(lock_acquired, {"fence": grant.fence, **attempt.facts()})
@@ -210,8 +210,6 @@ class Lock(WithBlock[Hold]):
             elif isinstance(error, Exception):
                 give_back()
             raise
-        finally:
-            waiting.pop(waker, None)
 
     @classmethod
     def resume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:

@@ -213,26 +213,30 @@ def run(steps: Generator[Step, Any, Any], waker: Waker) -> Any:
 
 async def arun(
     backend: BaseLockBackend,
-    steps: Generator[Step, Any, Any],
+    claim: Claim,
+    wait: float | None,
     waker: AsyncWaker,
     *,
     cancelled: Callable[[], None],
-) -> Any:
-    """Run the generator in the event loop; its calls are made in threads.
+) -> tuple[Grant, float]:
+    """Run `acquiring` in the event loop; its calls are made in threads.
 
     When the task is cancelled, `cancelled` is called after the call in flight, or at once if that
     call waits, to end it. It is also called if the waiter's turn comes after its loop was closed.
     """
     waker.on_loop_closed = cancelled
+    steps = acquiring(backend, claim, wait)
     answer: Any = None
     error: Exception | None = None
     request: Future[Any] | None = None
+    waiting[waker] = backend, claim.name
     try:
         while True:
             try:
                 step = steps.send(answer) if error is None else steps.throw(error)
             except StopIteration as stop:
-                return stop.value
+                grant, began = stop.value
+                return grant, began
             error = None
             try:
                 if isinstance(step, Pause):
@@ -243,6 +247,7 @@ async def arun(
             except Exception as raised:
                 error = raised
     finally:
+        waiting.pop(waker, None)
         error = request = None  # their tracebacks refer to this frame
 
 
