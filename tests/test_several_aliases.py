@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.core.management.base import BaseCommand
@@ -183,6 +184,22 @@ def test_its_hold_is_used_as_that_of_one_alias(engine, other):
     assert lock.locked()
     hold.release()
     assert (hold.released, lock.locked()) == (True, False)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_its_release_says_what_that_of_one_alias_does(engine, other, asynchronous):
+    hold = Lock("a", using=BOTH).acquire()
+    release = async_to_sync(hold.arelease) if asynchronous else hold.release
+
+    other.fail("release", times=1)
+    with pytest.raises(BackendError):
+        release()
+    assert free(engine) and not free(other)
+    release()
+
+    assert free(other)
+    with pytest.raises(NotHeld):
+        release()
 
 
 def test_a_lock_that_is_lost_on_one_alias_is_lost(engine, other):

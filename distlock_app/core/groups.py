@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -106,20 +106,24 @@ class Holds(tuple[Hold, ...], Entered):
         self._each(lambda hold: hold.leave_for(seconds))
 
     def release(self) -> None:
-        """Release all; raise the first error after trying each."""
-        self.leave(None)
+        """Release all; raise the first error after trying each. May be called again after that."""
+        self._each(Hold.release)
 
     async def arelease(self) -> None:
         """Like `release`, without blocking the event loop."""
-        await self.aleave(None)
+        await self._aeach(Hold.arelease)
 
     def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Release all at the end of a `with` whose body raised `exc`; see `Hold.leave`."""
         self._each(lambda hold: hold.leave(exc, unused=unused))
 
+    async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
+        """Like `leave`, without blocking the event loop."""
+        await self._aeach(lambda hold: hold.aleave(exc, unused=unused))
+
     def _each(self, end: Callable[[Hold], None]) -> None:
         error: BaseException | None = None
-        for hold in reversed(self):
+        for hold in self._to_end():
             try:
                 end(hold)
             except BaseException as raised:
@@ -127,16 +131,19 @@ class Holds(tuple[Hold, ...], Entered):
         if error is not None:
             raise error
 
-    async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
-        """Like `leave`, without blocking the event loop."""
+    async def _aeach(self, end: Callable[[Hold], Awaitable[None]]) -> None:
         error: BaseException | None = None
-        for hold in reversed(self):
+        for hold in self._to_end():
             try:
-                await hold.aleave(exc, unused=unused)
+                await end(hold)
             except BaseException as raised:
                 error = error or raised
         if error is not None:
             raise error
+
+    def _to_end(self) -> list[Hold]:
+        """Return those that are not released, last first; if all are, one of them, to say so."""
+        return [hold for hold in reversed(self) if not hold.released] or [*self[-1:]]
 
     def end_block(self, *block_and_error: Any) -> None:
         """Like `Hold.end_block`: one lost lock rolls it back."""
