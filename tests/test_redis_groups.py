@@ -17,7 +17,7 @@ from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.people import part_of
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
-from distlock_app.signals import lock_acquired
+from distlock_app.signals import lock_acquired, lock_failed
 from tests.engines import running, until
 from tests.redis_workers import backend_at, claim
 
@@ -227,7 +227,8 @@ def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_red
     backend.close()
 
 
-def test_what_was_granted_to_a_failing_caller_is_given_back(names, monkeypatch):
+@pytest.fixture
+def answers_are_lost(monkeypatch):
     real = RedisBackend.acquire_all
 
     def fails(self, claims):
@@ -235,7 +236,31 @@ def test_what_was_granted_to_a_failing_caller_is_given_back(names, monkeypatch):
         raise BackendError("the answer was lost")
 
     monkeypatch.setattr(RedisBackend, "acquire_all", fails)
+
+
+def test_what_was_granted_to_a_failing_caller_is_given_back(names, answers_are_lost):
     with pytest.raises(BackendError):
         all_of(*locks(names)).acquire(wait=5)
 
     until(lambda: free(names))
+
+
+def test_all_is_given_back_also_if_the_task_is_cancelled_meanwhile(names, answers_are_lost):
+    async def tells(**facts):
+        task.cancel()
+        await asyncio.sleep(60)
+
+    async def main():
+        nonlocal task
+        task = asyncio.create_task(all_of(*locks(names)).aacquire())
+        with suppress(asyncio.CancelledError):
+            await task
+
+    task = None
+    lock_failed.connect(tells)
+    try:
+        asyncio.run(main())
+    finally:
+        lock_failed.disconnect(tells)
+
+    until(lambda: free(names), within=10)

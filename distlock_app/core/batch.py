@@ -8,6 +8,7 @@ from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..claims import Claim, Grant
+from ..errors import BackendError
 from ..primitives import transactions
 from ..primitives.timing import monotonic, trusted_for
 from .acquiring import Attempt
@@ -64,6 +65,10 @@ class Together:
     def asked(self) -> list[tuple[Attempt, Claim]]:
         """The attempts, and what each asked for."""
         return list(zip(self.attempts, self.claims, strict=True))
+
+    def failed(self, error: BackendError) -> list[dict[str, Any]]:
+        """Give back what may have been granted; return what the signals of that say."""
+        return [attempt.failed(claim, error) for attempt, claim in self.asked]
 
     def give_back(self, *, at_once: bool = False) -> None:
         """Release what may have been granted; `at_once` if this process may end soon."""

@@ -235,8 +235,8 @@ class AllOf(WithBlock[Holds]):
                     send(lock_acquired, {"fence": hold.fence, **attempt.facts()})
             return Holds(holds)
         except BackendError as error:
-            for attempt, claim in together.asked:
-                send(lock_failed, attempt.failed(claim, error))
+            for facts in together.failed(error):
+                send(lock_failed, facts)
             return Holds(each.opened(claim, error) for each, claim in together.asked)
         except BaseException as error:
             together.give_back(at_once=not isinstance(error, Exception))
@@ -262,8 +262,8 @@ class AllOf(WithBlock[Holds]):
                     await asend(lock_acquired, {"fence": hold.fence, **attempt.facts()})
             return Holds(holds)
         except BackendError as error:
-            for attempt, claim in together.asked:
-                await asend(lock_failed, attempt.failed(claim, error))
+            for facts in together.failed(error):
+                await asend(lock_failed, facts)
             return Holds(each.opened(claim, error) for each, claim in together.asked)
         except BaseException as error:
             # If cancelled during the request, in_thread() gives back when the request has ended.
