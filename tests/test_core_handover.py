@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 from django.core import signing
-from django.db import transaction
+from django.db import connection, transaction
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost, NotHeld, bucket
 from distlock_app.claims import Claim
@@ -168,6 +168,21 @@ def test_no_dump_before_the_commit(engine):
         Lock.resume(Lock.resume(text).dump()).release()
         assert not Lock("b").locked()
         hold.release()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_no_resume_in_a_transaction_whose_end_cannot_be_seen(engine):
+    text = Lock("a").acquire().dump()
+
+    connection.set_autocommit(False)
+    try:
+        with pytest.raises(LockError, match="manual transaction management"):
+            Lock.resume(text)
+        assert not engines.free(engine)
+    finally:
+        connection.set_autocommit(True)
+
+    Lock.resume(text).release()
 
 
 def test_tasks_hand_over_too(engine):

@@ -250,6 +250,8 @@ class Lock(WithBlock[Hold]):
         alias, known, fence, session = unpacked(text)
         token = {field: known.pop(field) for field in ("owner", "stable")}
         attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
+        lock = attempt.lock
+        transactions.check_before_lock(lock.name, release_now=lock.release == "now")
         return attempt, Grant(replace(attempt.claim(Waker()), **token), fence, session=session)
 
     def locked(self) -> bool:
