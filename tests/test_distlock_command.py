@@ -985,8 +985,11 @@ def test_run_says_that_an_engine_in_memory_excludes_nobody(memory, capfd):
     assert (code, err) == (0, "default: LocMemBackend does not exclude other processes\n")
 
 
-def test_run_leaves_the_options_of_the_program_alone(memory, capfd):
-    args = ["run", "a", "--wait", "5", "--", "echo", "--wait", "--", "--settings=x", "-v"]
+@pytest.mark.parametrize(
+    "before", [["a", "--wait", "5", "--"], ["a", "--"], ["--", "-a"], ["--", "-a", "--"]]
+)
+def test_run_leaves_the_options_of_the_program_alone(memory, capfd, before):
+    args = ["run", *before, "echo", "--wait", "--", "--settings=x", "-v"]
 
     call_command("distlock", *args)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import getpass
 import sys
+from argparse import PARSER
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -80,7 +81,7 @@ class Command(Looking):
         running.add_argument("--wait", type=float, metavar="SECONDS", help="0 is one try")
         for added in (running, leading):
             added.add_argument("--ttl", type=float, metavar="SECONDS")
-            added.add_argument("program", nargs="+", metavar="-- CMD")
+            added.add_argument("program", nargs=PARSER, metavar="-- CMD")
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         try:
@@ -174,6 +175,8 @@ class Command(Looking):
         program: list[str],
         **options: Any,
     ) -> int:
+        # argparse keeps one that separates the program from options or a name like "-x".
+        program = program[program[0] == "--" :]
         aliases = using_in(using)
         for alias in aliases_of(aliases):
             if (backend := registry[alias].backend).local:
