@@ -168,6 +168,19 @@ def test_leaving_a_lost_lock_raises(engine):
     assert not entered._entries
 
 
+def test_what_a_test_takes_away_is_the_lock_of_that_hold_only(engine):
+    permit, other = (Lock("a", limit=2).acquire() for _ in range(2))
+    released = Lock("b").acquire()
+    released.release()
+    with Lock("b"):  # LockLost, if it is taken away
+        lose(permit)
+        lose(released)
+
+    assert permit.lost
+    other.extend()
+    other.release()
+
+
 @pytest.mark.parametrize("error", [BackendError("down"), TypeError("a bug of the engine")])
 def test_the_error_of_the_body_is_never_masked(engine, error):
     engine.fail("release", error=error)

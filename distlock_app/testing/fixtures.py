@@ -61,7 +61,10 @@ def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> I
 
 
 def lose(hold: Hold) -> None:
-    """Take the lock of `hold` away, and report the loss: as after an expiry or a clear."""
+    """Take the lock of `hold` away, and report the loss: as after an expiry or a clear.
+
+    Other readers and permits keep theirs.
+    """
     lease = hold._lease
-    lease.backend.clear(lease.grant.claim.key)
+    lease.backend.release(lease.grant)
     releaser.lose(lease, "taken away by a test")
