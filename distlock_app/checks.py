@@ -30,10 +30,9 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     for alias in aliases:
         try:
             entry = registry[alias]
+            messages += [*entry.backend.check(), *_check_ttl(entry), *check_deployed(entry)]
         except Exception as error:  # whatever a backend's own code raises: other checks go on
             messages.append(checks.Error(_says(alias, error), id="distlock_app.E001"))
-        else:
-            messages += [*entry.backend.check(), *_check_ttl(entry), *check_deployed(entry)]
     if DEFAULT_DB_ALIAS not in aliases:
         messages.append(
             checks.Warning(
@@ -58,8 +57,11 @@ def check_servers(
     for entry in _entries():
         backend = entry.backend
         if getattr(backend, "using", None) in (None, *databases):
-            known = backend.check()
-            messages += [found for found in backend.check(ask=True) if found not in known]
+            try:
+                known = backend.check()
+                messages += [found for found in backend.check(ask=True) if found not in known]
+            except Exception as error:
+                messages.append(checks.Error(_says(entry.alias, error), id="distlock_app.E001"))
     messages += _check_table_of_events(databases)
     for message in messages:
         message.level = min(message.level, checks.WARNING)

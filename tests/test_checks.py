@@ -84,6 +84,16 @@ def test_one_broken_alias_does_not_hide_the_others(settings):
     assert ["'a'" in m.msg or "'b'" in m.msg for m in check_settings()] == [True, True]
 
 
+def test_an_engine_whose_checks_fail_does_not_hide_the_others(settings, monkeypatch):
+    settings.DISTLOCK = {**alias(BACKEND="tests.test_checks.Answering"), "other": {"BACKEND": TABLE}}
+    monkeypatch.setattr(Answering, "check", lambda self, ask=False: 1 / 0)
+
+    messages = [*check_settings(), *check_servers(databases=["elsewhere"])]
+
+    wrong = [m.msg for m in messages if m.id == "distlock_app.E001"]
+    assert wrong == ["DISTLOCK['default']: division by zero"] * 2
+
+
 def test_settings_without_an_alias_for_all_who_name_none(settings):
     settings.DISTLOCK = {"other": {"BACKEND": LOCMEM}}
 

@@ -103,6 +103,8 @@ def test_the_alias_says_what_the_lock_does_not(settings):
     [
         ({"default": {}}, ["'default'", "BACKEND"]),
         ({"default": {"BACKEND": "nowhere.Backend"}}, ["'default'", "nowhere.Backend"]),
+        ({"default": {"BACKEND": "distlock_app.testing.LOCMEM"}}, ["'default'", "LOCMEM"]),
+        ({"default": {"BACKEND": "collections.OrderedDict"}}, ["'default'", "OrderedDict"]),
         ({"default": {**LOCMEM, "TIMEOUT": 5}}, ["'default'", "TIMEOUT"]),
         ({"default": {**LOCMEM, "TTL": 0}}, ["'default'", "ttl"]),
         ({"default": {**LOCMEM, "WAIT": "x"}}, ["'default'", "wait"]),

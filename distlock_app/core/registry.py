@@ -174,16 +174,16 @@ def _robustly(call: Callable[[], None], alias: str) -> None:
 def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
     try:
         cls = import_string(params["BACKEND"])
+        known = set(inspect.signature(cls).parameters) - {"alias", "location"}
     except KeyError:
         raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.") from None
-    except (ImportError, AttributeError, TypeError) as error:  # the last two if it is not a str
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # or it is no class
         raise ImproperlyConfigured(
             f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
         ) from error
     options = params.get("OPTIONS") or {}
     if not isinstance(options, dict):
         raise ImproperlyConfigured(f"{where}: 'OPTIONS' must be a dict.")
-    known = set(inspect.signature(cls).parameters) - {"alias", "location"}
     for key in options:
         if str(key).lower() not in known:
             names = ", ".join(sorted(k.upper() for k in known)) or "none"
