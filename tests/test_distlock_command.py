@@ -819,6 +819,8 @@ def test_a_leader_that_lost_its_lock_leads_again_in_its_turn(started, tmp_path):
     path = tmp_path / "leaders"
     process = lead(started, path, "0")
     until(lambda: leaders(path))
+    [held] = registry["default"].backend.holders(key_of("a"))
+    assert held.holder["who"] == f"distlock lead {sys.executable}"
 
     registry["default"].backend.clear(key_of("a"))
 

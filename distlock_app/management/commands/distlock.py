@@ -85,7 +85,7 @@ class Command(Looking):
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         try:
-            code = getattr(self, f"_{action}")(**options)
+            code = getattr(self, f"_{action}")(action=action, **options)
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         except BackendError as error:
@@ -168,6 +168,7 @@ class Command(Looking):
         self,
         run: Callable[[Lock, list[str]], int],
         *,
+        action: str,
         name: str,
         using: str,
         wait: float | None,
@@ -187,7 +188,7 @@ class Command(Looking):
         except ValueError as error:
             raise CommandError(str(error)) from error
         # Not the arguments: there may be a password among them.
-        with identity.activity(f"distlock run {program[0]}"):
+        with identity.activity(f"distlock {action} {program[0]}"):
             try:
                 code = run(lock, program)
             except LockBusy as error:
