@@ -85,7 +85,10 @@ def test_one_broken_alias_does_not_hide_the_others(settings):
 
 
 def test_an_engine_whose_checks_fail_does_not_hide_the_others(settings, monkeypatch):
-    settings.DISTLOCK = {**alias(BACKEND="tests.test_checks.Answering"), "other": {"BACKEND": TABLE}}
+    settings.DISTLOCK = {
+        **alias(BACKEND="tests.test_checks.Answering"),
+        "other": {"BACKEND": TABLE},
+    }
     monkeypatch.setattr(Answering, "check", lambda self, ask=False: 1 / 0)
 
     messages = [*check_settings(), *check_servers(databases=["elsewhere"])]
