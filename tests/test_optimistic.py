@@ -40,8 +40,10 @@ from tests.app.versioned_models import (
     Named,
     Page,
     ProxyAccount,
+    Remark,
     SavingsAccount,
     Seat,
+    Shelved,
     Ticket,
 )
 
@@ -129,6 +131,16 @@ def test_add_and_set_of_a_related_manager_move_the_version_in_memory(account: Ac
         account.children.add(second)
         raise Undone
     assert second.version == version_of(second) == 3
+
+
+@pytest.mark.parametrize("manager", ["remark_set", "remarks"])
+def test_relations_of_a_proxy_and_generic_ones_move_the_version_too(manager: str) -> None:
+    remark = Remark.objects.create()
+
+    getattr(Shelved.objects.create(), manager).add(remark)
+    remark.save()
+
+    assert remark.version == version_of(remark) == 3
 
 
 def test_a_removed_object_is_stale_since_django_leaves_its_foreign_key(account: Account) -> None:

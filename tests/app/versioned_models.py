@@ -6,6 +6,8 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+from django.contrib.contenttypes.fields import GenericForeignKey, GenericRelation
+from django.contrib.contenttypes.models import ContentType
 from django.db import models
 
 from distlock_app.optimistic import (
@@ -132,6 +134,23 @@ class Offer(VersionedModel):
 
     def __str__(self) -> str:
         return self.name
+
+
+class Shelved(Tag):
+    """Relations in another class than the one that they name: a proxy, and a generic one."""
+
+    remarks = GenericRelation("Remark")
+
+    class Meta:
+        proxy = True
+
+
+class Remark(VersionedModel):
+    shelved = models.ForeignKey(Shelved, models.CASCADE, null=True)
+    # No constraint: tables without migrations are made before that of content types.
+    content_type = models.ForeignKey(ContentType, models.CASCADE, null=True, db_constraint=False)
+    object_id = models.IntegerField(null=True)
+    about = GenericForeignKey(for_concrete_model=False)
 
 
 class Extra(VersionedModel):

@@ -155,9 +155,21 @@ def _write_with_versions(sender: Any, **kwargs: Any) -> None:
             lazy_related_operation(
                 _add_with_versions, sender, field.remote_field.model, field=field
             )
+    for field in meta.private_fields:
+        if field.one_to_many:
+            lazy_related_operation(
+                _add_generic_with_versions, sender, field.remote_field.model, field=field
+            )
 
 
 def _add_with_versions(model: Any, related: Any, field: Any) -> None:
-    descriptor = related.__dict__.get(field.remote_field.get_accessor_name())
+    accessor = field.remote_field.get_accessor_name()
+    descriptor = related._meta.concrete_model.__dict__.get(accessor)
     if descriptor is not None:  # otherwise it is hidden
+        descriptor.related_manager_cls = with_versions(descriptor.related_manager_cls)
+
+
+def _add_generic_with_versions(model: Any, related: Any, field: Any) -> None:
+    if issubclass(related, VersionedModel):
+        descriptor = getattr(model, field.name)
         descriptor.related_manager_cls = with_versions(descriptor.related_manager_cls)
