@@ -12,6 +12,7 @@ from django.db import connection, transaction
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost, NotHeld, bucket
 from distlock_app.claims import Claim
 from distlock_app.core.handover import FIELDS
+from distlock_app.primitives.timing import monotonic
 from tests import engines
 from tests.engines import renewed, running, until
 
@@ -168,6 +169,25 @@ def test_no_dump_before_the_commit(engine):
         Lock.resume(Lock.resume(text).dump()).release()
         assert not Lock("b").locked()
         hold.release()
+
+
+@pytest.mark.parametrize(("max_hold", "kept"), [(None, 20), (5, 5)])
+def test_what_is_left_of_at_least_is_handed_over(engine, max_hold, kept):
+    text = Lock("a", at_least=20).acquire().dump(60)
+
+    Lock.resume(text, max_hold=max_hold).release()
+
+    (holding,) = engine.holders()
+    assert kept - 1 < holding.expires_in <= kept
+
+
+def test_at_least_that_is_over_is_not_handed_over(engine):
+    hold = Lock("a", at_least=0.1).acquire()
+    until(lambda: hold._lease.keep_until < monotonic())
+
+    Lock.resume(hold.dump()).release()
+
+    assert engines.free(engine)
 
 
 @pytest.mark.django_db(transaction=True)

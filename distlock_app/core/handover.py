@@ -13,9 +13,9 @@ SALT = "distlock_app.handover"
 FIELDS = ("name", "owner", "ttl", "shared", "fair", "limit", "stable")
 
 
-def packed(alias: str, grant: Grant, release: str) -> str:
+def packed(alias: str, grant: Grant, **options: Any) -> str:
     """Return `grant` as text for `unpacked`. Anyone with the text can release the lock."""
-    claim = {field: getattr(grant.claim, field) for field in FIELDS} | {"release": release}
+    claim = {field: getattr(grant.claim, field) for field in FIELDS} | options
     # An object, such as a connection, cannot be handed over.
     session = grant.session if isinstance(grant.session, (int, str)) else None
     return signing.dumps([alias, claim, grant.fence, session], salt=SALT)

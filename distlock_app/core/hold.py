@@ -260,7 +260,9 @@ class Hold(Ending):
 
     def _dumped(self) -> str:
         release = "now" if self._release_now else "transaction_end"
-        return packed(self._lease.alias, self._leave_claim(), release)
+        left = self._lease.keep_until - monotonic()
+        at_least = max(MIN_TTL, left) if left > 0 else 0.0
+        return packed(self._lease.alias, self._leave_claim(), release=release, at_least=at_least)
 
     def _leave_claim(self) -> Grant:
         """End the hold without releasing the lock; drop the backend's session data."""

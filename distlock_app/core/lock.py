@@ -249,6 +249,7 @@ class Lock(WithBlock[Hold]):
     def _resuming(cls, text: str, renew: bool, max_hold: float | None) -> tuple[Attempt, Grant]:
         alias, known, fence, session = unpacked(text)
         token = {field: known.pop(field) for field in ("owner", "stable")}
+        known["at_least"] = min(known.get("at_least", 0.0), max_hold or float("inf"))
         attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
         lock = attempt.lock
         transactions.check_before_lock(lock.name, release_now=lock.release == "now")
