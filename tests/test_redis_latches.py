@@ -158,6 +158,11 @@ def test_a_count_is_a_whole_number_from_one(count):
         Latch("a", count, using="locmem")
 
 
+def test_a_party_is_named_by_a_text():
+    with pytest.raises(TypeError, match="by must be a text, not 7"):
+        Latch("a", 3, using="redis").count_down(by=7)
+
+
 def test_a_latch_needs_a_name_a_finite_ttl_and_an_engine_that_can():
     with pytest.raises(ValueError, match="must not be empty"):
         Latch("", 1, using="locmem")

@@ -110,6 +110,8 @@ class Latch:
         return registry[self.using].wait if timeout is UNSET else checked_wait(timeout)
 
     def _claim(self, by: str | None, waker: Waker | AsyncWaker | None = None) -> Claim:
+        if by is not None and not isinstance(by, str):
+            raise TypeError(f"by must be a text, not {by!r}")
         return Claim(
             name=self.name,
             key=names.key_of(self.name, b"latch"),
