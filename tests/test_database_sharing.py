@@ -321,6 +321,15 @@ def test_many_are_extended_by_one_change_of_their_row(backend):
     assert len(list(backend.holders())) == 5
 
 
+def test_a_stable_owner_that_reads_twice_is_extended_for_the_longer_time(backend):
+    grant = take(backend, ttl=5, stable=True, **READER)
+
+    assert backend.extend_many([(grant, 60), (grant, 10)]) == [True, True]
+
+    (holding,) = backend.holders()
+    assert holding.expires_in > 50
+
+
 @on_server
 def test_a_row_that_is_locked_is_waited_for_once_for_all_who_hold_it(backend, elsewhere):
     grants = [take(backend, **READER) for _ in range(5)]

@@ -60,7 +60,8 @@ class Extending(Requests):
         pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
         try:
             if kind_of(work[0][0].claim):
-                owners = {grant.claim.owner: ttl for grant, ttl in work}
+                # A stable owner may be there twice: for the longer time.
+                owners = {g.claim.owner: ttl for g, ttl in sorted(work, key=lambda w: w[1])}
                 kept = self._ask(partial(members.extend, pairs[0][0], owners), urgent=True)
                 return [owner in kept for _, owner in pairs]
             extend = partial(_extend_pairs, pairs, work[0][1])
