@@ -217,6 +217,18 @@ def test_a_second_cancellation_does_not_end_the_lead_before_the_work(threaded):
     assert not Lock("a", using="locmem").locked()
 
 
+def test_a_coroutine_that_awaits_what_others_cancelled_has_not_returned():
+    async def work():
+        task = asyncio.ensure_future(asyncio.sleep(DEADLINE))
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        Leader("a", work, using="locmem").run()
+
+    assert not Lock("a", using="locmem").locked()
+
+
 def test_a_coroutine_that_returns_ends_the_run():
     async def work():
         await asyncio.sleep(0)

@@ -88,7 +88,7 @@ class Leader:
                     failures = 0
                     failure = await self._lead(hold)
             except LockLost:
-                again = failure is None or isinstance(failure, LockLost)
+                again = failure is None or isinstance(failure, (LockLost, asyncio.CancelledError))
             except BackendError as error:
                 again = True
                 logger.warning(
@@ -126,7 +126,7 @@ class Leader:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([work])
             self.hold, self._end = None, standing
-        return None if work.cancelled() else work.exception()
+        return asyncio.CancelledError() if work.cancelled() else work.exception()
 
 
 def _call(work: Callable[[Event], object], ended: Event) -> None:
