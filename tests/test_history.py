@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import threading
 import time
+from collections import deque
+from contextlib import suppress
 from datetime import datetime, timedelta
 
 import pytest
+from django.conf import settings
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.core import checks
@@ -18,9 +22,11 @@ from django.utils.html import escape
 from distlock_app import Lock, LockBusy, LockLost, signals
 from distlock_app.admin import past as past_events
 from distlock_app.admin.rows import id_of
+from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_servers
 from distlock_app.core import people
 from distlock_app.core.registry import registry
+from distlock_app.core.releasing import releaser
 from distlock_app.models import LiveLock, LockEvent
 from distlock_app.operations import history
 from distlock_app.primitives import identity, names
@@ -139,8 +145,6 @@ def test_it_joins_no_transaction_of_the_caller(kept):
 
 def take_once():
     """Take a lock, and end before anything can have been written."""
-    from django.conf import settings
-
     settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
     settings.DISTLOCK_HISTORY = 20
     history.listen()
@@ -152,6 +156,54 @@ def test_a_process_that_ends_at_once_has_told(processes):
     processes.run("tests.test_history:take_once", count=1)
 
     assert ("released", "of another process") in events()
+
+
+def fail_in_a_transaction():
+    """Have a lock released in the background at the end."""
+    settings.DISTLOCK = {"default": {"BACKEND": "tests.test_history.SlowRelease"}}
+    settings.DISTLOCK_HISTORY = 20
+    history.listen()
+    atexit.unregister(releaser.drain)  # it may come later than that of the history
+    with suppress(ValueError), transaction.atomic():
+        Lock("rolled back").acquire().release()
+        raise ValueError
+
+
+class SlowRelease(LocMemBackend):
+    def release(self, grant):
+        time.sleep(0.3)
+        return super().release(grant)
+
+
+def test_a_process_that_ends_has_told_what_was_released_in_the_background(processes):
+    processes.run("tests.test_history:fail_in_a_transaction", count=1)
+
+    assert ("released", "rolled back") in events()
+
+
+def test_what_is_noted_just_as_the_writer_ends_a_turn_is_waited_for(kept, monkeypatch):
+    class JustThen(deque):
+        def append(self, event):
+            turns = len(written)
+            writer._pending.set()
+            until(lambda: len(written) > turns)
+            super().append(event)
+
+    def write():
+        written.append([event["name"] for event in writer._waiting])
+        writer._waiting.clear()
+
+    monkeypatch.setattr(history, "EVERY", 0.2)
+    writer, written = history._Writer(), []
+    monkeypatch.setattr(writer, "_write", write)
+    writer.note(name="one")
+    writer.flush(30)
+    writer._waiting = JustThen()
+
+    writer.note(name="two")
+    writer.flush(30)
+
+    assert ["two"] in written
 
 
 def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, caplog):

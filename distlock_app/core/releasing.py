@@ -154,9 +154,9 @@ class Releaser:
             again = self._quiet[backend] = monotonic() + (RETRY_LATE if late else RETRY)
             timer.at(again, release, self._put)
         else:
-            self._done(release)
             if release.lease is not None:
                 self.ended(release.lease, was_ours)
+            self._done(release)
 
     def _done(self, release: Release) -> None:
         self._under_way.discard(release)

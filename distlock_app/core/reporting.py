@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,13 @@ def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> N
     facts = lease_facts(lease)
     about = fields("lost", lease.alias, lease.grant, held=facts["held"], reason=reason)
     _notifier.put(partial(_notify_lost, facts, reason, about))
+
+
+def await_reports(seconds: float) -> None:
+    """Wait so many seconds at most until receivers know of all that has ended."""
+    done = threading.Event()
+    _notifier.put(done.set)
+    done.wait(seconds)
 
 
 def lease_facts(lease: Lease) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from django.db import Error, connections, router, transaction
 from django.db.models import QuerySet
 from django.utils import timezone
 
+from ..core.releasing import releaser
+from ..core.reporting import await_reports
 from ..models import LockEvent
 from ..primitives import identity
 from ..primitives.logs import fields, logger
@@ -91,7 +93,6 @@ class _Writer:
 
     def note(self, **event: Any) -> None:
         """Remember an event."""
-        self._done.clear()
         self._waiting.append(event)
         self._pending.set()
         if self._thread is None or not self._thread.is_alive():
@@ -105,8 +106,10 @@ class _Writer:
     def flush(self, within: float = AT_EXIT) -> None:
         """Wait so many seconds at most until everything is written."""
         if self._thread is not None and self._thread.is_alive():
+            done = self._done = threading.Event()
             self._hurry.set()
-            self._done.wait(within)
+            self._pending.set()
+            done.wait(within)
             self._hurry.clear()
 
     def _run(self) -> None:
@@ -114,6 +117,7 @@ class _Writer:
             self._pending.wait()
             self._hurry.wait(EVERY)
             self._pending.clear()
+            done = self._done  # whoever waits for a later one has set `_pending` again
             try:
                 self._write()
                 self._failing = False
@@ -124,8 +128,7 @@ class _Writer:
                 self._failing = True
             finally:
                 connections.close_all()  # those of this thread
-            if not self._waiting:
-                self._done.set()
+            done.set()
 
     def _write(self) -> None:
         events: list[dict[str, Any]] = []
@@ -166,7 +169,15 @@ def _keep(events: Any, most: int) -> None:
 
 writer = _Writer()
 os.register_at_fork(after_in_child=writer.__init__)  # type: ignore[misc]
-atexit.register(writer.flush)
+
+
+@atexit.register
+def _tell_all() -> None:
+    """Write everything, also what is only now released in the background."""
+    if kept():
+        releaser.drain()
+        await_reports(AT_EXIT)
+        writer.flush()
 
 
 def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) -> None:
