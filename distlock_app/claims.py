@@ -71,7 +71,7 @@ class Holding:
     name: str  # names.shown()
     key: str
     alias: str
-    version: str  # changes with the owner; compared by clear(if_version=)
+    version: str  # changes with the owner; compared by clear(if_version=); digits are the fence
     kind: str = "exclusive"  # "exclusive", "shared" or "permit"
     fence: int | None = None
     expires_in: float | None = None  # seconds; None: lives as long as its session

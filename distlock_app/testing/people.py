@@ -34,6 +34,7 @@ class PeopleContract(Suite):
 
         assert (holding.name, holding.key, holding.alias) == (claim.name, claim.key, self.alias)
         assert holding.fence == grant.fence
+        assert holding.version == str(grant.fence) or not holding.version.isdecimal()
         assert holding.holder["host"] == "elsewhere"
         assert holding.expires_in is None or 0 < holding.expires_in <= claim.ttl + 0.01
         assert claim.owner not in repr(holding)

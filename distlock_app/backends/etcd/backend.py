@@ -136,9 +136,9 @@ class EtcdBackend(ForPeople):
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         view = self._look(key)
-        if not view.queue or if_version not in (None, str(view.queue[0].created)):
+        first = view.queue[0] if view.queue else None
+        if first is None or if_version not in (None, str(view.epoch + first.created)):
             return 0
-        first = view.queue[0]
         delete = {"request_delete_range": {"key": encoded(first.key)}}
         return int(bool(self._gateway.txn([created(first)], [delete], []).get("succeeded")))
 

@@ -35,12 +35,13 @@ class ForPeople(BaseLockBackend):
             if left is None:
                 continue
             about = json.loads(decoded(first.value))
+            fence = epoch + first.created
             yield Holding(
                 name=about["name"],
                 key=first.key.split("/")[-2],
                 alias=self.alias,
-                version=str(first.created),
-                fence=epoch + first.created,
+                version=str(fence),
+                fence=fence,
                 expires_in=left,
                 waiters=len(queue) - 1,
                 holder=holder_fields(about["holder"]),

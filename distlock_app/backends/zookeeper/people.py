@@ -38,14 +38,14 @@ class ForPeople(BaseLockBackend):
                     yield from self._holdings(in_line(list(queue)), epoch)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
-        shard = self._shard(key)
+        shard, epoch = self._shard(key), self._session.read_epoch(self._root)
         nodes = [node for node in map(Node.of, self._list(shard)) if node.key == key]
         paths = [f"{shard}/{node.name}" for node in holding_of(in_line(nodes))]
         stats = self._ask_all("exists", paths)
         return sum(
             self._delete(path)
             for path, stat in zip(paths, stats, strict=True)
-            if stat is not None and if_version in (None, str(stat.czxid))
+            if stat is not None and if_version in (None, str(epoch + stat.czxid))
         )
 
     def _list(self, path: str) -> list[str]:
@@ -72,13 +72,14 @@ class ForPeople(BaseLockBackend):
             if found is None:
                 continue
             about = json.loads(found[0])
+            fence = epoch + found[1].czxid
             yield Holding(
                 name=about["name"],
                 key=node.key,
                 alias=self.alias,
-                version=str(found[1].czxid),
+                version=str(fence),
                 kind="shared" if node.kind == "r" else "exclusive",
-                fence=epoch + found[1].czxid,
+                fence=fence,
                 waiters=len(queue) - len(holding),
                 holder=holder_fields(about["holder"]),
             )
