@@ -237,8 +237,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         if queued.wake_fd is not None:
             queued.wake_fd = None
             if not session.dialect.called(session.wrapper):  # the server waited long enough
-                session.dialect.unlock(session.cursor)  # granted just as the wait ended
-                queued.detach()
+                self._unlock(queued, session)  # granted just as the wait ended
                 return None
         return _try(session, claim, wait, "turn")
 

@@ -58,8 +58,9 @@ class Extending(Requests):
 
     def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
+        members_of_one = kind_of(work[0][0].claim)
         try:
-            if kind_of(work[0][0].claim):
+            if members_of_one:
                 # A stable owner may be there twice: for the longer time.
                 owners = {g.claim.owner: ttl for g, ttl in sorted(work, key=lambda w: w[1])}
                 kept = self._ask(partial(members.extend, pairs[0][0], owners), urgent=True)
@@ -67,7 +68,7 @@ class Extending(Requests):
             extend = partial(_extend_pairs, pairs, work[0][1])
             ours = self._ask(extend, urgent=True)
         except Exception as error:
-            several_rows = self._sessions.dialect.locks_rows and not kind_of(work[0][0].claim)
+            several_rows = self._sessions.dialect.locks_rows and not members_of_one
             if isinstance(error, Contended) and several_rows:
                 # One row is in another transaction: the others must not expire for it.
                 return super().extend_many(work)

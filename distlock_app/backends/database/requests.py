@@ -133,7 +133,7 @@ class Requests(BaseLockBackend):
 
     def _unlock(self, queued: QueuedConnection, session: Session) -> None:
         if session is queued.session:  # else it had died, and the queue lock with it
-            if queued.wake_fd is not None:
+            if queued.wake_fd is not None:  # the answer to line_up() comes before that of unlock()
                 queued.wake_fd = None
                 session.dialect.called(session.wrapper)
             session.dialect.unlock(session.cursor)
