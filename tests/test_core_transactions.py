@@ -349,6 +349,17 @@ def test_callbacks_of_on_commit_that_raise_do_not_keep_the_lock(engine):
     assert not held(engine)
 
 
+def test_a_commit_that_fails_does_not_keep_the_lock(engine):
+    with pytest.raises(DatabaseError) as kept, transaction.atomic():  # with its traceback
+        Counter.objects.create(name="a")
+        with Lock("a"):
+            pass
+        connection.connection.close()  # the driver's
+
+    assert kept.value
+    until(lambda: not held(engine))
+
+
 def test_a_release_that_fails_after_the_commit_is_tried_again(engine):
     engine.fail("release", times=2)
 

@@ -179,6 +179,15 @@ def _commit(reference: Any, own: Callable[[], None] | None) -> None:
     no hook before a commit.
     """
     connection = reference()
+    _before_commit(connection)
+    if own is not None:
+        own()
+    else:
+        type(connection).commit(connection)
+
+
+def _before_commit(connection: Any) -> None:
+    # A frame of its own: the traceback of a commit that fails must not keep a hook, nor a lock.
     try:
         for _, hook, _ in list(connection.run_on_commit):
             if isinstance(hook, _End) and hook.before_commit is not None:
@@ -186,10 +195,6 @@ def _commit(reference: Any, own: Callable[[], None] | None) -> None:
     except BaseException:
         connection.rollback()  # Atomic does that only after an error of the database
         raise
-    if own is not None:
-        own()
-    else:
-        type(connection).commit(connection)
 
 
 class _End:
