@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -60,7 +61,7 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
     from django.db import transaction
     from django.db.models import F
 
-    from distlock_app import Lock, lock_in_transaction
+    from distlock_app import Lock, lock_in_transaction, retry_on_deadlock
 
     plain, versioned, fenced = made["plain"], made["versioned"], made["fenced"]
 
@@ -86,12 +87,16 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
             row.save()
         return 0
 
-    def by_transaction() -> int:
+    @retry_on_deadlock
+    def in_transaction() -> None:
         with transaction.atomic():
             lock_in_transaction("hot", wait=60)
             row = plain.objects.get(pk=1)
             row.value += 1
             row.save()
+
+    def by_transaction() -> int:
+        in_transaction()
         return 0
 
     def by_lock() -> int:
@@ -160,11 +165,23 @@ def work(pipe: Any, found: dict[str, tuple[Any, Callable[[], int]]]) -> None:
         add = found[method][1]
         done = in_time = retries = 0
         end = time.monotonic() + seconds
-        while time.monotonic() < end or not done:
-            retries += add()
-            done += 1
-            in_time += time.monotonic() < end
-        pipe.send((done, in_time, retries))
+        try:
+            while time.monotonic() < end or not done:
+                retries += add()
+                done += 1
+                in_time += time.monotonic() < end
+        except Exception as error:
+            pipe.send(f"{method}: {error!r}\n{traceback.format_exc()}")
+        else:
+            pipe.send((done, in_time, retries))
+
+
+def answer_of(pipe: Any) -> Any:
+    """Return what a process answers; raise if that is an error."""
+    answer = pipe.recv()
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer
 
 
 def make_tables(made: dict[str, Any]) -> None:
@@ -203,7 +220,7 @@ def measure(seconds: float, counts: list[int]) -> dict[str, Any]:
     def all_do(count: int, method: str, seconds: float) -> list[Any]:
         for pipe in pipes[:count]:
             pipe.send((method, seconds))
-        return [pipe.recv() for pipe in pipes[:count]]
+        return [answer_of(pipe) for pipe in pipes[:count]]
 
     cells = [(method, count) for method in METHODS if method in found for count in counts]
     totals = {cell: [0, 0, 0] for cell in cells}
