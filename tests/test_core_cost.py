@@ -10,6 +10,7 @@ import threading
 from functools import partial
 
 import pytest
+from django.conf import settings
 from django.db import connections
 
 import distlock_app
@@ -101,6 +102,15 @@ def test_a_lock_in_the_lock_table_costs_few_calls_of_our_own(work):
     lock, most = Lock("a"), 76 if connections["default"].vendor == "postgresql" else 68
 
     assert fewest(lambda: work(lock), sys.setprofile, is_own_call) <= most
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif(settings.ENGINE == "sqlite", reason="SQLite has no locks of its own")
+@pytest.mark.parametrize("work", [pair, block])
+def test_a_lock_of_the_database_server_costs_few_calls_of_our_own(work):
+    lock = Lock("a", using=settings.SERVER_LOCKS[settings.ENGINE][0])
+
+    assert fewest(lambda: work(lock), sys.setprofile, is_own_call) <= 62
 
 
 def test_a_decorated_function_costs_little_more_than_a_block():

@@ -30,7 +30,7 @@ from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
 from distlock_app.testing.claims import a_claim
-from tests.engines import closing_loop, running, until
+from tests.engines import DEADLINE, closing_loop, running, until
 from tests.proxy import proxy_to
 
 ALIAS, ENGINE = settings.SERVER_LOCKS.get(settings.ENGINE, ("", ""))
@@ -99,6 +99,24 @@ def test_a_thread_that_waits_on_the_server_counts_as_waiting(backend):
         hold.release()
 
     assert not waiting
+
+
+def test_many_waiters_of_a_process_wait_on_two_sessions(backend):
+    """The first caller on its own, and one for all others, who get the lock in their order."""
+    hold, order = lock("a").acquire(), []
+
+    def wait(number):
+        with lock("a", wait=DEADLINE):
+            order.append(number)
+
+    with contextlib.ExitStack() as stack:
+        for number in range(6):
+            stack.enter_context(running(wait, number))
+            until(lambda number=number: len(waiting) == number + 1)
+            until(lambda number=number: waiters("a") == min(number + 1, 2))
+        hold.release()
+
+    assert order == [*range(6)]
 
 
 # The wrong server.

@@ -103,8 +103,11 @@ class NamedLockSession(LockSession):
 
     def send(self, question: str, values: Values) -> None:
         connection = self.wrapper.connection
+        statement = question.encode()
         try:
-            connection.send_query(question.encode() % tuple(map(connection.literal, values)))
+            if values:
+                statement %= tuple(map(connection.literal, values))
+            connection.send_query(statement)
         except self.wrapper.Database.Error as error:
             raise _server_error(error) from error
 
@@ -125,8 +128,7 @@ class NamedLockSession(LockSession):
         if self.ttl != claim.ttl:
             self.keep(claim.ttl)
         try:
-            statement, values = self._locking(claim, wait)
-            ((locked, fence),), began = self.wait(statement, wait + ANSWER_WAIT, *values)
+            ((locked, fence),), began = self.wait(self._locking(claim, wait), wait + ANSWER_WAIT)
         except ServerError as error:
             if error.code in BUSY:
                 return None
@@ -137,17 +139,16 @@ class NamedLockSession(LockSession):
             self._after_interruption(wait)
         return (fence if self.reads_clock else None, began) if locked else None
 
-    def _locking(self, claim: Claim, wait: float) -> tuple[str, Values]:
-        limit = ""
-        values: Values = (self._lock(claim.key), wait)
+    def _locking(self, claim: Claim, wait: float) -> str:
+        limit, seconds = "", wait
         if not self.is_mariadb:
             # MySQL rounds it to whole seconds: there, the statement has the exact limit.
-            values = (self._lock(claim.key), ceil(wait))
+            seconds = ceil(wait)
             if wait > 0:
-                limit = "/*+ MAX_EXECUTION_TIME(%s) */"
-                values = (max(1, round(wait * 1000)), *values)
+                limit = f"/*+ MAX_EXECUTION_TIME({max(1, round(wait * 1000))}) */"
         # Columns are computed from left to right: the time is that of the lock.
-        return f"SELECT {limit} {note(claim)} GET_LOCK(%s, %s), {NOW_US}", values
+        lock = f"GET_LOCK('{self.prefix}{claim.key}', {seconds})"
+        return f"SELECT {limit} {note(claim)} {lock}, {NOW_US}"
 
     def _lock(self, key: str) -> str:
         return f"{self.prefix}{key}"
@@ -162,7 +163,7 @@ class NamedLockSession(LockSession):
         return f"SELECT {note(claim, self.fence)} {IS_OURS}", (self._lock(claim.key),)
 
     def unlock(self, claim: Claim) -> bool:
-        return self.ask("SELECT RELEASE_LOCK(%s)", self._lock(claim.key)) == [(1,)]
+        return self.ask(f"SELECT RELEASE_LOCK('{self.prefix}{claim.key}')") == [(1,)]
 
     def keep(self, ttl: float) -> None:
         self.ask("SET SESSION wait_timeout = %s", ceil(ttl + GRACE))

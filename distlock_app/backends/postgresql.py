@@ -24,6 +24,15 @@ MAX_TIMEOUT = 2**31 - 1
 
 NOW_US = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 
+# Prepared, as a note makes each statement a new one to the server. Columns are computed from left
+# to right: the time is that of the lock.
+STATEMENTS = {
+    "try": f"SELECT pg_try_advisory_lock{{mode}}($1::bigint), {NOW_US}",
+    "wait": "SELECT set_config('lock_timeout', $2, true),"
+    f" pg_advisory_lock{{mode}}($1::bigint), {NOW_US}",
+    "unlock": "SELECT pg_advisory_unlock{mode}($1::bigint)",
+}
+
 # Limits of a role or a database must not end our waits (the last exists from version 17 on).
 BEGIN = """
     SELECT pg_backend_pid(),
@@ -87,6 +96,7 @@ class AdvisoryLockSession(LockSession):
         return int(self._pq.socket)
 
     def begin(self) -> int:
+        self._prepared: set[str] = set()
         ((pid, *_, recovers),) = self.ask(BEGIN)
         if recovers == "t":
             raise ServerError(None, REPLICA)
@@ -106,6 +116,7 @@ class AdvisoryLockSession(LockSession):
         rows: Rows = []
         refused = None
         try:
+            self._pq.consume_input()
             while True:
                 while self._pq.is_busy():
                     if not self.heard(ANSWER_WAIT):
@@ -115,11 +126,11 @@ class AdvisoryLockSession(LockSession):
                 if result is None:
                     break
                 if message := result.error_message:
-                    refused = ServerError(_text(result.error_field(ord("C"))), message.decode())
-                rows += [
-                    tuple(_text(result.get_value(row, column)) for column in range(result.nfields))
-                    for row in range(result.ntuples)
-                ]
+                    code = result.error_field(ord("C")) or b""
+                    refused = ServerError(code.decode(), message.decode())
+                for row in range(result.ntuples):
+                    cells = [result.get_value(row, column) for column in range(result.nfields)]
+                    rows.append(tuple([None if x is None else x.decode() for x in cells]))
         except self.wrapper.Database.Error as error:
             raise ServerError(None, str(error)) from error
         self.awaiting_reply = False
@@ -128,41 +139,42 @@ class AdvisoryLockSession(LockSession):
         return rows
 
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
-        mode = "_shared" if claim.shared else ""
-        steps, values = [], [_number(claim.key)]
         if self.ttl != claim.ttl:
-            values.append(_timeout(claim.ttl))
-            steps.append("set_config('idle_session_timeout', $2, false)")
+            self.keep(claim.ttl)
         if wait > 0:
-            values.append(max(1, round(wait * 1000)))
-            steps.append(f"set_config('lock_timeout', ${len(values)}, true)")
-        attempt = "" if wait > 0 else "try_"
-        # Columns are computed from left to right: the time is that of the lock.
-        steps += [f"pg_{attempt}advisory_lock{mode}($1::bigint)", NOW_US]
-        statement = f"SELECT {note(claim)} {', '.join(steps)}"
+            statement = self._execute("wait", claim, f", '{max(1, round(wait * 1000))}'")
+        else:
+            statement = self._execute("try", claim)
+        statement = f"{note(claim)} {statement}"
         try:
-            rows, began = self.wait(statement, wait + ANSWER_WAIT, *values)
+            rows, began = self.wait(statement, wait + ANSWER_WAIT)
         except ServerError as error:
             if error.code in BUSY:
                 # It may have been granted just as the wait ended; the session keeps it then.
                 self.ask("SELECT pg_advisory_unlock_all()")
                 return None
             raise
-        self.ttl = claim.ttl
         *_, locked, fence = rows[0]
         return None if locked == "f" else (int(fence), began)
 
     def question(self, claim: Claim) -> tuple[str, Values]:
         # Not the lock but the session: behind a pooler, another process of the server would answer.
-        return f"SELECT {note(claim, self.fence)} pg_backend_pid() = $1::int", (self.number,)
+        return f"{note(claim, self.fence)} SELECT pg_backend_pid() = $1::int", (self.number,)
 
     def unlock(self, claim: Claim) -> bool:
+        return self.ask(self._execute("unlock", claim)) == [("t",)]
+
+    def _execute(self, verb: str, claim: Claim, more: str = "") -> str:
+        """Return the statement that executes a prepared one for this claim."""
         mode = "_shared" if claim.shared else ""
-        unlock = f"SELECT pg_advisory_unlock{mode}($1::bigint)"
-        return bool(self.ask(unlock, _number(claim.key)) == [("t",)])
+        name = f"distlock_{verb}{mode}"
+        if name not in self._prepared:
+            self.ask(f"PREPARE {name} AS {STATEMENTS[verb].format(mode=mode)}")
+            self._prepared.add(name)
+        return f"EXECUTE {name}({_number(claim.key)}{more})"
 
     def keep(self, ttl: float) -> None:
-        statement = f"SELECT {self.note()} set_config('idle_session_timeout', $1, false)"
+        statement = f"{self.note()} SELECT set_config('idle_session_timeout', $1, false)"
         self.ask(statement, _timeout(ttl))
         self.ttl = ttl
 
@@ -225,10 +237,6 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
             )
 
 
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else bytes(value).decode()
-
-
 def _number(key: str) -> int:
     """Return the first 64 bits of a key as PostgreSQL's bigint."""
     number = int(key[:16], 16)
@@ -242,5 +250,5 @@ def _timeout(ttl: float) -> int:
 def _ours(key: str | None = None) -> tuple[Value, ...]:
     """Return the values of OURS, and of OF_KEY for a key."""
     if key is None:
-        return APPLICATION, "SELECT /* distlock %"
-    return APPLICATION, f"SELECT /* distlock ________ {key} %", int(key[:8], 16), int(key[8:16], 16)
+        return APPLICATION, "/* distlock %"
+    return APPLICATION, f"/* distlock ________ {key} %", int(key[:8], 16), int(key[8:16], 16)

@@ -54,9 +54,13 @@ def acquired(
 ) -> tuple[Grant, float]:
     """Run `acquiring` in this thread; a free lock needs none of its steps."""
     if backend.blocks:  # it waits in its first try
-        return _waited(backend, claim, acquiring(backend, claim, wait), waker)
+        waiting[waker] = backend, claim.name
     asked_at = monotonic()
-    answer: Any = backend.acquire(claim, wait)
+    try:
+        answer: Any = backend.acquire(claim, wait)
+    finally:
+        if backend.blocks:
+            waiting.pop(waker, None)
     if answer:
         began = asked_at if answer.asked_at is None else answer.asked_at
         # Certainly trusted; otherwise compute it exactly.

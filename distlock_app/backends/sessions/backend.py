@@ -24,9 +24,9 @@ S = TypeVar("S", bound=LockSession)
 # others. A statement that never ends keeps PostgreSQL from cleaning up behind it.
 SLICE = 30.0
 
-# So many sessions of a process wait on the server at a time, each for all waiters of its lock
-# in that process; for further locks the first of them tries again and again, after pauses of at
-# most POLL seconds.
+# So many sessions of a process wait on the server at a time: for each lock one for the first caller
+# and one for all others. For further locks the first of them tries again and again, after pauses of
+# at most POLL seconds.
 WAITING = 8
 POLL = 0.5
 
@@ -47,6 +47,8 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         super()._begin()
         # When claims were given up that nobody has yet: their thread may still be connecting.
         self._given_up: dict[tuple[str, str], float] = {}
+        # Keys that one thread waits for ahead of the queue, which needs none then.
+        self._ahead: set[str] = set()
         # The first of a queue waits in a thread of its own, and says nothing until it has waited.
         self._queues = WaiterQueues(lambda connection: None, hangs=inf)
         self._waiting: deque[None] = deque([None] * WAITING)
@@ -59,7 +61,20 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
                 return Grant(claim, fence, session=session)
         if wait == 0:
             return self._try(claim)
-        deadline, attempt, gate = Deadline(wait), 0, Gate()
+        if claim.key in self._ahead or self._queues.has_waiters(claim.key):
+            return self._wait_in_queue(claim, Deadline(wait))
+        began = monotonic()
+        self._ahead.add(claim.key)
+        try:
+            grant = self._lead(claim, SLICE if wait is None else min(wait, SLICE))
+        finally:
+            self._ahead.discard(claim.key)
+        if grant is not None or (deadline := Deadline(wait, since=began)).remaining() == 0:
+            return grant
+        return self._wait_in_queue(claim, deadline)
+
+    def _wait_in_queue(self, claim: Claim, deadline: Deadline) -> Grant | None:
+        attempt, gate = 0, Gate()
         waiter = self._enqueue(claim, lambda _: gate.open())
         try:
             while True:
@@ -141,14 +156,15 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         self._begin()
 
     def _take(self, claim: Claim, timeout: float) -> Grant | None:
-        deadline = Deadline(timeout)
+        end = monotonic() + timeout
         while True:
             session = self._lend()
             try:
-                return self._take_on(session, claim, deadline.cap(timeout))
+                return self._take_on(session, claim, timeout)
             except ConnectionLost:
                 if not session.kept:
                     raise
+                timeout = max(0.0, end - monotonic())
 
     def _refuse_what_was_given_up(self, claim: Claim) -> None:
         if self._given_up.pop((claim.owner, claim.key), None) is not None:
@@ -158,7 +174,8 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         claim_key = (claim.owner, claim.key)
         try:
             with self._mutex:
-                self._refuse_what_was_given_up(claim)
+                if self._given_up:
+                    self._refuse_what_was_given_up(claim)
                 session.claim, session.waits = claim, True
                 self._taken[claim_key] = session  # before it is asked: release() has to find it
         except BackendError:

@@ -122,7 +122,7 @@ class Extending(SessionsBackend[S]):
         try:
             if session.awaiting_reply:
                 raise trouble
-            session.wait(f"SELECT {session.note()} 1", BEAT_WAIT)
+            session.wait(f"{session.note()} SELECT 1", BEAT_WAIT)
         except ServerError:
             self._drop(session)
             return False

@@ -40,7 +40,8 @@ IDLE = 15.0
 # MariaDB alone, those with a version from 5.7 on for MySQL alone.
 LONG_WAITS = "/*M! , max_statement_time = 0 */ /*!50708 , max_execution_time = 0 */"
 
-# How often a wait on the server notes that nothing has come yet, in seconds.
+# How often a wait on the server notes that nothing has come yet, in seconds; a session that is idle
+# for less is lent without a look whether the server has closed it.
 LOOK = 1.0
 
 Rows = list[tuple[Any, ...]]
@@ -144,7 +145,7 @@ class ServerSession:
         self.awaiting_reply = True
         self.send(question, values)
         end = began + seconds
-        while not self.heard(min(LOOK, max(0.0, end - began))):
+        while not self._poll.poll(1000 * min(LOOK, max(0.0, end - began))):
             if began >= end:
                 raise ReplyTimeout(f"no answer within {seconds:g} s")
             began = monotonic()
@@ -202,8 +203,9 @@ class ServerSessions:
                 session = self._idle.pop()
             except IndexError:
                 return self._connect()
-            if not session.heard(0):  # or its end has arrived, for nothing was asked
-                session.kept = True
+            session.kept = True
+            # Or its end has arrived, for nothing was asked.
+            if monotonic() < session.used_at + LOOK or not session.heard(0):
                 return session
             self.drop(session)
 
@@ -215,10 +217,12 @@ class ServerSessions:
             return
         session.used_at = monotonic()
         self._idle.append(session)
-        if self._sweeper is None or not self._sweeper.is_alive():
+        if self._sweeper is None:
             self._sweeper = threading.Thread(target=self._sweep, name="distlock-idle", daemon=True)
-            with suppress(RuntimeError):  # no thread to be had: the server will close them
+            try:
                 self._sweeper.start()
+            except RuntimeError:  # no thread to be had: the server will close them
+                self._sweeper = None
 
     def drop(self, session: ServerSession) -> None:
         """Close a session."""
@@ -267,6 +271,7 @@ class ServerSessions:
             else:
                 self._idle.appendleft(session)
                 sleep(left)
+        self._sweeper = None
 
     def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
         # Django makes and drops test databases from a connection to none, and PostgreSQL
