@@ -28,6 +28,8 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import coverage
@@ -77,9 +79,36 @@ def check() -> int:
             tests = set().union(*lines.values())
     names = {test.rpartition("|")[0] for test in tests} - {""}
     took = json.loads(SECONDS.read_text())
+    return show(sorted(names, key=lambda name: took.get(name, 0.0)))
+
+
+def show(tests: list[str]) -> int:
+    """Run the tests until one fails that does not fail by itself without the change."""
     chosen = Path("mutation.tests")
-    chosen.write_text("\n".join(sorted(names, key=lambda name: took.get(name, 0.0))))
-    return subprocess.call([*PYTEST, "-x", f"@{chosen}"]) if tests else 0
+    failed = Path(".pytest_cache/v/cache/lastfailed")
+    while tests:
+        chosen.write_text("\n".join(tests))
+        failed.unlink(missing_ok=True)
+        status = subprocess.call([*PYTEST, "-x", f"@{chosen}"])
+        if status == 0 or not failed.exists():
+            return status
+        culprits = json.loads(failed.read_text())
+        with unchanged():
+            if subprocess.call([*PYTEST, "--lf", "--lfnf=none", f"@{chosen}"]) != 1:
+                return status
+        tests = [test for test in tests if test not in culprits]
+    return 0
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Undo the change for a while."""
+    change = subprocess.check_output(["git", "diff", "--", "distlock_app"])
+    subprocess.check_call(["git", "checkout", "-q", "--", "distlock_app"])
+    try:
+        yield
+    finally:
+        subprocess.run(["git", "apply"], input=change, check=True)
 
 
 class Sample(FilterApp):

@@ -245,7 +245,7 @@ def test_pages_do_without_the_events_of_a_database_that_is_down(
     assert "free" in html
     assert "lock events could not be read" in caplog.text
     assert (warning.id, warning.level) == ("distlock_app.W006", checks.WARNING)
-    assert "unable to open" in warning.msg
+    assert "cannot be read" in warning.msg
 
 
 def test_of_a_hot_lock_no_more_is_kept_than_settings_say(kept):

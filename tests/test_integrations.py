@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -279,9 +280,12 @@ def documented():
 
 
 @pytest.fixture(scope="module")
-def worker(documented):
+def worker(documented, django_db_setup, django_db_blocker):
     """A Celery worker in this process; return the tasks of docs/how-to/tasks.md."""
-    with start_worker(celery_project.app, pool="solo", perform_ping_check=False):
+    with ExitStack() as stack:
+        with django_db_blocker.unblock():  # it checks the models when it starts
+            app = celery_project.app
+            stack.enter_context(start_worker(app, pool="solo", perform_ping_check=False))
         yield documented
 
 
