@@ -973,7 +973,9 @@ def test_where_the_kernel_does_not_end_a_program_a_pipe_does():
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [("/no/such/program", 127), (str(Path(__file__)), 126)]
+    ("program", "code"),
+    [("/no/such/program", 127), (str(Path(__file__)), 126)],
+    ids=["missing", "not executable"],
 )
 def test_run_of_what_cannot_run_ends_as_a_shell_does(memory, capsys, program, code):
     ended, _, err = say(capsys, "run", "a", "--", program)

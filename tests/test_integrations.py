@@ -343,7 +343,7 @@ def test_a_lock_is_handed_over_to_a_task_of_celery(worker, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.django_db(transaction=True)
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 def test_children_of_celery_exclude_each_other_and_release_at_time_limits(processes, redis_url):
     Counter.objects.create(name="celery")
     env = {"TESTS_CELERY_REDIS": redis_url, "TESTS_CELERY_PREFIX": f"celery-{os.getpid()}:"}
