@@ -246,7 +246,7 @@ def test_a_lock_of_another_user_is_seen_and_what_that_user_said_is_not(backend):
     assert list(session.locks(grant.claim.key[:15] + "00" + "0" * 23, ())) == []
     session.ask("RESET ROLE")
     session.ask(f"DROP ROLE {FEW}")
-    backend._pool.drop(session)
+    session.close()
     assert backend.release(grant) is True
 
 
@@ -267,4 +267,4 @@ def test_a_session_runs_one_statement_at_a_time_and_binds_values(backend):
     with pytest.raises(ServerError):
         session.ask("SELECT 1; SELECT 2")
 
-    backend._pool.drop(session)
+    session.close()

@@ -600,7 +600,7 @@ def test_beyond_its_connections_a_process_polls(backend, sessions, monkeypatch):
 def test_a_server_without_connections_to_spare_gets_back_those_of_the_queue(backend, monkeypatch):
     held = grab(backend, "a")
     sessions = backend._sessions
-    real, refused = sessions._open, []
+    real, refused = sessions._connect, []
 
     def full():
         if sessions.parked:
@@ -608,7 +608,7 @@ def test_a_server_without_connections_to_spare_gets_back_those_of_the_queue(back
             raise OperationalError("too many connections")
         return real()
 
-    monkeypatch.setattr(sessions, "_open", full)
+    monkeypatch.setattr(sessions, "_connect", full)
 
     assert backend.extend(held, 30) is True
 

@@ -67,7 +67,7 @@ def test_on_mysql_the_statement_has_the_exact_limit(backend):
     assert statement.startswith("SELECT /*+ MAX_EXECUTION_TIME(300) */ /* distlock ")
     assert f"GET_LOCK('{line._lock(key_of('a'))}', 1)" in statement
     assert "MAX_EXECUTION_TIME" not in line._locking(a_claim("a"), 0)
-    backend._pool.drop(line)
+    line.close()
 
 
 def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
@@ -83,7 +83,7 @@ def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
     assert answers == [None]
     assert line.ask("SELECT 1") == [(1,)]
     assert backend.release(held)
-    backend._pool.drop(line)
+    line.close()
 
 
 def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_session_runs_one_statement_at_a_time_and_quotes_values(backend):
     with pytest.raises(ServerError):
         session.ask("SELECT 1; SELECT 2")
 
-    backend._pool.drop(session)
+    session.close()
 
 
 def test_a_clear_ends_no_session_that_got_the_lock_since_it_was_seen(backend):
@@ -167,5 +167,5 @@ def test_a_lock_that_only_begins_as_ours_is_not_listed(backend):
             until(lambda: cursor.execute(waiting, [waits]) and cursor.fetchone() == (1,))
         assert list(backend.holders()) == []
         session.ask("SELECT RELEASE_ALL_LOCKS()")
-    backend._pool.drop(session)
-    backend._pool.drop(other)
+    session.close()
+    other.close()

@@ -184,7 +184,8 @@ class Advisory(PostgreSQL):
     ttl = 2.0
     migrate = False
     steps_back = False
-    forgetful = SESSIONS_END
+    # PostgreSQL counts idle_session_timeout by the wall clock: set forward, it ends the session.
+    forgetful = SESSIONS_END | {"server clock"}
 
     def faults(self) -> dict[str, Act]:
         return {**super().faults(), "silence": self.silence}  # it is patient for 5 s only

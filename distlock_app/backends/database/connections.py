@@ -24,16 +24,14 @@ import selectors
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from django.db import connections
-from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
-from django.db.backends.signals import connection_created
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...primitives.timing import monotonic
-from ..sessions.pool import sever
+from ..sessions.pool import Pool, PooledSession, inherited
 from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues
 from .sql import Dialect, dialect_for
 
@@ -42,52 +40,29 @@ QUEUE = 8
 # A connection that was idle for so many seconds is closed after the next request.
 IDLE = 60.0
 
-# What a child of fork() inherited. Dropping the last reference would close the connection:
-# a goodbye to the server in the name of the parent, which still uses it.
-_inherited: list[Any] = []
 
-
-class Session:
+class Session(PooledSession):
     """One autocommitting connection, and a cursor of its driver: Django's costs twice that."""
 
-    __slots__ = ("can_queue", "cursor", "dialect", "epoch", "kept", "parked", "used_at", "wrapper")
-
-    def __init__(self, wrapper: BaseDatabaseWrapper, dialect: Dialect, epoch: int) -> None:
+    def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int, dialect: Dialect) -> None:
         """Connect; raises Django's database errors."""
-        self.wrapper: Any = wrapper
         self.dialect = dialect
-        self.epoch = epoch
-        self.kept = False  # it has been idle, and the server may have closed it meanwhile
         self.parked = False  # with a claim, see QueuedConnection
         self.can_queue: bool | None = None  # not known yet
-        self.used_at = 0.0
-        wrapper.settings_dict["AUTOCOMMIT"] = True
-        dialect.adapt(wrapper.settings_dict)
-        wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
-        try:
-            with wrapper.wrap_database_errors:
-                self.cursor = dialect.begin(wrapper)
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(wrapper, epoch)
+
+    def adapt(self, settings: dict[str, Any]) -> None:
+        self.dialect.adapt(settings)
+
+    def prepare(self) -> None:
+        with self.wrapper.wrap_database_errors:
+            self.cursor = self.dialect.begin(self.wrapper)
 
     def queues(self) -> bool:
         """Return whether the server can queue the waiters of this session."""
         if self.can_queue is None:
             self.can_queue = self.dialect.can_queue(self.wrapper, self.cursor)
         return self.can_queue
-
-    def close(self) -> None:
-        """Close the connection whatever its state; the server undoes what is unfinished."""
-        try:
-            self.wrapper.connection.close()
-        except Exception:
-            pass  # Closed before, by the server or by us: that is what was wanted.
-
-    def sever(self) -> None:
-        """Let go of a parent's connection: the driver may say goodbye when it is freed."""
-        with suppress(Exception):  # closed before; or SQLite, which has no socket
-            sever(self.wrapper.connection.fileno())
 
 
 class QueuedConnection:
@@ -150,64 +125,33 @@ class QueuedConnection:
 
     def __del__(self) -> None:
         # The interpreter ends, and the connection with it; or an interrupt came before __init__.
-        if _inherited is None or not hasattr(self, "pid"):
+        if inherited is None or not hasattr(self, "pid"):
             return
         if self.session is None and self._slots is None:
             return
         if self.pid == os.getpid():
             self.give_up()
         else:
-            _inherited.append(self.session)
+            inherited.append(self.session)
 
 
-class Sessions:
-    """The connections of one process to one database.
+class Sessions(Pool[Session]):
+    """The connections of one process to one database, some of them kept to queue.
 
-    They are lent, not kept per thread: a thread that waits, that holds or that has died owns
-    none, and close() reaches all. Drivers allow it as long as no two threads use one connection
-    at the same time (mysqlclient 2.3 raises at that). A signal handler or a finalizer that locks
-    in the middle of our own call gets another connection.
+    Drivers allow to lend them as long as no two threads use one at the same time (mysqlclient 2.3
+    raises at that).
     """
 
     def __init__(self, using: str, queue: int, emptied: Callable[[QueuedConnection], None]) -> None:
         """Let `queue` of them stay with claims, and ASKING others ask at a time."""
-        self.using = using
         self._queue = queue
         self._emptied = emptied
-        self._epoch = 0
-        self._begin()
-        connection_created.connect(self._make_way)
+        super().__init__(using)
 
     @cached_property
     def dialect(self) -> Dialect:
         """The statements, filled in once for all connections of this process."""
         return dialect_for(connections[self.using])
-
-    def lend(self) -> Session:
-        """Return the connection used last, or a new one; raises Django's database errors."""
-        if self._pid != os.getpid():
-            self.forget()
-        try:
-            session = self._idle.pop()
-        except IndexError:
-            pass
-        else:
-            session.kept = True
-            return session
-        return self._open()
-
-    def give_back(self, session: Session) -> None:
-        """Keep a connection on which nothing went wrong; close those that idle for long."""
-        if session.epoch != self._epoch:
-            session.close()
-            return
-        session.used_at = now = monotonic()
-        self._idle.append(session)
-        try:
-            while self._idle[0].used_at < now - IDLE:
-                self._idle.popleft().close()
-        except IndexError:
-            pass  # Another thread has taken it.
 
     def park(self, claim_key: Any, queued: QueuedConnection) -> None:
         """Keep the connection of a grant findable, as long as its owner keeps it."""
@@ -237,59 +181,31 @@ class Sessions:
         """Return the claims on `key` that hold the queue lock here."""
         return [k for k in list(self._queued) if k[0] == key]
 
-    def close_idle(self) -> None:
-        """Close what is idle now, and what is lent as soon as it comes back."""
-        if self._pid != os.getpid():
-            self.forget()
-        self._epoch += 1
-        while session := self._take_oldest():
-            session.close()
-
     def close(self) -> None:
-        """Close all but the connections of waiters, which go when the wait ends."""
+        """Close also those that stay, but not those of waiters, which go when the wait ends."""
         self.close_idle()
         for claim_key in list(self._queued):
             if queued := self.unpark(claim_key):
                 queued.give_up()
 
-    def forget(self) -> None:
-        """Leave the connections of a parent process alone: neither use nor close them."""
-        staying = [*self._queued.values(), *self.queues.connections()]
-        if self._pid != os.getpid():
-            for session in (*self._idle, *(queued.session for queued in staying)):
-                if session is not None:
-                    session.sever()
-        _inherited.append((self._idle, staying, self.queues))
-        self._epoch += 1
-        self._begin()
-
     def _begin(self) -> None:
+        super()._begin()
         self._queued = weakref.WeakValueDictionary[Any, QueuedConnection]()
         self._slots: deque[None] = deque([None] * self._queue)
         self.queues = WaiterQueues(self._emptied)
         self.semaphore = FairSemaphore(ASKING)
-        self._idle: deque[Session] = deque()
-        self._pid = os.getpid()
-        weakref.finalize(self, _close_all, self._idle, self._pid)
 
-    def _open(self) -> Session:
-        ours = connections[self.using].copy()
-        ours.inc_thread_sharing()
+    def _new(self, wrapper: BaseDatabaseWrapper) -> Session:
         if not self._queue:  # perhaps behind a pooler that lends sessions by the transaction
-            ours.settings_dict["DISABLE_SERVER_SIDE_CURSORS"] = True
-        return Session(ours, self.dialect, self._epoch)
+            wrapper.settings_dict["DISABLE_SERVER_SIDE_CURSORS"] = True
+        return Session(wrapper, self._epoch, self.dialect)
 
-    def _take_oldest(self) -> Session | None:
+    def _tidy(self) -> None:
         try:
-            return self._idle.popleft()
+            while self._idle[0].used_at < self._idle[-1].used_at - IDLE:
+                self._idle.popleft().close()
         except IndexError:
-            return None
-
-    def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
-        # Django makes and drops test databases from a connection to none, and PostgreSQL
-        # drops no database with a connection to it.
-        if connection.alias == NO_DB_ALIAS:
-            self.close()
+            pass  # Another thread has taken it.
 
 
 def _readable(file: Any, within: float) -> bool:
@@ -300,12 +216,3 @@ def _readable(file: Any, within: float) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
         return bool(selector.select(within))
-
-
-def _close_all(idle: deque[Session], pid: int) -> None:
-    """Say goodbye when a pool is dropped or the process ends, but not in the parent's name."""
-    if pid != os.getpid():
-        _inherited.append(idle)
-        return
-    while idle:
-        idle.pop().close()

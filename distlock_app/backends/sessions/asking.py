@@ -44,7 +44,7 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
                 f"DISTLOCK[{alias!r}]: {type(self).__name__} requires {self.vendor}, but the "
                 f"database {self.using!r} is {connections[self.using].vendor}"
             )
-        self._pool = ServerSessions(self.using, self.session_type)
+        self._pool: ServerSessions[S] = ServerSessions(self.using, self.session_type)
         self._begin()
 
     def _begin(self) -> None:
@@ -75,7 +75,7 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
                 try:
                     answer = work(session)
                 except BaseException as error:
-                    self._pool.drop(session)
+                    session.close()
                     if not isinstance(error, (ServerError, ReplyTimeout)):
                         raise
                     if not session.kept:
@@ -86,7 +86,7 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
 
     def _lend(self) -> S:
         try:
-            return self._pool.lend()  # type: ignore[return-value]
+            return self._pool.lend()
         except (DjangoDatabaseError, ServerError, ReplyTimeout) as error:
             raise BackendError(self._says(error)) from error
 
@@ -101,7 +101,7 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
         with self._mutex:
             if claim and self._taken.get((claim.owner, claim.key)) is session:
                 del self._taken[claim.owner, claim.key]
-        self._pool.drop(session)
+        session.close()
 
     def _says(self, error: Any) -> str:
         return f"{type(self).__name__} on {self.using!r}: {error}"

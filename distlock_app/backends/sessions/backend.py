@@ -136,7 +136,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
             with exclusive(session):
                 was_ours = session.unlock(grant.claim)
         except BaseException as error:
-            self._pool.drop(session)
+            session.close()
             if isinstance(error, ServerError):
                 return False  # a session that is gone took its lock with it
             if isinstance(error, ReplyTimeout):
@@ -145,7 +145,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         if was_ours:
             self._pool.give_back(session)
         else:
-            self._pool.drop(session)
+            session.close()
         return was_ours
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
                 raise BackendError(self._says(error)) from error
             raise
         if given_up:
-            self._pool.drop(session)
+            session.close()
             raise BackendError(self._says("the wait was given up"))
         if granted is None:
             self._pool.give_back(session)

@@ -1,4 +1,4 @@
-"""Database sessions of our own, which hold named and advisory locks: open, ask, keep alive.
+"""Database sessions of our own: kept while they are in demand, and asked.
 
 A question is sent, and its answer is waited for with poll(): so a wait on the server can be
 interrupted (Ctrl-C) or ended by another thread, and many sessions can be asked at once.
@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from time import sleep
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -40,9 +40,11 @@ IDLE = 15.0
 # MariaDB alone, those with a version from 5.7 on for MySQL alone.
 LONG_WAITS = "/*M! , max_statement_time = 0 */ /*!50708 , max_execution_time = 0 */"
 
-# How often a wait on the server notes that nothing has come yet, in seconds; a session that is idle
-# for less is lent without a look whether the server has closed it.
+# How often a wait on the server notes that nothing has come yet, in seconds.
 LOOK = 1.0
+
+P = TypeVar("P", bound="PooledSession")
+S = TypeVar("S", bound="ServerSession")
 
 Rows = list[tuple[Any, ...]]
 Value = str | int | float
@@ -78,30 +80,20 @@ class ReplyTimeout(Exception):
     """The server did not answer in time."""
 
 
-class ServerSession:
-    """One session; one question at a time, by the thread that has its `mutex` or was lent it."""
+class PooledSession:
+    """A database connection of our own, in autocommit mode."""
 
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
-        """Connect; raises Django's database errors, ServerError and ReplyTimeout."""
+        """Connect; raises Django's database errors, and those of `prepare`."""
         self.wrapper: Any = wrapper
         self.epoch = epoch
-        self.mutex = threading.Lock()
         self.kept = False  # it has been idle, and the server may have closed it meanwhile
         self.used_at = 0.0
-        self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
-        self.asked_at = 0.0  # when the last question was asked that was answered
-        self.awaiting_reply = False
-        self.claim: Claim | None = None  # what it holds, or waits for
-        self.fence: int | None = None
-        self.waits = False
         wrapper.settings_dict["AUTOCOMMIT"] = True
         self.adapt(wrapper.settings_dict)
         wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
         try:
-            self.fd = self.descriptor()
-            self._poll = select.poll()
-            self._poll.register(self.fd, select.POLLIN)
-            self.number = self.begin()  # the session's, as the server counts
+            self.prepare()
         except BaseException:
             self.close()
             raise
@@ -109,6 +101,36 @@ class ServerSession:
     def adapt(self, settings: dict[str, Any]) -> None:
         """Change our copy of the alias's settings before it connects."""
         raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Prepare the new connection."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close it whatever its state; the server frees what it holds, and undoes the rest."""
+        with suppress(Exception):  # closed before, by the server or by us
+            self.wrapper.connection.close()
+
+
+class ServerSession(PooledSession):
+    """One session; one question at a time, by the thread that has its `mutex` or was lent it."""
+
+    def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
+        """Connect; raises Django's database errors, ServerError and ReplyTimeout."""
+        self.mutex = threading.Lock()
+        self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
+        self.asked_at = 0.0  # when the last question was asked that was answered
+        self.awaiting_reply = False
+        self.claim: Claim | None = None  # what it holds, or waits for
+        self.fence: int | None = None
+        self.waits = False
+        super().__init__(wrapper, epoch)
+
+    def prepare(self) -> None:
+        self.fd = self.descriptor()
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+        self.number = self.begin()  # the session's, as the server counts
 
     def descriptor(self) -> int:
         """Return the number of the socket's file."""
@@ -178,45 +200,110 @@ class ServerSession:
         with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as end:
             end.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """Close the connection whatever its state: the server frees what it holds."""
-        with suppress(Exception):  # closed before, by the server or by us
-            self.wrapper.connection.close()
 
+class Pool(Generic[P]):
+    """The sessions of one process on one database.
 
-class ServerSessions:
-    """The sessions of one process on one database: lent, kept while they are in demand."""
+    They are lent, not kept per thread: a thread that waits, that holds or that has died owns none,
+    and close() reaches all. A signal handler or a finalizer that locks in the middle of our own
+    call gets another one.
+    """
 
-    def __init__(self, using: str, kind: type[ServerSession]) -> None:
+    def __init__(self, using: str) -> None:
         self.using = using
-        self._kind = kind
         self._epoch = 0
-        self._sweeper: threading.Thread | None = None
         self._begin()
         _pools.add(self)
         connection_created.connect(self._make_way)
 
-    def lend(self) -> ServerSession:
-        """Return the session used last that still lives, or a new one; raise what it raises."""
-        while True:
-            try:
-                session = self._idle.pop()
-            except IndexError:
-                return self._connect()
-            session.kept = True
-            # Or its end has arrived, for nothing was asked.
-            if monotonic() < session.used_at + LOOK or not session.heard(0):
-                return session
-            self.drop(session)
+    def lend(self) -> P:
+        """Return the session used last, or a new one; raise what its class raises."""
+        try:
+            session = self._idle.pop()
+        except IndexError:
+            return self._connect()
+        session.kept = True
+        return session
 
-    def give_back(self, session: ServerSession) -> None:
+    def give_back(self, session: P) -> None:
         """Keep a session on which nothing went wrong and that holds nothing."""
-        session.claim = None
         if session.epoch != self._epoch:
-            self.drop(session)
+            session.close()
             return
         session.used_at = monotonic()
         self._idle.append(session)
+        self._tidy()
+
+    def close(self) -> None:
+        """Close what nobody uses, and what is lent as soon as it comes back."""
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close what is idle now, and what is lent as soon as it comes back."""
+        self._epoch += 1
+        while (session := self._take_oldest()) is not None:
+            session.close()
+
+    def forget(self) -> None:
+        """Leave the sessions of a parent process alone: neither use nor close them."""
+        inherited.append({**self.__dict__, "_open": list(self._open)})
+        for session in self._open:
+            with suppress(Exception):  # closed before; or SQLite, which has no socket
+                sever(session.wrapper.connection.fileno())
+        self._epoch += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._idle: deque[P] = deque()
+        self._open: weakref.WeakSet[P] = weakref.WeakSet()
+        weakref.finalize(self, _close_all, self._idle, os.getpid())
+
+    def _connect(self) -> P:
+        ours = connections[self.using].copy()
+        ours.inc_thread_sharing()
+        session = self._new(ours)
+        self._open.add(session)
+        return session
+
+    def _new(self, wrapper: BaseDatabaseWrapper) -> P:
+        raise NotImplementedError
+
+    def _tidy(self) -> None:
+        """See to it that what idles for long is closed."""
+        raise NotImplementedError
+
+    def _take_oldest(self) -> P | None:
+        try:
+            return self._idle.popleft()
+        except IndexError:
+            return None
+
+    def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
+        # Django makes and drops test databases from a connection to none, and PostgreSQL
+        # drops no database with a connection to it.
+        if connection.alias == NO_DB_ALIAS:
+            self.close()
+
+
+class ServerSessions(Pool[S]):
+    """Sessions that are closed by a thread, before the server does it for their ttl."""
+
+    def __init__(self, using: str, kind: type[S]) -> None:
+        self._kind = kind
+        super().__init__(using)
+
+    def give_back(self, session: S) -> None:
+        session.claim = None
+        super().give_back(session)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._sweeper: threading.Thread | None = None
+
+    def _new(self, wrapper: BaseDatabaseWrapper) -> S:
+        return self._kind(wrapper, self._epoch)
+
+    def _tidy(self) -> None:
         if self._sweeper is None:
             self._sweeper = threading.Thread(target=self._sweep, name="distlock-idle", daemon=True)
             try:
@@ -224,60 +311,16 @@ class ServerSessions:
             except RuntimeError:  # no thread to be had: the server will close them
                 self._sweeper = None
 
-    def drop(self, session: ServerSession) -> None:
-        """Close a session."""
-        session.close()
-        self._open.discard(session)
-
-    def close(self) -> None:
-        """Close what is idle now, and what is lent as soon as it comes back."""
-        self._epoch += 1
-        while (session := self._take_oldest()) is not None:
-            self.drop(session)
-
-    def forget(self) -> None:
-        """Leave the sessions of a parent process alone: neither use nor close them."""
-        for session in list(self._open):
-            sever(session.fd)
-        _inherited.append(self._open)
-        self._epoch += 1
-        self._begin()
-
-    def _begin(self) -> None:
-        self._idle: deque[ServerSession] = deque()
-        self._open: set[ServerSession] = set()
-        self._sweeper = None
-        weakref.finalize(self, _close_all, self._open, os.getpid())
-
-    def _connect(self) -> ServerSession:
-        ours = connections[self.using].copy()
-        ours.inc_thread_sharing()
-        session = self._kind(ours, self._epoch)
-        self._open.add(session)
-        return session
-
-    def _take_oldest(self) -> ServerSession | None:
-        try:
-            return self._idle.popleft()
-        except IndexError:
-            return None
-
     def _sweep(self) -> None:
         while (session := self._take_oldest()) is not None:
             # Half of the ttl at most: by then the server has not closed it yet.
             left = session.used_at + min(IDLE, session.ttl / 2) - monotonic()
             if left <= 0:
-                self.drop(session)
+                session.close()
             else:
                 self._idle.appendleft(session)
                 sleep(left)
         self._sweeper = None
-
-    def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
-        # Django makes and drops test databases from a connection to none, and PostgreSQL
-        # drops no database with a connection to it.
-        if connection.alias == NO_DB_ALIAS:
-            self.close()
 
 
 def sever(fd: int) -> None:
@@ -292,11 +335,10 @@ def sever(fd: int) -> None:
     os.close(nowhere)
 
 
-def _close_all(open_sessions: set[ServerSession], pid: int) -> None:
+def _close_all(idle: deque[Any], pid: int) -> None:
     """Say goodbye when a pool is dropped or the process ends, but not in the parent's name."""
-    if pid == os.getpid():
-        while open_sessions:
-            open_sessions.pop().close()
+    while idle and pid == os.getpid():
+        idle.pop().close()
 
 
 def _forget_all() -> None:
@@ -304,6 +346,6 @@ def _forget_all() -> None:
         pool.forget()
 
 
-_pools: weakref.WeakSet[ServerSessions] = weakref.WeakSet()
-_inherited: list[Any] = []  # of objects that a child of fork() must not free
+_pools: weakref.WeakSet[Pool[Any]] = weakref.WeakSet()
+inherited: list[Any] = []  # of objects that a child of fork() must not free
 os.register_at_fork(after_in_child=_forget_all)
