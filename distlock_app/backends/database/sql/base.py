@@ -44,6 +44,7 @@ Step = Literal["try", "join", "wait", "turn"]
 class LockRow(NamedTuple):
     """A row as it was read, with the server's time of the reading; all in microseconds."""
 
+    key: str
     owner: str
     fence: int
     name: str
@@ -58,7 +59,7 @@ class LockRow(NamedTuple):
         return max(self.fence + 1, self.now_us)
 
 
-NO_ROW = LockRow("", 0, "", "", None, 0, 0)
+NO_ROW = LockRow("", "", 0, "", "", None, 0, 0)
 
 # Answers something, and says how the row is to be; None: as it is.
 T = TypeVar("T")
@@ -176,7 +177,7 @@ class Dialect(Statements):
         answer, new = decide(row or NO_ROW)
         if row is None or new is None:
             return answer, new is None
-        asked = {"key": key, **new._asdict(), "fence": row.next_fence}
+        asked = {**new._asdict(), "fence": row.next_fence}
         asked |= {"old_owner": row.owner, "old_fence": row.fence, "old_expiry_us": row.expiry_us}
         return answer, self.execute(cursor, self.REPLACE, asked).rowcount == 1
 

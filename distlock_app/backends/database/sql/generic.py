@@ -24,8 +24,8 @@ from django.db import IntegrityError
 from django.db.models.functions import Now
 
 from ....claims import Busy, Claim, Grant
-from .base import NO_ROW, PAGE, Cursor, Decide, Dialect, LockRow, Named, Pair, Step, T
-from .rows import Row, RowConflict, Rows, in_transaction, microseconds, reading
+from .base import NO_ROW, PAGE, Cursor, Decide, Dialect, LockRow, Named, Pair, Step, T, busy
+from .rows import RowConflict, Rows, in_transaction, reading
 
 # Rows that have an owner. Not exclude(owner=""): what that means on Oracle, where '' is NULL,
 # Django asks the default database, which may be another one.
@@ -60,10 +60,10 @@ class Generic(Dialect):
     @in_transaction
     def take(self, rows: Rows, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         for row in rows.lock(key=claim.key):
-            if (busy := _in_the_way(row, claim)) is not None:
-                return busy
+            if (refusal := _in_the_way(row, claim)) is not None:
+                return refusal
             ours = row.owner == claim.owner
-            end = row.now + timedelta(seconds=claim.ttl)
+            end = row.now_us + round(claim.ttl * 1e6)
             fence = row.fence if ours else row.next_fence
             rows.change(
                 row,
@@ -71,8 +71,8 @@ class Generic(Dialect):
                 name=asked["name"],
                 holder=asked["holder"],
                 fence=fence,
-                acquired_at=row.acquired_at if ours else row.now,
-                expiry=max(row.expiry, end) if ours else end,
+                acquired_us=row.acquired_us if ours else row.now_us,
+                expiry_us=max(row.expiry_us, end) if ours else end,
             )
             return Grant(claim, fence=fence)
         return None
@@ -102,7 +102,7 @@ class Generic(Dialect):
     def release(self, rows: Rows, claim: Claim) -> bool:
         for row in rows.lock(key=claim.key):
             if row.owner == claim.owner:
-                rows.change(row, owner="", expiry=row.now)
+                rows.change(row, owner="", expiry_us=row.now_us)
                 return True
         return False
 
@@ -116,8 +116,8 @@ class Generic(Dialect):
     ) -> Any:
         return [
             (
-                *(row.key, row.name, row.fence, row.holder, microseconds(row.left)),
-                row.acquired_at and microseconds(row.now - row.acquired_at),
+                *(row.key, row.name, row.fence, row.holder, row.expiry_us - row.now_us),
+                row.acquired_us and row.now_us - row.acquired_us,
             )
             for row in rows.read(start=start, count=count, key__gte=first, key__lte=last, **LIVE)
         ]
@@ -128,7 +128,7 @@ class Generic(Dialect):
 
     @reading
     def read(self, rows: Rows, key: str) -> LockRow | None:
-        return next((row.in_microseconds() for row in rows.read(key=key)), None)
+        return next(iter(rows.read(key=key)), None)
 
     def change(self, cursor: Cursor, key: str, decide: Decide[T]) -> tuple[T, bool]:
         """Lock the row, and decide again, if it is to be written."""
@@ -142,17 +142,9 @@ class Generic(Dialect):
     @in_transaction
     def _change(self, rows: Rows, key: str, decide: Decide[T]) -> tuple[T, bool] | None:
         for row in rows.lock(key=key):
-            answer, new = decide(row.in_microseconds())
+            answer, new = decide(row)
             if new is not None:
-                rows.change(
-                    row,
-                    owner=new.owner,
-                    name=new.name,
-                    holder=new.holder,
-                    fence=row.next_fence,
-                    acquired_at=row.at(new.acquired_us),
-                    expiry=row.at(new.expiry_us),
-                )
+                rows.change(row, **{**new._asdict(), "fence": row.next_fence})
             return answer, True
         return None
 
@@ -179,10 +171,9 @@ class Generic(Dialect):
         return rows.delete(**old)
 
 
-def _in_the_way(row: Row, claim: Claim) -> Busy | None:
-    if row.owner in ("", claim.owner) or row.left <= timedelta(0):
-        return None
-    return Busy(free_in=row.left.total_seconds())
+def _in_the_way(row: LockRow, claim: Claim) -> Busy | None:
+    left_us = row.expiry_us - row.now_us
+    return None if row.owner in ("", claim.owner) or left_us <= 0 else busy(left_us)
 
 
 def _extend(rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False) -> set[Pair]:
@@ -191,13 +182,13 @@ def _extend(rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = Fa
     locked = rows.lock(key__in=[key for key, _ in pairs])
     ours = [row for row in locked if (row.key, row.owner) in wanted]
     for row in ours:
-        end = row.now + timedelta(seconds=ttl)
-        rows.change(row, expiry=end if exactly else max(row.expiry, end))
+        end = row.now_us + round(ttl * 1e6)
+        rows.change(row, expiry_us=end if exactly else max(row.expiry_us, end))
     return {(row.key, row.owner) for row in ours}
 
 
-def _free(rows: Rows, taken: Sequence[Row]) -> int:
+def _free(rows: Rows, taken: Sequence[LockRow]) -> int:
     """Take rows from their owners: whatever these write with their fences is too old."""
     for row in taken:
-        rows.change(row, owner="", expiry=row.now, fence=row.next_fence)
+        rows.change(row, owner="", expiry_us=row.now_us, fence=row.next_fence)
     return len(taken)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import partial, wraps
 from time import sleep
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from django.apps import apps
+from django.conf import settings
 from django.db import Error, InterfaceError, OperationalError
 from django.db.models import Count, QuerySet
 from django.db.models.functions import Now
@@ -24,48 +25,12 @@ class RowConflict(OperationalError):
     """Others have the row locked, or were faster."""
 
 
-class Row(NamedTuple):
-    """A row as it was read, with the server's time of the reading."""
-
-    key: str
-    name: str
-    owner: str
-    fence: int
-    holder: str
-    acquired_at: datetime | None
-    expiry: datetime
-    now: datetime
-
-    @property
-    def left(self) -> timedelta:
-        """How long it is leased yet; below zero: it expired."""
-        return self.expiry - self.now
-
-    @property
-    def next_fence(self) -> int:
-        """A fence behind all before."""
-        return self.in_microseconds().next_fence
-
-    def in_microseconds(self) -> LockRow:
-        """Return it as the dialects with SQL of their own read it."""
-        epoch = _epoch(self.now)
-        return LockRow(
-            *(self.owner, self.fence, self.name, self.holder),
-            acquired_us=microseconds(self.acquired_at - epoch) if self.acquired_at else None,
-            expiry_us=microseconds(self.expiry - epoch),
-            now_us=microseconds(self.now - epoch),
-        )
-
-    def at(self, us: int | None) -> datetime | None:
-        """Return such a time as this row has it."""
-        return None if us is None else _epoch(self.now) + timedelta(microseconds=us)
-
-
 class Rows:
     """The lock table in a transaction; `which` are keyword arguments of `filter()`."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
+        self._epoch = datetime(1970, 1, 1, tzinfo=timezone.utc if settings.USE_TZ else None)
         self._model: Any = apps.get_model("distlock_app", "DistLock")
 
     def now(self) -> datetime:
@@ -75,12 +40,12 @@ class Rows:
         ((now,),) = self._answers(query)
         return now  # type: ignore[no-any-return]
 
-    def read(self, *, start: int = 0, count: int | None = None, **which: Any) -> list[Row]:
+    def read(self, *, start: int = 0, count: int | None = None, **which: Any) -> list[LockRow]:
         """Read rows in the order of their keys, from number `start`, at most `count`."""
         stop = None if count is None else start + count
         return self._read(self._rows(**which).order_by("key")[start:stop])
 
-    def lock(self, **which: Any) -> list[Row]:
+    def lock(self, **which: Any) -> list[LockRow]:
         """Read rows and lock them. One that another transaction has locked is an error at once.
 
         Not so in the caller's transaction, which an error would end: that one waits.
@@ -120,18 +85,28 @@ class Rows:
         ((count,),) = self._answers(query)
         return int(count)
 
-    def change(self, row: Row, **values: Any) -> None:
+    def change(self, row: LockRow, **changes: Any) -> None:
         """Change a row that is still as it was read; raise RowConflict."""
-        same = self._rows(key=row.key, fence=row.fence, expiry=row.expiry)
+        new = row._replace(**changes)
+        same = self._rows(key=row.key, fence=row.fence, expiry=self._time(row.expiry_us))
         query: Any = same.query.chain(UpdateQuery)
-        query.add_update_values(values)
+        query.add_update_values(
+            {
+                "owner": new.owner,
+                "name": new.name,
+                "holder": new.holder,
+                "fence": new.fence,
+                "acquired_at": self._time(new.acquired_us),
+                "expiry": self._time(new.expiry_us),
+            }
+        )
         if self._execute(query) != 1:
             raise RowConflict("the row was changed since it was read")
 
     def add(self, **values: Any) -> None:
         """Make a row that ended long ago, by any clock; raise IntegrityError if there is one."""
         query = InsertQuery(self._model)
-        row = self._model(expiry=_epoch(self.now()), **values)
+        row = self._model(expiry=self._epoch, **values)
         query.insert_values(self._model._meta.fields, [row])
         self._execute(query)
 
@@ -142,9 +117,18 @@ class Rows:
     def _rows(self, **which: Any) -> QuerySet[Any]:
         return QuerySet(self._model).filter(**which)
 
-    def _read(self, rows: QuerySet[Any]) -> list[Row]:
-        rows = rows.annotate(now=Now()).values_list(*Row._fields)
-        return list(map(Row._make, self._answers(rows.query)))
+    def _read(self, rows: QuerySet[Any]) -> list[LockRow]:
+        columns = ("key", "owner", "fence", "name", "holder", "acquired_at", "expiry", "now")
+        answers = self._answers(rows.annotate(now=Now()).values_list(*columns).query)
+        return [LockRow(*row[:5], *map(self._microseconds, row[5:])) for row in answers]
+
+    def _microseconds(self, time: datetime | None) -> int | None:
+        return None if time is None else (time - self._epoch) // timedelta(microseconds=1)
+
+    def _time(self, microseconds: int | None) -> datetime | None:
+        if microseconds is None:
+            return None
+        return self._epoch + timedelta(microseconds=microseconds)
 
     def _answers(self, query: Any) -> list[Any]:
         return list(query.get_compiler(connection=self._connection).results_iter())
@@ -198,14 +182,6 @@ def in_transaction(verb: Callable[..., T], *, writes: bool = True) -> Callable[.
 # Not in a transaction: one that is serializable would lock what it reads, on InnoDB, and many that
 # look at a row could keep its owner from it.
 reading = partial(in_transaction, writes=False)
-
-
-def microseconds(span: timedelta) -> int:
-    return span // timedelta(microseconds=1)
-
-
-def _epoch(now: datetime) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=now.tzinfo and timezone.utc)
 
 
 def _rolled_back(connection: Any) -> bool:

@@ -71,7 +71,7 @@ class Statements:
          WHERE owner <> '' AND expiry <= {now} AND {key} BETWEEN %(first)s AND %(last)s"""
     # A LockRow.
     READ = """
-        SELECT owner, fence, name, holder, {acquired_us}, {expiry_us}, {now_us}
+        SELECT {key}, owner, fence, name, holder, {acquired_us}, {expiry_us}, {now_us}
           FROM {table}
          WHERE {key} = %(key)s"""
     # If it is as it was read.
