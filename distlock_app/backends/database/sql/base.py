@@ -36,7 +36,6 @@ PAGE = 5_000  # rows of a list that one statement reads: rarely all are wanted
 MAX_FENCE = 2**63 - 1
 
 Named = Mapping[str, Any]
-Asked = Named | Sequence[Any]
 Pair = tuple[str, str]  # key, owner
 Step = Literal["try", "join", "wait", "turn"]
 
@@ -122,7 +121,7 @@ class Dialect(Statements):
         """Return whether others were at the same rows, so that another try may succeed."""
         raise NotImplementedError
 
-    def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
+    def execute(self, cursor: Cursor, statement: str, asked: Named) -> Cursor:
         """Run one statement; return the cursor."""
         cursor.execute(statement, asked)
         return cursor
@@ -240,7 +239,15 @@ class Dialect(Statements):
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         """Extend many rows by one statement; return those that are ours."""
-        raise NotImplementedError
+        numbers = range(len(pairs))
+        marks = self.written(", ".join([f"(%(key{n})s, %(owner{n})s)" for n in numbers]))
+        asked: dict[str, Any] = {"ttl_us": round(ttl * 1e6)}
+        for n, (key, owner) in enumerate(pairs):
+            asked |= {f"key{n}": key, f"owner{n}": owner}
+        extend = self.EXTEND_PAIRS.replace("{marks}", marks)
+        if self.execute(cursor, extend, asked).rowcount == len(pairs):
+            return set(pairs)
+        return set(self.execute(cursor, self.OURS.replace("{marks}", marks), asked).fetchall())
 
     def release(self, cursor: Cursor, claim: Claim) -> bool:
         """Free the row if it is still ours."""
@@ -316,9 +323,3 @@ def busy(left_us: int) -> Busy:
 def refused(left_us: int) -> Busy:
     """Say the same to a try; a row that is free already is kept for the queue."""
     return busy(left_us) if left_us > 0 else Busy()
-
-
-def marked(statement: str, mark: str, pairs: Sequence[Pair]) -> tuple[str, list[str]]:
-    """Write as many `mark`s as there are pairs into a statement; return it and their values."""
-    text = statement.replace("{pairs}", ", ".join([mark] * len(pairs)))
-    return text, [value for pair in pairs for value in pair]

@@ -6,24 +6,12 @@ early a time, calls an expiring row busy, and gives a lease that ends too early,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import key_of
 from ...sessions.pool import LONG_WAITS
-from .base import (
-    ANSWER_WAIT,
-    QUEUE_WAIT,
-    ROW_WAIT,
-    Cursor,
-    Dialect,
-    Named,
-    Pair,
-    Step,
-    marked,
-    refused,
-)
+from .base import ANSWER_WAIT, QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Step, refused
 from .statements import Statements
 
 # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
@@ -65,6 +53,7 @@ class MySQL(Dialect):
         "long_free": "{now} - INTERVAL {handover_us} MICROSECOND",
         "at_acquired": "'1970-01-01' + INTERVAL %(acquired_us)s MICROSECOND",
         "at_expiry": "'1970-01-01' + INTERVAL %(expiry_us)s MICROSECOND",
+        "pairs": "{marks}",
     }
     JOIN = "GET_LOCK(%(queue)s, 0) OR owner <> '' OR expiry <= {long_free}"
     TAKE = """
@@ -81,12 +70,6 @@ class MySQL(Dialect):
         INSERT IGNORE INTO {table} (`key`, owner, fence, name, holder, acquired_at, expiry)
         VALUES (%(key)s, %(owner)s, LAST_INSERT_ID({now_us}), %(name)s, %(holder)s, {now},
                 {in_ttl})"""
-    EXTEND_PAIRS = """
-        UPDATE {table}
-           SET expiry = GREATEST(expiry, {now} + INTERVAL %s MICROSECOND)
-         WHERE (`key`, owner) IN ({pairs})"""
-    OURS = """
-        SELECT `key`, owner FROM {table} WHERE (`key`, owner) IN ({pairs})"""
     # The UPDATE alone would lock the row, but logs of the server would not say so.
     RELEASE_AT_COMMIT = (
         """
@@ -256,11 +239,3 @@ class MySQL(Dialect):
                 self.one_request = False  # PyMySQL, or "multi_statements": False
         for statement in statements.split(";"):
             cursor.execute(statement, asked)
-
-    def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
-        statement, values = marked(self.EXTEND_PAIRS, "(%s, %s)", pairs)
-        cursor.execute(statement, [round(ttl * 1e6), *values])
-        if cursor.rowcount == len(pairs):
-            return set(pairs)
-        cursor.execute(*marked(self.OURS, "(%s, %s)", pairs))
-        return set(cursor.fetchall())

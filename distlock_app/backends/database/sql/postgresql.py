@@ -13,18 +13,7 @@ from typing import Any
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import key_of
 from ....primitives.timing import Deadline
-from .base import (
-    ANSWER_WAIT,
-    QUEUE_WAIT,
-    ROW_WAIT,
-    Asked,
-    Cursor,
-    Dialect,
-    Named,
-    Pair,
-    Step,
-    refused,
-)
+from .base import ANSWER_WAIT, QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, refused
 from .postgresql_wait import wait_for_answer
 
 # Serialization failure, deadlock, lock timeout or NOWAIT.
@@ -188,7 +177,7 @@ class PostgreSQL(Dialect):
             wrapper.connection.wait = partial(wait_for_answer, wrapper.connection)
         return cursor
 
-    def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
+    def execute(self, cursor: Cursor, statement: str, asked: Named) -> Cursor:
         connection: Any = cursor.connection
         if self.kept or not connection.autocommit:  # or in the transaction of the caller
             return super().execute(cursor, statement, asked)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
-from .base import ROW_WAIT, Asked, Cursor, Dialect, Named, Pair, Step, busy, marked
+from .base import ROW_WAIT, Cursor, Dialect, Named, Step, busy
 
 
 class SQLite(Dialect):
@@ -39,6 +38,7 @@ class SQLite(Dialect):
         "long_free": "{now}",
         "at_acquired": "strftime('%Y-%m-%d %H:%M:%f', %(acquired_us)s / 1e6, 'unixepoch')",
         "at_expiry": "strftime('%Y-%m-%d %H:%M:%f', %(expiry_us)s / 1e6, 'unixepoch')",
+        "pairs": "VALUES {marks}",
     }
     TAKE = """
         UPDATE {table}
@@ -53,13 +53,6 @@ class SQLite(Dialect):
         VALUES (:key, :owner, {now_us}, :name, :holder, {now}, {in_ttl})"""
     FENCE = """
         SELECT fence FROM {table} WHERE key = :key AND owner = :owner"""
-    EXTEND_PAIRS = """
-        UPDATE {table}
-           SET expiry = max(expiry,
-                   strftime('%Y-%m-%d %H:%M:%f', 'now', (? / 1000000.0) || ' seconds'))
-         WHERE (key, owner) IN (VALUES {pairs})"""
-    OURS = """
-        SELECT key, owner FROM {table} WHERE (key, owner) IN (VALUES {pairs})"""
     MAKE = """
         INSERT OR IGNORE INTO {table} (key, owner, fence, name, holder, expiry)
         VALUES (:key, '', 0, '', '', {now})"""
@@ -91,7 +84,7 @@ class SQLite(Dialect):
     def contended(self, error: Exception) -> bool:
         return "locked" in str(error)
 
-    def execute(self, cursor: Cursor, statement: str, asked: Asked) -> Cursor:
+    def execute(self, cursor: Cursor, statement: str, asked: Named) -> Cursor:
         deadline = time.monotonic() + ROW_WAIT
         while True:
             try:
@@ -140,11 +133,3 @@ class SQLite(Dialect):
             cursor.execute(f"PRAGMA busy_timeout = {before}")
         # Leased at the last moment: this transaction has the file, and its holder cannot go on.
         return int(cursor.execute(self.FENCE, asked).fetchone()[0]) if taken else Busy()
-
-    def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
-        statement, values = marked(self.EXTEND_PAIRS, "(?, ?)", pairs)
-        self.execute(cursor, statement, [round(ttl * 1e6), *values])
-        if cursor.rowcount == len(pairs):
-            return set(pairs)
-        self.execute(cursor, *marked(self.OURS, "(?, ?)", pairs))
-        return set(cursor.fetchall())

@@ -21,7 +21,7 @@ class Statements:
 
     `key` is the column; `..._us` are microseconds, of a time since 1970; `in_ttl`, `age_ago`,
     `at_acquired` and `at_expiry` are times, computed from a parameter; `long_free` is the expiry
-    of a row that was cleared.
+    of a row that was cleared; `pairs` takes {marks} for so many keys and owners.
     """
 
     words: Mapping[str, str] = {}
@@ -44,6 +44,12 @@ class Statements:
         UPDATE {table}
            SET expiry = {in_ttl}
          WHERE {key} = %(key)s AND owner = %(owner)s"""
+    EXTEND_PAIRS = """
+        UPDATE {table}
+           SET expiry = {greatest}(expiry, {in_ttl})
+         WHERE ({key}, owner) IN ({pairs})"""
+    OURS = """
+        SELECT {key}, owner FROM {table} WHERE ({key}, owner) IN ({pairs})"""
     RELEASE = """
         UPDATE {table}
            SET owner = '', expiry = {now}
