@@ -23,7 +23,6 @@ MAY = {
     "mode": "constant: '' or '_shared'",
     "limit": "constant: '' or a hint of MySQL, with a number",
     "seconds": "a number",
-    "lock": "GET_LOCK of the next one",
     "self.prefix": "hex digits: a hash, made there",
     "claim.key": "hex digits: a hash, made by key_of()",
     "', '.join(['IS_USED_LOCK(%s)'] * len(some))": "constants",

@@ -147,8 +147,10 @@ class NamedLockSession(LockSession):
             if wait > 0:
                 limit = f"/*+ MAX_EXECUTION_TIME({max(1, round(wait * 1000))}) */"
         # Columns are computed from left to right: the time is that of the lock.
-        lock = f"GET_LOCK('{self.prefix}{claim.key}', {seconds})"
-        return f"SELECT {limit} {note(claim)} {lock}, {NOW_US}"
+        return (
+            f"SELECT {limit} {note(claim)} GET_LOCK('{self.prefix}{claim.key}', {seconds}),"
+            f" {NOW_US}"
+        )
 
     def _lock(self, key: str) -> str:
         return f"{self.prefix}{key}"
