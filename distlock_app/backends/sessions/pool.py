@@ -12,6 +12,7 @@ import socket
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from time import sleep
 from typing import Any, Generic, TypeVar
@@ -83,6 +84,8 @@ class ReplyTimeout(Exception):
 class PooledSession:
     """A database connection of our own, in autocommit mode."""
 
+    among: set[Any] = set()  # what is open of its pool
+
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
         """Connect; raises Django's database errors, and those of `prepare`."""
         self.wrapper: Any = wrapper
@@ -108,6 +111,7 @@ class PooledSession:
 
     def close(self) -> None:
         """Close it whatever its state; the server frees what it holds, and undoes the rest."""
+        self.among.discard(self)
         with suppress(Exception):  # closed before, by the server or by us
             self.wrapper.connection.close()
 
@@ -246,8 +250,8 @@ class Pool(Generic[P]):
 
     def forget(self) -> None:
         """Leave the sessions of a parent process alone: neither use nor close them."""
-        inherited.append({**self.__dict__, "_open": list(self._open)})
-        for session in self._open:
+        inherited.append(self.__dict__.copy())
+        for session in list(self._open):
             with suppress(Exception):  # closed before; or SQLite, which has no socket
                 sever(session.wrapper.connection.fileno())
         self._epoch += 1
@@ -255,13 +259,17 @@ class Pool(Generic[P]):
 
     def _begin(self) -> None:
         self._idle: deque[P] = deque()
-        self._open: weakref.WeakSet[P] = weakref.WeakSet()
-        weakref.finalize(self, _close_all, self._idle, os.getpid())
+        self._open: set[P] = set()
+        weakref.finalize(self, _close_all, self._closed_at_the_end(), os.getpid())
+
+    def _closed_at_the_end(self) -> Iterable[P]:
+        return self._idle  # no thread that still runs uses these
 
     def _connect(self) -> P:
         ours = connections[self.using].copy()
         ours.inc_thread_sharing()
         session = self._new(ours)
+        session.among = self._open
         self._open.add(session)
         return session
 
@@ -300,6 +308,9 @@ class ServerSessions(Pool[S]):
         super()._begin()
         self._sweeper: threading.Thread | None = None
 
+    def _closed_at_the_end(self) -> Iterable[S]:
+        return self._open
+
     def _new(self, wrapper: BaseDatabaseWrapper) -> S:
         return self._kind(wrapper, self._epoch)
 
@@ -335,10 +346,11 @@ def sever(fd: int) -> None:
     os.close(nowhere)
 
 
-def _close_all(idle: deque[Any], pid: int) -> None:
+def _close_all(sessions: Iterable[PooledSession], pid: int) -> None:
     """Say goodbye when a pool is dropped or the process ends, but not in the parent's name."""
-    while idle and pid == os.getpid():
-        idle.pop().close()
+    if pid == os.getpid():
+        for session in list(sessions):
+            session.close()
 
 
 def _forget_all() -> None:
