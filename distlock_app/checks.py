@@ -138,10 +138,11 @@ def _check_isolation() -> Iterator[checks.CheckMessage]:
 
 def _repeats_reads(connection: Any) -> bool:
     """Return whether the settings ask for it; SERIALIZABLE detects changes."""
-    level = connection.settings_dict["OPTIONS"].get("isolation_level")
-    if connection.vendor == "postgresql" and level is not None:
+    options = connection.settings_dict["OPTIONS"]
+    if connection.vendor == "postgresql" and (level := options.get("isolation_level")) is not None:
         from django.db.backends.postgresql.psycopg_any import IsolationLevel
 
         return bool(level == IsolationLevel.REPEATABLE_READ)
-    # Where the option is not set, Django asks MySQL for READ COMMITTED.
+    # Without the option Django asks MySQL for READ COMMITTED, with None for nothing.
+    level = options.get("isolation_level", "read committed") or "repeatable read"
     return connection.vendor == "mysql" and str(level).lower() == "repeatable read"

@@ -181,6 +181,13 @@ def test_what_a_test_takes_away_is_the_lock_of_that_hold_only(engine):
     other.release()
 
 
+def test_of_a_lock_on_several_aliases_a_test_takes_each_away(engine):
+    with pytest.raises(LockLost):
+        with Lock("a", using=("default", "other")) as holds:
+            lose(holds)
+    assert all(hold.lost for hold in holds)
+
+
 @pytest.mark.parametrize("error", [BackendError("down"), TypeError("a bug of the engine")])
 def test_the_error_of_the_body_is_never_masked(engine, error):
     engine.fail("release", error=error)

@@ -539,6 +539,12 @@ def test_mistakes_are_told_as_such(memory, args):
     assert ends_with(*args).returncode == 1
 
 
+def test_a_program_has_to_be_named(memory):
+    failure = ends_with("run", "a", "--", "--")
+
+    assert (failure.returncode, str(failure)) == (2, "name the program to run after --")
+
+
 def test_purge_says_how_many_rows_went(memory, capsys):
     assert say(capsys, "purge")[1] == "0 deleted\n"
 

@@ -226,6 +226,8 @@ def test_a_hold_without_a_fence_or_of_the_past_is_refused(shelf: Shelf, monkeypa
     for write in (shelf.save, shelf.delete):
         with pytest.raises(NotHeld):
             write(fence=hold)
+        with pytest.raises(LockError, match="no fencing token"):
+            write(fence=None)  # the `hold.fence` of a backend without them
     with pytest.raises(NotHeld):
         Shelf.objects.fenced(hold)
 

@@ -26,6 +26,8 @@ def fence_of(hold: Any) -> int:
     """
     if isinstance(hold, int):
         return hold
+    if hold is None:  # the `hold.fence` of such a hold, perhaps
+        raise LockError("there is no fencing token: fence= takes a hold, or its number")
     hold.check()
     if hold.fence is None:
         raise LockError(f"{hold!r} has no fencing token: its backend does not provide them")
@@ -163,13 +165,13 @@ class FencedModel(models.Model):
     class Meta:
         abstract = True
 
-    def save(self, *args: Any, fence: Any = None, **kwargs: Any) -> None:
+    def save(self, *args: Any, fence: Any = MISSING, **kwargs: Any) -> None:
         """Save as Django does; with a hold or its number, raise StaleFenceError if it is late.
 
         Also refused if the row is gone, since a later holder may have deleted it. An object
         that was never saved is inserted.
         """
-        if fence is None:
+        if fence is MISSING:
             return super().save(*args, **kwargs)
         state: Any = self._state
         before = self.__dict__.get("fence", MISSING)
@@ -189,13 +191,13 @@ class FencedModel(models.Model):
         return await sync_to_async(self.save)(*args, **kwargs)
 
     def delete(
-        self, using: str | None = None, keep_parents: bool = False, *, fence: Any = None
+        self, using: str | None = None, keep_parents: bool = False, *, fence: Any = MISSING
     ) -> tuple[int, dict[str, int]]:
         """Delete as Django does; with a hold or its number, raise StaleFenceError if it is late.
 
         A missing row is not an error.
         """
-        if fence is None:
+        if fence is MISSING:
             return super().delete(using=using, keep_parents=keep_parents)
         using = using or router.db_for_write(type(self), instance=self)
         number = fence_of(fence)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from inspect import isasyncgenfunction, iscoroutine, isgenerator, isgeneratorfunction
+from inspect import isasyncgenfunction, isgeneratorfunction
 from traceback import walk_tb
 from typing import Any, Generic, TypeVar, overload
 
@@ -17,12 +17,15 @@ from django.db import OperationalError, connections, models, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..errors import RetriesExhausted, StaleObjectError
-from ..primitives.calls import is_async, path_of
+from ..primitives.calls import is_async, path_of, refuse_undone
 from ..primitives.timing import full_jitter
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Covariant, as in django-stubs.
 M = TypeVar("M", bound=models.Model, covariant=True)
+
+# Of a change that returned a coroutine or generator.
+UNMADE = "was not made: pass the async function itself, and no generator function"
 
 ATTEMPTS = 5
 LOCK_FROM = 2
@@ -132,7 +135,7 @@ class Retrying(Generic[M]):
                 obj = self.read(lock)
                 seen = _version_of(obj)
                 obj._state.attempt = attempt
-                _refuse_undone(self.change(obj))
+                refuse_undone(self.change(obj), self.change, UNMADE)
                 obj.save(using=self.using)
             return obj, None, 0.0
         except StopIteration as error:  # a future of asyncio refuses it, and would never be done
@@ -297,14 +300,6 @@ def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
         expected=getattr(failure, "expected", None),
         found=getattr(failure, "found", None),
     )
-
-
-def _refuse_undone(result: Any) -> None:
-    """Raise TypeError if a change returned a coroutine or generator: it was not applied."""
-    if iscoroutine(result) or isgenerator(result):
-        result.close()
-        text = f"the change returned a {type(result).__name__}, and was not made"
-        raise TypeError(f"{text}: pass the async function itself, and no generator function")
 
 
 def in_transaction() -> bool:

@@ -10,6 +10,11 @@ from asgiref.sync import iscoroutinefunction
 
 _UNDONE = (GeneratorType, AsyncGeneratorType)
 
+UNLOCKED = (
+    "would run without the lock: do the work before it returns, or use the async or generator "
+    "function itself"
+)
+
 
 def path_of(function: Any) -> str:
     """Return the dotted path of a function or class."""
@@ -25,14 +30,11 @@ def is_async(function: Any) -> bool:
     return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
 
 
-def refuse_undone(result: Any, function: Any) -> Any:
+def refuse_undone(result: Any, function: Any, why: str = UNLOCKED) -> Any:
     """Return `result`; raise TypeError if its work is still to be done."""
     if not (isinstance(result, _UNDONE) or hasattr(type(result), "__await__")):
         return result
     for end in ("close", "cancel"):  # of a coroutine or generator, a task or future
         if hasattr(result, end):
             getattr(result, end)()
-    raise TypeError(
-        f"{path_of(function)} returned a {type(result).__name__}, which would run without the "
-        "lock: do the work before it returns, or use the async or generator function itself"
-    )
+    raise TypeError(f"{path_of(function)} returned a {type(result).__name__}, which {why}")

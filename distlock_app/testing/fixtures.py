@@ -9,9 +9,11 @@ from typing import Any
 from django.test.utils import override_settings
 
 from ..claims import Grant
+from ..core.groups import Holds
 from ..core.hold import Hold
 from ..core.registry import registry
 from ..core.releasing import releaser
+from ..primitives.names import checked
 from .claims import a_claim
 
 LOCMEM = "distlock_app.backends.locmem.LocMemBackend"
@@ -51,7 +53,7 @@ class override_locks(override_settings):
 def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> Iterator[Grant]:
     """Hold the lock `name` as another process would; yield that grant."""
     backend = registry[using].backend
-    grant = backend.acquire(a_claim(name, ttl=ttl), 0)
+    grant = backend.acquire(a_claim(checked(name), ttl=ttl), 0)
     if not grant:
         raise AssertionError(f"the lock {name!r} is already held")
     try:
@@ -60,11 +62,12 @@ def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> I
         backend.release(grant)
 
 
-def lose(hold: Hold) -> None:
+def lose(hold: Hold | Holds) -> None:
     """Take the lock of `hold` away, and report the loss: as after an expiry or a clear.
 
-    Other readers and permits keep theirs.
+    Other readers and permits keep theirs. Of several holds, each is lost.
     """
-    lease = hold._lease
-    lease.backend.release(lease.grant)
-    releaser.lose(lease, "taken away by a test")
+    for one in hold if isinstance(hold, Holds) else [hold]:
+        lease = one._lease
+        lease.backend.release(lease.grant)
+        releaser.lose(lease, "taken away by a test")

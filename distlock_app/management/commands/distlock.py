@@ -1,6 +1,6 @@
 """`manage.py distlock`: look at locks and backends, take one away, run a program under one.
 
-Exit codes: 0 done; 1 `show`, `clear`: it is free, or has another version; 69 a backend is
+Exit codes: 0 done; 1 `show`, `clear`: it is free, or has another version; 2 usage; 69 a backend is
 down or cannot be used, or cannot list its locks (`show`, `clear`); 75 `run`: another owner
 holds it; 76 `run`: the lock was lost, the program terminated; else the program's own. It works
 while a database is down: it uses no model and no system check.
@@ -36,6 +36,7 @@ from distlock_app.primitives import identity
 
 # A fence goes on from the server's clock, which is never set back by so much.
 PURGED_AFTER = 7 * 24 * 3600.0
+EX_USAGE = 2  # that of argparse
 STUCK_AFTER = 60.0  # seconds; no request takes so long
 OLDEST = 100 * 365 * 24 * 3600.0
 
@@ -177,7 +178,8 @@ class Command(Looking):
         **options: Any,
     ) -> int:
         # argparse keeps one that separates the program from options or a name like "-x".
-        program = program[program[0] == "--" :]
+        if not (program := program[program[0] == "--" :]):
+            raise CommandError("name the program to run after --", returncode=EX_USAGE)
         aliases = using_in(using)
         for alias in aliases_of(aliases):
             if (backend := registry[alias].backend).local:
