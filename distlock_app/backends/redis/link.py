@@ -24,12 +24,13 @@ MOST_LOADS = 3
 class Link:
     """A connection: redis-py opens it and parses lists; one line answers a script, read here."""
 
-    __slots__ = ("_kernel_limits", "_poll", "_socket", "connection", "used")
+    __slots__ = ("_begun", "_kernel_limits", "_poll", "_socket", "connection", "used")
 
     def __init__(self, recipe: Any) -> None:
         self.connection: Any = recipe.connection_class(**recipe.connection_kwargs)
         self.connection.connect()  # not left to the first command: this one asks the sentinels
         self.used = 0.0  # when it was last returned to the pool; 0: new
+        self._begun = b""  # of a line that is not complete
         self._socket = self.connection._sock
         self._poll = None
         if hasattr(select, "poll"):
@@ -84,6 +85,18 @@ class Link:
         if NoScriptError in map(type, answers) and loads:
             self._teach(script, requests, answers, loads - 1)
         return answers
+
+    def lines(self, seconds: float) -> list[bytes]:
+        """Return the lines that come within so many seconds, for a subscription."""
+        self._socket.settimeout(seconds)
+        try:
+            data: bytes = self._socket.recv(RECEIVED)
+        except TimeoutError:
+            return []
+        if not data:
+            raise ConnectionError("closed by the server")
+        *lines, self._begun = (self._begun + data).split(b"\r\n")
+        return lines
 
     def close(self) -> None:
         """Disconnect."""

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ...claims import Claim, Grant
 from ...primitives.logs import fields, logger
 from ...primitives.timing import monotonic
+from .link import Link
 
 # A connection that is silent for so long is asked for a sign of life, and given up if it shows
 # none for twice as long again.
@@ -19,6 +20,8 @@ IDLE_SECONDS = 60.0
 RETRY_MIN, RETRY_MAX = 0.05, 1.0
 # What the clocks of two hosts may differ in rate (as in `timing.drift`).
 RATE_DRIFT = 0.01
+# Seconds to look once more whether there is something to read.
+AGAIN = 0.001
 
 
 class Message(NamedTuple):
@@ -66,7 +69,7 @@ class Waiter:
 class _Server(Protocol):
     demoted: int  # grows when it turns out to be a replica
 
-    def connect(self) -> Any: ...
+    def connect(self) -> Link: ...
 
 
 class _HasClaim(Protocol):
@@ -206,12 +209,12 @@ class Listener(ListeningThread[Waiter]):
         self._grants = grants
         self._server = server
         self._refused = refused
-        self._connection: Any = None
+        self._link: Link | None = None
 
     def close(self) -> None:
         self._closed.set()
-        if (connection := self._connection) is not None:
-            connection.disconnect()  # its shutdown() ends the thread's poll()
+        if (link := self._link) is not None:
+            link.close()  # its shutdown() ends the thread's recv()
         super().close()
 
     def register(self, claim: Claim, asked: float) -> Waiter:
@@ -280,42 +283,46 @@ class Listener(ListeningThread[Waiter]):
 
     def _listen(self) -> None:
         """Subscribe and hand out messages; return when there is nothing to do, else raise."""
-        demoted, connection = self._server.demoted, self._server.connect()
+        demoted, link = self._server.demoted, self._server.connect()
         try:
-            self._connection = connection
+            self._link = link
+            connection = link.for_redis_py()
             connection.send_command("SUBSCRIBE", self.channel, check_health=False)
             connection.read_response(disconnect_on_error=True)
-            self._wake_all()  # before a new waiter counts on this connection: that one lost nothing
+            # What redis-py may have read beyond that answer is lost. Before a new waiter counts on
+            # this connection: that one lost nothing.
+            self._wake_all()
             self._notify(subscribed=True)
-            self._receive(connection, demoted)
+            self._receive(link, demoted)
         finally:
-            self._connection = None
-            connection.disconnect()
+            self._link = None
+            link.close()
 
-    def _receive(self, connection: Any, demoted: int) -> None:
+    def _receive(self, link: Link, demoted: int) -> None:
         needed, pinged = monotonic(), 0.0
         while not self._ends(idle=monotonic() - needed):
             if self._server.demoted != demoted:
                 raise ConnectionError("another server may be the master, which counts its own")
             if self._waiters:
                 needed = monotonic()
-            if connection.can_read(timeout=HEARTBEAT):
-                self._handle(connection.read_response(disconnect_on_error=True))
-                pinged = 0.0
-            elif pinged:
+            lines = link.lines(HEARTBEAT)
+            if not lines and pinged and monotonic() - pinged > 2 * HEARTBEAT:
                 # Looked at again: a process that was stopped finds its time over, not its answer.
-                late = monotonic() - pinged > 2 * HEARTBEAT
-                if late and not connection.can_read(timeout=0):
+                lines = link.lines(AGAIN)
+                if not lines:
                     raise ConnectionError("no answer to PING")
-            elif self._waiters:
-                connection.send_command("PING", check_health=False)
+            if lines:
+                pinged = 0.0
+            elif self._waiters and not pinged:
+                link.connection.send_command("PING", check_health=False)
                 pinged = monotonic()
+            for line in lines:
+                if b" " in line:  # not those around a message: kind, channel, lengths
+                    self._handle(line)
 
-    def _handle(self, answer: Any) -> None:
+    def _handle(self, message_text: bytes) -> None:
         """Take one message: "token key fence began ttl"."""
-        if answer[0] != b"message":
-            return
-        owner, key, fence, began, ttl_ms = answer[2].decode().split(" ")
+        owner, key, fence, began, ttl_ms = message_text.decode().split(" ")
         message = Message(int(fence), int(began), int(ttl_ms) / 1000, monotonic())
         woken = []
         with self._lock:

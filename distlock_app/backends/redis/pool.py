@@ -147,9 +147,9 @@ class Pool(Servers):
     def nodes(self) -> list[Pool]:
         return [self]
 
-    def connect(self) -> Any:
+    def connect(self) -> Link:
         """Return a new connection for the caller alone."""
-        return self._connect().for_redis_py()
+        return self._connect()
 
     def close(self) -> None:
         while self._idle:
