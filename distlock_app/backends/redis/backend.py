@@ -21,7 +21,7 @@ from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
 from .listening import Listener
-from .people import BATCH, ForPeople, about, milliseconds, part_of
+from .people import ForPeople, about, batches, milliseconds, part_of
 from .pool import Pool, Servers
 from .scripts import (
     ACQUIRE,
@@ -171,8 +171,7 @@ class RedisBackend(ForPeople, GuardedWrites):
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []
-        for start in range(0, len(work), BATCH):
-            batch = work[start : start + BATCH]
+        for batch in batches(work):
             try:
                 answers = self._pool.run_all(EXTEND, [self._extend(*item) for item in batch])
             except BackendError as error:

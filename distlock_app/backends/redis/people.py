@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ...claims import Holding
 from ...primitives.names import shown
 from ..base import BaseLockBackend
 from .pool import Servers
 from .scripts import EXTEND, Script, bulks, pack
+
+Item = TypeVar("Item")
 
 # Requests in one round trip: their answers fit any socket buffer, and others get a turn.
 BATCH = 500
@@ -30,26 +32,18 @@ class ForPeople(BaseLockBackend):
     _nodes: Any  # of a Cluster
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        if key is not None:
-            yield from self._holdings([key])
-            return
-        for start in range(0, PARTS, BATCH):
-            parts = range(start, min(start + BATCH, PARTS))
-            pages = self._pool.ask(
-                *[pack(b"ZRANGE", self._index(part), b"0", b"-1") for part in parts]
-            )
-            keys = [member.decode() for page in pages for member in page]
-            for at in range(0, len(keys), BATCH):
-                yield from self._holdings(keys[at : at + BATCH])
+        if key is None:
+            parts = map(self._index, range(PARTS))
+            keys = self._listed([pack(b"ZRANGE", part, b"0", b"-1") for part in parts])
+        else:
+            keys = [key]
+        yield from (holding for _, holding in self._held(keys))
 
     def queue(self, key: str) -> list[Mapping[str, Any]]:
-        _, queue, claims, *_ = self._keys(key)
+        queue = self._keys(key)[1]
         owners = self._pool.ask(pack(b"ZRANGE", queue, b"0", b"%d" % (MOST_QUEUED - 1)))[0]
-        if not owners:
-            return []
-        entries = self._pool.ask(pack(b"HMGET", claims, *owners))[0]
         # "heard ttl channel limit holder name", or of a new member "fence limit holder name".
-        words = [entry.decode().split(" ", 4) for entry in entries if entry]
+        words = [entry.decode().split(" ", 4) for entry in self._entries(key, owners) if entry]
         return [about_of(w[4])[0] for w in words if len(w) == 5 and not w[2].startswith("{")]
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int]:
@@ -65,26 +59,14 @@ class ForPeople(BaseLockBackend):
                 window = (b"LIMIT", b"%d" % first, b"%d" % (last - first))
                 ranges.append(pack(b"ZRANGEBYSCORE", self._index(part), *live, *window))
             skipped += size
-        keys = [member.decode() for page in self._ask(ranges) for member in page]
-        batches = (keys[at : at + BATCH] for at in range(0, len(keys), BATCH))
-        return [h for batch in batches for h in self._holdings(batch)], sum(counts)
+        return [holding for _, holding in self._held(self._listed(ranges))], sum(counts)
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        lock = self._lock(key)
-        requests = pack(b"GET", lock), pack(b"ZRANGE", lock + b":m", b"0", b"-1")
-        held, owners = self._pool.ask(*requests)
-        if held is not None:
-            owner, fence, _ = held.split(b" ", 2)
-            fences = {fence: owner}
-        elif owners:
-            entries = self._pool.ask(pack(b"HMGET", lock + b":w", *owners))[0]
-            fences = {e.split(b" ", 1)[0]: o for e, o in zip(entries, owners, strict=True) if e}
-        else:
-            fences = {}
-        if (owner := fences.get(version.encode())) is None:
-            return False
-        request = self._make_head(EXTEND, key) + bulks(owner, milliseconds(ttl))
-        return self._pool.run(EXTEND, request) == [1]
+        for owner, holding in self._held([key]):
+            if holding.version == version:
+                request = self._make_head(EXTEND, key) + bulks(owner, milliseconds(ttl))
+                return self._pool.run(EXTEND, request) == [1]
+        return False
 
     def _base(self, part: int) -> str:
         """Return how the keys of this part begin: with their hash tag."""
@@ -106,50 +88,76 @@ class ForPeople(BaseLockBackend):
 
     def _ask(self, requests: Sequence[bytes]) -> list[Any]:
         """Like the pool's `ask`, in round trips of a fair size."""
-        batches = (requests[at : at + BATCH] for at in range(0, len(requests), BATCH))
-        return [answer for batch in batches for answer in self._pool.ask(*batch)]
+        return [answer for batch in batches(requests) for answer in self._pool.ask(*batch)]
 
-    def _holdings(self, keys: Iterable[str]) -> Iterator[Holding]:
-        locks = {key: self._lock(key) for key in keys}
-        requests = []
-        for lock in locks.values():
-            requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
-            requests.append(pack(b"ZRANGE", lock + b":m", b"0", b"-1", b"WITHSCORES"))
-        if not requests:
-            return
-        seconds, micros = (answers := self._pool.ask(pack(b"TIME"), *requests))[0]
-        now = int(seconds) + int(micros) / 1e6
-        now_ms = (int(seconds) * 1_000_000 + int(micros)) // 1000  # as the scripts count
-        for at, (key, lock) in enumerate(locks.items()):
-            held, left, waiters, members = answers[1 + 4 * at : 5 + 4 * at]
-            if held is not None and left > 0:
-                _, fence, about = held.decode().split(" ", 2)
-                yield self._holding(key, "1", fence, about, left / 1000, waiters, now)
-            elif members:
-                tokens, ends = members[::2], members[1::2]
-                entries = self._pool.ask(pack(b"HMGET", lock + b":w", *tokens))[0]
-                for entry, end in zip(entries, ends, strict=True):
-                    if entry is not None and (left := int(end) - now_ms) >= 0:
-                        fence, limit, about = entry.decode().split(" ", 2)
-                        yield self._holding(key, limit, fence, about, left / 1000, waiters, now)
+    def _listed(self, requests: Sequence[bytes]) -> list[str]:
+        """Return the keys that these requests find in the index."""
+        return [member.decode() for page in self._ask(requests) for member in page]
 
-    def _holding(
-        self, key: str, limit: str, fence: str, about: str, left: float, waiters: int, now: float
-    ) -> Holding:
-        holder, name = about_of(about)
-        return Holding(
-            name=name,
-            key=key,
-            alias=self.alias,
-            version=fence,
-            kind={"0": "shared", "1": "exclusive"}.get(limit, "permit"),
-            fence=int(fence),
-            expires_in=left,
-            # A fence is the server's time unless its clock was set back.
-            held_for=max(0.0, now - int(fence) / 1e6),
-            waiters=waiters,
-            holder=holder,
-        )
+    def _held(self, keys: Sequence[str]) -> Iterator[tuple[bytes, Holding]]:
+        """Yield each claim on these keys, with its owner."""
+        for batch in batches(keys):
+            requests = []
+            for lock in map(self._lock, batch):
+                requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
+                requests.append(pack(b"ZRANGE", lock + b":m", b"0", b"-1", b"WITHSCORES"))
+            (seconds, micros), *answers = self._pool.ask(pack(b"TIME"), *requests)
+            now_us = int(seconds) * 1_000_000 + int(micros)
+            for at, key in enumerate(batch):
+                mutex, left, waiters, members = answers[4 * at : 4 * at + 4]
+                if mutex is None:
+                    claims = self._members(key, members, now_us)
+                else:
+                    owner, fence, about = mutex.split(b" ", 2)
+                    claims = [(owner, b"%b 1 %b" % (fence, about), left)]
+                for owner, entry, left in claims:
+                    if left >= 0:
+                        yield owner, holding_of(self.alias, key, entry, left, waiters, now_us)
+
+    def _entries(self, key: str, owners: Sequence[bytes]) -> list[bytes | None]:
+        """Return what is noted of each of these waiters or members of a lock."""
+        if not owners:
+            return []
+        entries: list[bytes | None]
+        [entries] = self._pool.ask(pack(b"HMGET", self._keys(key)[2], *owners))
+        return entries
+
+    def _members(
+        self, key: str, members: Sequence[bytes], now_us: int
+    ) -> list[tuple[bytes, bytes, int]]:
+        """Return the owner, the entry, and the milliseconds left of each member of a lock."""
+        owners, ends = members[::2], members[1::2]
+        entries = self._entries(key, owners)
+        now_ms = now_us // 1000  # as the scripts count
+        found = zip(owners, entries, ends, strict=True)
+        return [(owner, entry, int(end) - now_ms) for owner, entry, end in found if entry]
+
+
+def batches(items: Sequence[Item], size: int = BATCH) -> Iterator[Sequence[Item]]:
+    """Yield the items in groups of at most `size`."""
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def holding_of(alias: str, key: str, entry: bytes, left: int, waiters: int, now_us: int) -> Holding:
+    """Return what is shown of a claim: its `entry` is "fence limit holder name", as a member's.
+
+    It has `left` milliseconds, at the server's time `now_us`.
+    """
+    fence, limit, about = entry.decode().split(" ", 2)
+    holder, name = about_of(about)
+    return Holding(
+        name=name,
+        key=key,
+        alias=alias,
+        version=fence,
+        kind={"0": "shared", "1": "exclusive"}.get(limit, "permit"),
+        fence=int(fence),
+        expires_in=left / 1000,
+        # A fence is the server's time unless its clock was set back.
+        held_for=max(0.0, (now_us - int(fence)) / 1e6),
+        waiters=waiters,
+        holder=holder,
+    )
 
 
 def part_of(key: str) -> int:

@@ -15,7 +15,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..redis.alias import recipe, server_of
-from ..redis.people import about, milliseconds
+from ..redis.people import about, batches, milliseconds
 from ..redis.scripts import Script, bulks
 from .checks import check_nodes
 from .clock import ServerClock
@@ -158,8 +158,7 @@ class RedlockBackend(ForPeople):
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []
-        for start in range(0, len(work), BATCH):
-            batch = work[start : start + BATCH]
+        for batch in batches(work, BATCH):
             try:
                 results += self._extend(batch)
             except BackendError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ...claims import Holding
 from ..base import BaseLockBackend
-from ..redis.people import about_of
+from ..redis.people import holding_of
 from .nodes import QuorumRequest
 from .quorum import Quorum
 from .scripts import LIST
@@ -63,16 +63,5 @@ class ForPeople(BaseLockBackend):
     def _holding(self, key: str, at: list[tuple[int, int, int, str, int]]) -> Holding:
         left, _, _, about, now = sorted(at)[-min(len(at), self._quorum.majority)]
         fence, _ = Counter(node[1] for node in at).most_common(1)[0]
-        holder, name = about_of(about)
-        return Holding(
-            name=name,
-            key=key,
-            alias=self.alias,
-            version=str(fence),
-            fence=fence,
-            expires_in=left / 1000,
-            # A fence is the servers' time unless a clock was set back.
-            held_for=max(0.0, (now - fence) / 1e6),
-            waiters=max(node[2] for node in at),
-            holder=holder,
-        )
+        waiters = max(node[2] for node in at)
+        return holding_of(self.alias, key, f"{fence} 1 {about}".encode(), left, waiters, now)
