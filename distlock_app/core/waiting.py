@@ -99,39 +99,30 @@ def acquiring(
     """
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
-    tried = first is not None  # or only look(), because too many others try
-    failures: list[LockError] = []
-    answer: Any = None
+    tried = False  # not if too many others try
     refusal: Any = None  # kept, because it may hold a queue ticket
     while True:
-        left = deadline.remaining()
-        last = left == 0
-        asked_at, failures = monotonic(), []
+        last = (left := deadline.remaining()) == 0
+        failures: list[LockError] = []
         try:
             if first is not None:
-                asked_at, answer, refusal, first, last = *first, first[1], None, wait == 0
-            elif (
-                not tried
-                or (last and not _keeps_nothing(backend, refusal))
-                or (answer := (yield Call(backend.look, (claim,)))) is None
-            ):
-                asked_at = monotonic()
-                how: Begin = begin if tried else begin_first
-                how = begin_alone if backend.blocks and not last else how
-                answer = yield Call(backend.acquire, (claim, left), how)
+                asked_at, answer, was_try, first, last = *first, True, None, wait == 0
+            else:
+                look = tried and not (last and _keeps_place(backend, refusal))
+                asked_at, answer, was_try = yield from _asking(backend, claim, left, look, tried)
+            if was_try:
                 tried = not isinstance(answer, Seen)
                 answer = refusal = answer if tried else answer.busy
             # A locked row, say: another try would take as long again.
-            last = last or (_keeps_nothing(backend, refusal) and deadline.remaining() == 0)
+            last = last or (deadline.remaining() == 0 and not _keeps_place(backend, refusal))
         except BackendError as error:
             if attempt == 0 or last:
                 raise
             failures, answer, refusal = [error], None, None
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
+            pause = _pause(backend, attempt, refusal, free_in, failed=bool(failures))
             wake_fd = getattr(refusal, "wake_fd", None)
-            notified = wake_fd is not None or getattr(refusal, "will_wake", False)
-            pause = _pause(backend, attempt, free_in, notified=notified, failed=bool(failures))
             answer = yield Pause(deadline.cap(pause), wake_fd)
         if answer:
             if (began := _trusted(answer, asked_at)) is not None:
@@ -144,10 +135,28 @@ def acquiring(
         attempt += 1
 
 
-def _keeps_nothing(backend: BaseLockBackend, refusal: Any) -> bool:
-    """Whether the backend stores nothing about the claim that a last try would remove."""
-    polled = not (backend.blocks or backend.pushes or backend.queues)
-    return polled and getattr(refusal, "ticket", None) is None
+def _asking(
+    backend: BaseLockBackend, claim: Claim, left: float | None, look: bool, again: bool
+) -> Generator[Step, Any, tuple[float, Any, bool]]:
+    """Try to take the lock, with `look` only if it looks free.
+
+    Return when it asked, the answer, and whether that is of a try.
+    """
+    if look:
+        asked_at = monotonic()
+        if (answer := (yield Call(backend.look, (claim,)))) is not None:
+            return asked_at, answer, False
+    asked_at = monotonic()
+    how: Begin = begin if again else begin_first
+    how = begin_alone if backend.blocks and left != 0 else how
+    answer = yield Call(backend.acquire, (claim, left), how)
+    return asked_at, answer, True
+
+
+def _keeps_place(backend: BaseLockBackend, refusal: Any) -> bool:
+    """Whether the backend stores something about the waiting claim, which a last try removes."""
+    waits_there = backend.blocks or backend.pushes or backend.queues
+    return waits_there or getattr(refusal, "ticket", None) is not None
 
 
 def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
@@ -166,16 +175,11 @@ def _trusted(grant: Grant, asked_at: float) -> float | None:
 
 
 def _pause(
-    backend: BaseLockBackend,
-    attempt: int,
-    free_in: float | None,
-    *,
-    notified: bool,
-    failed: bool,
+    backend: BaseLockBackend, attempt: int, refusal: Any, free_in: float | None, *, failed: bool
 ) -> float:
     if backend.blocks and not failed:
         return 0.0
-    if notified:
+    if getattr(refusal, "wake_fd", None) is not None or getattr(refusal, "will_wake", False):
         pause = LOOK_EVERY
     elif backend.pushes:
         pause = backend.poll_max
