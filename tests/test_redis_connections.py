@@ -13,8 +13,9 @@ from distlock_app.backends.redis import link, pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from tests.conftest import missing
+from tests.engines import until
 from tests.launching import free_port
-from tests.redis_workers import backend_at, claim
+from tests.redis_workers import DEADLINE, Waiter, backend_at, claim
 from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -29,7 +30,7 @@ def short_path():
         yield path
 
 
-@pytest.fixture(params=["tcp", "unix", "tls"])
+@pytest.fixture(params=["tcp", "unix", "tls", "resp3"])
 def reached(request, private_server, tmp_path, short_path):
     """A server, and a backend that reaches it this way."""
     config, url, options = {}, "redis://127.0.0.1:{port}/0", dict(LIMITS)
@@ -42,6 +43,8 @@ def reached(request, private_server, tmp_path, short_path):
         config |= {"tls-cert-file": str(certificate), "tls-key-file": str(key)}
         url = f"rediss://127.0.0.1:{config['tls-port']}/0"
         options["CONNECTION_POOL_KWARGS"] = {"ssl_ca_certs": str(certificate)}
+    if request.param == "resp3":
+        options["CONNECTION_POOL_KWARGS"] = {"protocol": 3}
     with private_server(RedisServer, config=config) as server:
         backend = backend_at(url.format(port=server.port), **options)
         yield server, backend
@@ -66,7 +69,10 @@ def test_every_kind_of_connection_carries_locks(reached):
     assert not backend.acquire(claim("a"), 0)
     assert backend.extend_many([(grant, 60)] * 500) == [True] * 500
     assert [held.fence for held in backend.holders()] == [grant.fence]
+    waiter = Waiter(backend, "a")
+    waiter.ask()
     assert backend.release(grant)
+    assert backend.release(waiter.granted())
 
 
 @pytest.mark.parametrize("verb", ["acquire", "ping"])
@@ -89,6 +95,34 @@ def test_an_answer_may_arrive_in_pieces(backend):
     assert len({grant.fence for grant in grants}) == len(claims)
     assert backend.extend_many([(grant, 60) for grant in grants]) == [True] * len(claims)
     assert all(backend.release(grant) for grant in grants)
+
+
+def test_a_message_may_arrive_in_pieces(own, monkeypatch):
+    monkeypatch.setattr(link, "RECEIVED", 7)
+    backend, _ = own
+    grant = backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+
+    assert backend.release(grant)
+    assert backend.release(waiter.granted())
+
+
+def test_a_subscription_without_a_sign_of_life_is_replaced(own_redis, own):
+    backend, server = own
+    grant = backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+    [before] = server.client_list(_type="pubsub")
+    listener = backend._listener(grant.claim.key)
+
+    own_redis.pause()
+    until(lambda: listener._link is None)
+    own_redis.resume()
+
+    until(lambda: [c for c in server.client_list(_type="pubsub") if c["id"] != before["id"]])
+    assert waiter.event.wait(DEADLINE)
+    assert waiter.woken == [None]
 
 
 def test_a_forgotten_script_is_loaded_once_for_a_whole_batch(own):
