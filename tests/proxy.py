@@ -60,18 +60,19 @@ class Proxy:
             thread.join()
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # the listener was shut down
             while True:
                 client, _ = self._listener.accept()
                 try:
-                    server = socket.create_connection(next(self._servers), timeout=5)
+                    server = socket.create_connection(at := next(self._servers), timeout=5)
                 except OSError:
                     client.close()
                     continue
-                self.reached.add(server.getpeername())
+                self.reached.add(at)
                 server.settimeout(None)
                 for one in (client, server):
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    with suppress(OSError):  # it was reset at once
+                        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._open |= {client, server}
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
