@@ -14,6 +14,9 @@ In a clone of the project, for it changes the sources while it runs, and with th
 
     python -m tests.mutation table mutation.sqlite
 
+Two clones, with servers of their own and another seed each, take half the time: `table` takes the
+files of both. `learn` leaves the database of the tests in place, which the other runs use again.
+
 `learn` notes which tests run which line, so that each change is shown to those only that could
 notice, the fastest first. A survivor is a change that no test noticed: a missing test, or code that
 does the same.
@@ -27,7 +30,7 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +41,7 @@ from cosmic_ray.tools.filters.filter_app import FilterApp
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-PYTEST = [sys.executable, "-W", "error", "-m", "pytest", "-q", "--no-header"]
+PYTEST = [sys.executable, "-W", "error", "-m", "pytest", "-q", "--no-header", "--reuse-db"]
 KNOWN = "mutation.coverage"
 SECONDS = Path("mutation.seconds")
 seconds: dict[str, float] = defaultdict(float)  # of each test
@@ -123,10 +126,6 @@ class Sample(FilterApp):
         parser.add_argument("--under", nargs="*", default=[""], help="parts of distlock_app/")
 
     def filter(self, work_db: WorkDB, args: Namespace) -> None:
-        def place(item: WorkItem) -> tuple[object, ...]:
-            [one] = item.mutations
-            return one.module_path, one.start_pos, one.operator_name, one.occurrence
-
         roots = tuple(f"distlock_app/{part}" for part in args.under)
         pending = sorted(work_db.pending_work_items, key=place)
         items = [item for item in pending if module_of(item).startswith(roots)]
@@ -139,27 +138,35 @@ class Sample(FilterApp):
                 work_db.set_result(item.job_id, left_out)
 
 
+def place(item: WorkItem) -> tuple[object, ...]:
+    """Which mutation it is, whatever session knows it."""
+    [one] = item.mutations
+    return module_of(item), one.start_pos, one.operator_name, one.occurrence
+
+
 def module_of(item: WorkItem) -> str:
     return item.mutations[0].module_path.as_posix()
 
 
-def table(path: str) -> int:
+def table(paths: list[str]) -> int:
     """Print, as Markdown, how many changes of each package were noticed."""
-    done: Counter[str] = Counter()
-    noticed: Counter[str] = Counter()
-    with use_db(path, WorkDB.Mode.open) as work_db:
-        results = dict(work_db.results)
-        for item in work_db.work_items:
-            result = results.get(item.job_id)
-            if result is not None and result.worker_outcome is not WorkerOutcome.SKIPPED:
-                package = str(Path(module_of(item)).parent.relative_to("distlock_app"))
-                for one in package, "all":
-                    done[one] += 1
-                    noticed[one] += result.test_outcome is not TestOutcome.SURVIVED
+    noticed: dict[tuple[object, ...], bool] = {}
+    for path in paths:
+        with use_db(path, WorkDB.Mode.open) as work_db:
+            results = dict(work_db.results)
+            for item in work_db.work_items:
+                result = results.get(item.job_id)
+                if result is not None and result.worker_outcome is not WorkerOutcome.SKIPPED:
+                    noticed[place(item)] = result.test_outcome is not TestOutcome.SURVIVED
+    shares: dict[str, list[bool]] = defaultdict(list)
+    for (module, *_), was_noticed in noticed.items():
+        package = str(Path(str(module)).parent.relative_to("distlock_app"))
+        for one in package, "all":
+            shares[one].append(was_noticed)
     print("| package | changes | noticed | |\n|---|---:|---:|---:|")
-    for one in sorted(done, key=lambda one: (one == "all", one)):
-        share = f"{noticed[one] / done[one]:.0%}"
-        print(f"| {one} | {done[one]} | {noticed[one]} | {share} |")
+    for one in sorted(shares, key=lambda one: (one == "all", one)):
+        seen, done = sum(shares[one]), len(shares[one])
+        print(f"| {one} | {done} | {seen} | {seen / done:.0%} |")
     return 0
 
 
@@ -171,7 +178,7 @@ if __name__ == "__main__":
             sys.exit(check())
         case ["sample", *arguments]:
             sys.exit(Sample().main(arguments))
-        case ["table", path]:
-            sys.exit(table(path))
+        case ["table", *paths] if paths:
+            sys.exit(table(paths))
         case _:
             sys.exit(__doc__)
