@@ -14,6 +14,7 @@ from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database import connections as table_connections
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
+from distlock_app.models import DistLock
 from tests.app.models import Counter
 from tests.database_workers import claim, connection_id, grab
 
@@ -218,6 +219,14 @@ def test_connections_that_idle_for_long_are_closed_with_the_next_request(backend
     backend.ping()
 
     assert list(backend._sessions._idle) == lent[-1:]
+
+
+def test_a_row_that_was_purged_is_made_again(backend):
+    for _ in range(2):
+        backend.release(backend.acquire(claim("a"), 0))
+    DistLock.objects.using("locks").all().delete()
+
+    assert isinstance(backend.acquire(claim("a"), 0), Grant)
 
 
 def test_close_reaches_every_connection_and_the_backend_goes_on(backend):

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, sleep
 
 import pytest
@@ -21,6 +22,7 @@ from django.db.transaction import atomic
 from distlock_app import BackendError, Lock, LockTimeout
 from distlock_app.backends.database import DatabaseBackend, sql
 from distlock_app.backends.database import connections as database_connections
+from distlock_app.backends.sessions.queues import ASKING
 from distlock_app.claims import Busy, Grant
 from distlock_app.core import waiting
 from distlock_app.core.registry import registry
@@ -695,6 +697,36 @@ def test_a_lock_that_is_left_to_itself_keeps_no_connection(sessions, leave):
     assert sessions.parked == 0
     assert lock.clear() == 1
     lock.acquire(wait=0).release()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("verb", ["extend", "extend_many"])
+def test_a_renewal_goes_before_callers_that_wait_for_a_connection(backend, verb, shared):
+    grant = backend.acquire(a_claim("a", shared=shared), 0)
+    semaphore = backend._sessions.semaphore
+    assert all(semaphore.acquire(0) for _ in range(ASKING))
+    with ThreadPoolExecutor(2) as threads:
+        others = threads.submit(semaphore.acquire, 60)  # and keeps it
+        eventually(lambda: len(semaphore._queue) == 1)
+        work = ([(grant, 10.0)],) if verb == "extend_many" else (grant, 10.0)
+        renewal = threads.submit(getattr(backend, verb), *work)
+        eventually(lambda: len(semaphore._queue) == 2)
+
+        semaphore.release()
+
+        assert renewal.result() in (True, [True])
+        assert others.result()
+
+
+def test_a_lock_keeps_its_connection_until_a_renewal_finds_it_lost(backend):
+    grant = backend.acquire(claim("a", ttl=DEADLINE), 0)
+
+    assert backend.extend(grant, DEADLINE)
+    assert backend._sessions.parked == 1
+
+    assert backend.clear(grant.claim.key) == 1
+    assert not backend.extend(grant, DEADLINE)
+    assert backend._sessions.parked == 0
 
 
 def test_a_waiter_gets_a_lock_that_was_left_as_soon_as_it_ends(sessions):

@@ -214,6 +214,8 @@ def test_the_fence_of_a_parents_table_guards_the_child() -> None:
 
     shelf.save(fence=NEW + 1)
     assert (row(shelf), ColdShelf.objects.get().degrees) == ((6, NEW + 1), 5)
+    shelf.delete(fence=NEW + 1)
+    assert not Shelf.objects.exists()
 
 
 def test_a_hold_without_a_fence_or_of_the_past_is_refused(shelf: Shelf, monkeypatch: Any) -> None:

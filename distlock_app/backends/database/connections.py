@@ -127,8 +127,6 @@ class QueuedConnection:
         # The interpreter ends, and the connection with it; or an interrupt came before __init__.
         if inherited is None or not hasattr(self, "pid"):
             return
-        if self.session is None and self._slots is None:
-            return
         if self.pid == os.getpid():
             self.give_up()
         else:
