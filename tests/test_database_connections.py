@@ -15,6 +15,7 @@ from distlock_app.backends.database import connections as table_connections
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
+from distlock_app.testing.claims import Waiter
 from tests.app.models import Counter
 from tests.database_workers import claim, connection_id, grab
 
@@ -222,8 +223,10 @@ def test_connections_that_idle_for_long_are_closed_with_the_next_request(backend
 
 
 def test_a_row_that_was_purged_is_made_again(backend):
-    backend.acquire(claim("a"), 0)
-    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+    held = backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    backend.release(held)
+    backend.release(waiter.granted())
     DistLock.objects.using("locks").all().delete()
 
     assert isinstance(backend.acquire(claim("a"), 0), Grant)
