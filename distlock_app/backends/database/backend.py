@@ -135,7 +135,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
                 self._sessions.queues.drop_dead()
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
-        """Ask for a line of this process, or at the deadline for one claim_key stands in it."""
+        """Ask for the queue of this process, or at the deadline for this claim alone."""
         queued, asked = self._sessions.queues.connection_of(waiter), waiter.asked
         waiter.asked = True
         if queued is None:
