@@ -180,6 +180,21 @@ def test_opposite_orders_do_not_deadlock(names):
     assert free(names)
 
 
+@pytest.mark.django_db(transaction=True)
+def test_manual_transaction_management_is_refused(names, asked):
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(LockError, match="release="):
+            all_of(*locks(names)).acquire()
+        all_of(*locks(names, release="now")).acquire().release()
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+    assert asked == ["acquire_all"]
+    assert free(names)
+
+
 def test_what_the_thread_has_already_is_entered_again(names, asked):
     with Lock(names[1], using="redis") as outer, all_of(*locks(names)) as holds:
         assert holds[1].fence == outer.fence
