@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from django.db import connection
+from unittest.mock import patch
 
+import pytest
+from django.db import connection, connections
+
+from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.mysql import NamedLockBackend
 from distlock_app.backends.sessions.pool import ServerError
 from distlock_app.core.registry import registry
@@ -38,11 +41,29 @@ def test_the_names_obey_mysql_and_have_the_schema_in_them(backend):
     assert name == name.lower()
     assert grant.session.ask(f"SELECT IS_USED_LOCK('{name}') = CONNECTION_ID()") == [(1,)]
     assert backend.release(grant)
-    # The same name in another schema is another lock.
-    settings = {"NAME": "elsewhere", "OPTIONS": {}}
-    grant.session.adapt(settings)
-    assert not name.startswith(grant.session.prefix)
     backend.close()
+
+
+@pytest.mark.parametrize("named_by", ["NAME", "read_default_file"])
+def test_each_schema_has_its_own_locks(backend, tmp_path, named_by):
+    settings = connections[backend.using].settings_dict
+    here, held = settings["NAME"], backend.acquire(a_claim("nightly"), 0)
+
+    for schema, free in (here, False), ("mysql", True):
+        file = tmp_path / schema
+        file.write_text(f"[client]\ndatabase = {schema}\n")
+        options = {**settings["OPTIONS"], "read_default_file": str(file)}
+        ours = {"NAME": schema} if named_by == "NAME" else {"NAME": "", "OPTIONS": options}
+        with patch.dict(settings, ours):
+            other = NamedLockBackend(alias="other", location=backend.using)
+            grant = other.acquire(a_claim("nightly"), 0)
+            table = DatabaseBackend(alias="table", location=backend.using)
+            table.ping()
+        assert bool(grant) is free
+        assert table._sessions.dialect.database == schema
+        other.close()
+        table.close()
+    assert backend.release(held)
 
 
 def test_the_server_ends_a_session_that_says_nothing_and_only_ours(backend):

@@ -75,9 +75,6 @@ class NamedLockSession(LockSession):
         options["multi_statements"] = False
         for wait in ("connect_timeout", "read_timeout", "write_timeout"):
             options.setdefault(wait, ANSWER_WAIT)
-        # User locks are the whole server's: those of other schemas are other locks.
-        schema = hashlib.sha256(str(settings["NAME"]).encode()).hexdigest()[:12]
-        self.prefix = f"distlock:{schema}:"
 
     def descriptor(self) -> int:
         if not hasattr(self.wrapper.connection, "send_query"):
@@ -91,11 +88,14 @@ class NamedLockSession(LockSession):
 
     def begin(self) -> int:
         self.ask(f"SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_ALL_TABLES' {LONG_WAITS}")
-        ((number, version, sysdate_is_now, writable),) = self.ask(
-            f"SELECT CONNECTION_ID(), VERSION(), SYSDATE(6) = NOW(6), {WRITABLE}"
+        ((number, version, schema, sysdate_is_now, writable),) = self.ask(
+            f"SELECT CONNECTION_ID(), VERSION(), DATABASE(), SYSDATE(6) = NOW(6), {WRITABLE}"
         )
         if not writable:
             raise ServerError(None, REPLICA)
+        # User locks are the whole server's: those of other schemas are other locks. Not by the
+        # alias's NAME, which is empty if a file of the client's names the schema.
+        self.prefix = f"distlock:{hashlib.sha256((schema or '').encode()).hexdigest()[:12]}:"
         self.is_mariadb = "mariadb" in str(version).lower()
         # With --sysdate-is-now no clock can be read after the lock was granted.
         self.reads_clock = not sysdate_is_now

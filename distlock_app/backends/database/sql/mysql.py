@@ -131,6 +131,9 @@ class MySQL(Dialect):
             f"SET SESSION innodb_lock_wait_timeout = {ROW_WAIT}, sql_mode = 'STRICT_ALL_TABLES',"
             f" wait_timeout = {SILENCE} {LONG_WAITS} {LOGGED}"
         )
+        if not self.database:  # by OPTIONS, or a file of the client's
+            cursor.execute("SELECT DATABASE()")
+            self.database = cursor.fetchone()[0]
         return cursor
 
     def contended(self, error: Exception) -> bool:
