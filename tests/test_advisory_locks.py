@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 
@@ -12,6 +13,7 @@ from django.db import connection
 
 from distlock_app import BackendError, Lock
 from distlock_app.backends import postgresql
+from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.postgresql import AdvisoryLockBackend
 from distlock_app.backends.sessions.pool import GRACE, ServerError
 from distlock_app.core.registry import registry
@@ -27,6 +29,30 @@ pytestmark = [
 @pytest.fixture
 def backend():
     return registry["advisory"].backend
+
+
+@pytest.mark.parametrize("engine", [AdvisoryLockBackend, DatabaseBackend])
+def test_a_wait_outlasts_what_the_server_says_meanwhile(engine, monkeypatch):
+    # The server logs each statement as it begins; with these settings also to the client.
+    logged = "-c client_min_messages=log -c log_statement=all"
+    options = {**connection.settings_dict["OPTIONS"], "options": logged}
+    monkeypatch.setattr(postgresql, "ANSWER_WAIT", 1)
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
+    holder, first, second = (engine(alias="logged", location="default") for _ in range(3))
+    try:
+        assert holder.acquire(a_claim("a"), 0)
+        answers = [first.acquire(a_claim("a", wake=lambda grant: None), 0.1)]
+        began = time.monotonic()
+        answers.append(second.acquire(a_claim("a", wake=lambda grant: None), 2))
+        if second.blocks:
+            assert time.monotonic() - began >= 2
+        else:  # behind the first one in the server's queue
+            assert not select.select([answers[1].wake_fd], [], [], 1)[0]
+        assert not any(answers)
+    finally:
+        answers = None
+        for backend in holder, first, second:
+            backend.close()
 
 
 def test_readers_share_and_are_both_shown(backend):

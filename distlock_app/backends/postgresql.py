@@ -33,13 +33,15 @@ STATEMENTS = {
     "unlock": "SELECT pg_advisory_unlock{mode}($1::bigint)",
 }
 
-# Limits of a role or a database must not end our waits (the last exists from version 17 on).
+# Limits of a role or a database must not end our waits (the last exists from version 17 on), and
+# what else the server says while we wait would look like its answer.
 BEGIN = """
     SELECT pg_backend_pid(),
            (SELECT count(set_config(name, '0', false))
               FROM pg_settings
              WHERE name IN ('statement_timeout', 'lock_timeout', 'transaction_timeout')),
-           pg_is_in_recovery()"""
+           pg_is_in_recovery(),
+           set_config('client_min_messages', 'error', false)"""
 # A client that went away while it waited leaves the queue within a second. Not on Windows, and
 # before version 15 on Linux only.
 NOTICE_THE_DEAD = "SELECT set_config('client_connection_check_interval', '1000', false)"
@@ -97,7 +99,7 @@ class AdvisoryLockSession(LockSession):
 
     def begin(self) -> int:
         self._prepared: set[str] = set()
-        ((pid, *_, recovers),) = self.ask(BEGIN)
+        ((pid, _, recovers, _),) = self.ask(BEGIN)
         if recovers == "t":
             raise ServerError(None, REPLICA)
         with suppress(ServerError):

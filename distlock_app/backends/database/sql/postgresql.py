@@ -165,6 +165,8 @@ class PostgreSQL(Dialect):
         if kept:
             cursor.execute(f"SET lock_timeout = '{ROW_WAIT}s'")
             cursor.execute(f"SET statement_timeout = '{QUEUE_WAIT}s'")
+            # What else the server says while we wait would look like its answer.
+            cursor.execute("SET client_min_messages = error")
             cursor.execute("SET tcp_keepalives_idle = 60")
             cursor.execute("SET tcp_keepalives_interval = 10")
             cursor.execute("SET default_transaction_isolation = 'read committed'")
