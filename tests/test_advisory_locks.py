@@ -40,10 +40,10 @@ def test_a_wait_outlasts_what_the_server_says_meanwhile(engine, monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
     holder, first, second = (engine(alias="logged", location="default") for _ in range(3))
     try:
-        assert holder.acquire(a_claim("a"), 0)
-        answers = [first.acquire(a_claim("a", wake=lambda grant: None), 0.1)]
+        assert holder.acquire(a_claim("logged"), 0)
+        answers = [first.acquire(a_claim("logged", wake=lambda grant: None), 0.1)]
         began = time.monotonic()
-        answers.append(second.acquire(a_claim("a", wake=lambda grant: None), 2))
+        answers.append(second.acquire(a_claim("logged", wake=lambda grant: None), 2))
         if second.blocks:
             assert time.monotonic() - began >= 2
         else:  # behind the first one in the server's queue
