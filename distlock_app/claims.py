@@ -30,6 +30,7 @@ class Claim:
     # most once for each try that returned no grant: with a Grant if the claim is now held, or
     # with None for "try again now".
     wake: Callable[[Grant | None], None] | None = field(default=None, compare=False, repr=False)
+    blocking: bool = False  # a thread waits, which calls Busy.pause instead, if there is one
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -58,6 +59,8 @@ class Busy:
     wake_fd: int | None = None
     # Kept by the core while the caller waits; dropping it leaves the queue.
     ticket: Any = None
+    # How a thread waits (Claim.blocking) for at most so many seconds: returns what was handed over.
+    pause: Callable[[float], Grant | None] | None = None
     will_wake: bool = False  # claim.wake will be called when another try is worthwhile
 
     def __bool__(self) -> Literal[False]:

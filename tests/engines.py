@@ -142,14 +142,15 @@ def install(settings):
         entry.backend.go_on()
 
 
-def interrupted_everywhere(module, steps, *, every=1):
-    """Run `steps()` again and again, each time interrupted at another place in `module`.
+def interrupted_everywhere(modules, steps, *, every=1):
+    """Run `steps()` again and again, each time interrupted at another place in `modules`.
 
     `every`: only at each of so many places, where that takes long.
 
     `steps` yields a function to call and a handler that interrupts it, as a signal handler does,
     and goes on when both are done.
     """
+    files = {module.__file__ for module in modules}
     for at in itertools.count(-2, every):  # Python 3.12 and 3.13 trace opcodes only from then on
         work = steps()
         function, handler = next(work)
@@ -161,7 +162,7 @@ def interrupted_everywhere(module, steps, *, every=1):
             return at_opcode
 
         def trace(frame, event, arg, at_opcode=at_opcode):
-            if frame.f_code.co_filename != module.__file__:
+            if frame.f_code.co_filename not in files:
                 return None
             frame.f_trace_opcodes = True
             return at_opcode
@@ -179,6 +180,7 @@ def interrupted_everywhere(module, steps, *, every=1):
         thread.join(DEADLINE)
         assert done, f"it hangs or fails when interrupted at {at}"
         if next(left) <= 0:  # there are no more places
+            work.close()
             assert at > 20
             return
         if at < 0:

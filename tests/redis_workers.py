@@ -52,7 +52,8 @@ def backend_at(url: str, *, prefix: str = "distlock", **more: Any) -> RedisBacke
 def wait_for(backend: RedisBackend, wanted: float, name: str, **options: Any) -> Grant:
     """Get the lock as the core does, within `wanted` seconds."""
     waker = Waker()
-    grant, _ = run(acquiring(backend, claim(name, wake=waker.wake, **options), wanted), waker)
+    wanting = claim(name, wake=waker.wake, blocking=True, **options)
+    grant, _ = run(acquiring(backend, wanting, wanted), waker)
     return grant
 
 
@@ -73,7 +74,7 @@ class Waiter:
         """Try once, as one who will go on waiting."""
         if isinstance(self.backend, RedisBackend):
             # Longer than the second that a lock gives it: the test waits for its message.
-            self.backend._listener(self.claim.key).ensure_subscribed(DEADLINE)
+            self.backend._listener(self.claim.key).ensure_subscribed()
         return self.backend.acquire(self.claim, 30)
 
     def granted(self, within: float = 5.0) -> Grant:
@@ -94,7 +95,7 @@ def left_waiting(backend: Any, name: str) -> Iterator[None]:
         await arun(backend, claim(name, wake=waker.wake), None, waker, cancelled=lambda: None)
 
     if isinstance(backend, RedisBackend):
-        backend._listener(key_of(name)).ensure_subscribed(DEADLINE)
+        backend._listener(key_of(name)).ensure_subscribed()
     before = len(backend.queue(key_of(name)))
     with closing_loop(wait, lambda: len(backend.queue(key_of(name))) > before):
         yield

@@ -10,8 +10,8 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from distlock_app import Latch, Lock, LockBusy, LockLost
-from distlock_app.backends.redis import listening as redis_listener
-from distlock_app.backends.redis.listening import Listener
+from distlock_app.backends.redis import waiting as redis_waiting
+from distlock_app.backends.redis.waiting import Listener
 from tests.lock_workers import bump
 from tests.processes import hear, say
 
@@ -75,11 +75,11 @@ def note_arrivals() -> dict[str, int]:
     arrivals: dict[str, int] = {}
     real = Listener.arm
 
-    def arm(self: Listener, waiter: Any, *args: Any) -> Any:
-        arrivals[waiter.claim.owner] = args[-1]
-        return real(self, waiter, *args)
+    def arm(self: Listener, claim: Any, waiter: Any, asked: float, answer: Any, losses: int) -> Any:
+        arrivals[claim.owner] = answer[-1]
+        return real(self, claim, waiter, asked, answer, losses)
 
-    vars(redis_listener)["Listener"].arm = arm
+    vars(redis_waiting)["Listener"].arm = arm
     return arrivals
 
 

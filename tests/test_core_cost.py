@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import select
 import socket
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +19,7 @@ import distlock_app
 from distlock_app import Lock, locked
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
-from tests.engines import running
+from tests.engines import running, until
 
 PACKAGE = distlock_app.__path__[0]
 
@@ -142,11 +144,11 @@ def test_a_lock_on_redis_costs_few_calls(work, most, redis_lock):
     assert fewest(lambda: work(redis_lock), sys.setprofile, is_call) - 2 <= most
 
 
-def test_a_process_that_has_waited_pays_little_for_its_listening_thread(redis_lock):
+def test_a_process_that_has_waited_pays_little_for_its_subscription(redis_lock):
     backend = registry["redis"].backend
-    assert backend._listener(key_of(redis_lock.name)).ensure_subscribed(60)
+    assert backend._listener(key_of(redis_lock.name)).ensure_subscribed()
 
-    assert fewest(lambda: block(redis_lock), sys.setprofile, is_own_call) <= 60
+    assert fewest(lambda: block(redis_lock), sys.setprofile, is_own_call) <= 50
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 13), reason="bytecodes differ between versions")
@@ -174,6 +176,59 @@ def test_a_lock_on_redis_costs_four_system_calls(redis_lock):
         sys.setprofile(before)
 
     assert done == ["sendall", "recv"] * 2
+
+
+def handed_over(lock, count):
+    """Return what `count(work)` does, where `work` waits for the lock until it is handed over."""
+    backend, key = registry["redis"].backend, key_of(lock.name)
+    orders = queue.SimpleQueue()
+
+    def hold_and_pass_on():
+        while (held := orders.get()) is not None:
+            with lock:
+                held.release()
+                until(lambda: backend.queue(key))
+
+    def work():
+        held = threading.Lock()
+        held.acquire()
+        orders.put(held)
+        held.acquire()
+        block(lock)
+
+    with running(hold_and_pass_on):
+        try:
+            return count(work)
+        finally:
+            orders.put(None)
+
+
+def test_a_hand_over_on_redis_costs_few_calls(redis_lock):
+    def count(work):
+        return fewest(work, sys.setprofile, is_own_call)
+
+    assert handed_over(replace(redis_lock, wait=30), count) <= 84
+
+
+def test_a_hand_over_on_redis_costs_six_system_calls(redis_lock):
+    kinds, done = (socket.socket, type(select.poll())), []
+
+    def tracer(frame, event, arg):
+        if event == "c_call" and isinstance(arg.__self__, kinds):
+            done.append(arg.__name__)
+
+    def count(work):
+        work()
+        before = sys.getprofile()
+        sys.setprofile(tracer)
+        try:
+            work()
+        finally:
+            sys.setprofile(before)
+
+    handed_over(replace(redis_lock, wait=30), count)
+
+    assert done == ["sendall", "recv", "poll", "recv", "sendall", "recv"]
 
 
 def test_open_locks_of_other_tasks_cost_a_coroutine_nothing():

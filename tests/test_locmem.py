@@ -49,7 +49,7 @@ def test_of_a_signal_handler_and_what_it_interrupts_one_gets_the_lock():
         assert backend.release(grant) is True
         assert backend._states == {}
 
-    interrupted_everywhere(locmem, steps)
+    interrupted_everywhere([locmem], steps)
 
 
 def test_a_lock_that_a_signal_handler_had_meanwhile_is_taken_with_a_greater_fence():
@@ -70,7 +70,7 @@ def test_a_lock_that_a_signal_handler_had_meanwhile_is_taken_with_a_greater_fenc
         last = granted[-1] if granted[-1] else granted[0]
         assert last.fence == max(grant.fence for grant in granted if grant)
 
-    interrupted_everywhere(locmem, steps)
+    interrupted_everywhere([locmem], steps)
 
 
 def test_a_signal_handler_may_take_what_is_being_released():
@@ -82,7 +82,7 @@ def test_a_signal_handler_may_take_what_is_being_released():
 
         assert owners(backend) == [grant.claim.owner for grant in taken if grant]
 
-    interrupted_everywhere(locmem, steps)
+    interrupted_everywhere([locmem], steps)
 
 
 @pytest.mark.parametrize("wait", [0, 30])
@@ -100,7 +100,7 @@ def test_a_signal_handler_may_release_what_is_asked_for(wait):
         assert got or wait == 0
         assert owners(backend) == ([waiter.claim.owner] if got else [])
 
-    interrupted_everywhere(locmem, steps)
+    interrupted_everywhere([locmem], steps)
 
 
 @pytest.mark.parametrize("wait", [0, 30])
@@ -117,7 +117,7 @@ def test_a_release_that_is_interrupted_passes_the_lock_on(wait):
         assert backend.release(Grant(waiter.claim)) is True
         assert [grant.claim for grant in other.woken] == ([other.claim] if wait else [])
 
-    interrupted_everywhere(locmem, steps)
+    interrupted_everywhere([locmem], steps)
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -136,7 +136,7 @@ def test_a_signal_handler_may_count_a_latch_down(name):
         assert [backend.counted(claim(n).key) for n in "ab"] == ([2, 0] if name == "a" else [1, 1])
         assert bool(waiter.woken) is (name == "a")
 
-    interrupted_everywhere(locmem, steps)
+    interrupted_everywhere([locmem], steps)
 
 
 def test_a_signal_handler_may_change_what_is_listed_or_cleared():
@@ -159,7 +159,7 @@ def test_a_signal_handler_may_change_what_is_listed_or_cleared():
 
         assert len(owners(backend)) == 2
 
-    interrupted_everywhere(locmem, steps)
+    interrupted_everywhere([locmem], steps)
 
 
 def test_latches_that_nobody_counted_down_are_forgotten(backend):

@@ -118,7 +118,7 @@ def test_a_signal_handler_may_lock_while_the_map_is_asked_for(backend):
         assert all(backend.release(grant) for grant in grants)
         assert set(backend._pool._map) <= set(backend._pool._pools.values())
 
-    interrupted_everywhere(redis_cluster, steps, every=7)
+    interrupted_everywhere([redis_cluster], steps, every=7)
 
 
 def test_renewals_at_one_master_do_not_wait_for_another(backend):
@@ -168,7 +168,7 @@ def test_a_waiter_that_listens_elsewhere_is_passed_over_and_hears_nothing(backen
     listener = backend._listener(claim(elsewhere).key)
     right, waiter = backend._listener, Waiter(backend, here)
     backend._listener = lambda key: listener
-    assert listener.ensure_subscribed(30) and not waiter.ask()
+    assert listener.ensure_subscribed() and not waiter.ask()
     backend._listener = right
 
     assert backend.release(first)

@@ -117,7 +117,7 @@ def test_a_subscription_without_a_sign_of_life_is_replaced(own_redis, own):
     listener = backend._listener(grant.claim.key)
 
     own_redis.pause()
-    until(lambda: listener._link is None)
+    until(lambda: not listener.subscribed)
     own_redis.resume()
 
     until(lambda: [c for c in server.client_list(_type="pubsub") if c["id"] != before["id"]])

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import pytest
 
 from distlock_app import BackendError, Latch
-from distlock_app.backends.redis.listening import Listener
+from distlock_app.backends.redis.waiting import Listener
 from distlock_app.claims import Grant
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
@@ -138,7 +138,7 @@ def test_a_cancelled_task_leaves_nothing(name, server):
 
 def test_waiting_goes_on_without_any_message(name, monkeypatch):
     backend = registry["redis"].backend
-    monkeypatch.setattr(Listener, "ensure_subscribed", lambda self, timeout: False)
+    monkeypatch.setattr(Listener, "ensure_subscribed", lambda self: False)
     monkeypatch.setattr(backend, "poll_max", 0.05)
     latch = Latch(name, 1, using="redis", ttl=60)
     told = []
@@ -158,7 +158,7 @@ def test_a_count_is_a_whole_number_from_one(count):
         Latch("a", count, using="locmem")
 
 
-def test_a_party_is_named_by_a_text():
+def test_a_party_is_named_by_a_text(redis_url):
     with pytest.raises(TypeError, match="by must be a text, not 7"):
         Latch("a", 3, using="redis").count_down(by=7)
 

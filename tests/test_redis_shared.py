@@ -10,7 +10,7 @@ from time import monotonic, sleep
 import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
-from distlock_app.backends.redis.listening import Listener
+from distlock_app.backends.redis.waiting import Listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
@@ -269,7 +269,7 @@ def test_the_keys_of_several_holders_expire(backend, server, prefix, kind):
 
 def test_a_waiter_without_a_channel_gets_a_short_lease_first(backend, monkeypatch):
     writer = backend.acquire(claim("a"), 0)
-    monkeypatch.setattr(Listener, "ensure_subscribed", lambda self, timeout: False)
+    monkeypatch.setattr(Listener, "ensure_subscribed", lambda self: False)
     unheard = claim("a", shared=True, wake=lambda grant: None)
     assert not backend.acquire(unheard, 30)
 

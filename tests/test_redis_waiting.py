@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 
 import pytest
 
 from distlock_app import Lock
-from distlock_app.backends.redis import backend as redis_backend
+from distlock_app.backends.redis import link
 from distlock_app.backends.redis import listening as redis_listener
+from distlock_app.backends.redis import waiting as redis_waiting
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
 from distlock_app.core.waiting import acquiring, run
@@ -210,7 +213,7 @@ def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, o
     other.poll_max = 30.0  # it has to be woken: it does not just ask again by itself
     grant = backend.acquire(claim("a"), 0)
     # Longer than the second that a lock gives it: who is queued need not have subscribed.
-    assert other._listener(grant.claim.key).ensure_subscribed(DEADLINE)
+    assert other._listener(grant.claim.key).ensure_subscribed()
     [subscriber] = server.client_list(_type="pubsub")
     result = {}
 
@@ -248,7 +251,7 @@ def test_a_waiter_is_woken_to_try_again_when_messages_may_be_lost(own):
 
 
 def test_waiting_works_in_order_without_any_message(backend, monkeypatch):
-    monkeypatch.setattr(redis_listener.Listener, "ensure_subscribed", lambda self, timeout: False)
+    monkeypatch.setattr(redis_listener.Listener, "ensure_subscribed", lambda self: False)
     monkeypatch.setattr(backend, "poll_max", 0.1)
     grant = backend.acquire(claim("a"), 0)
     order = []
@@ -324,7 +327,7 @@ def test_a_lock_that_was_handed_over_is_soon_held_for_its_ttl(redis_url, prefix,
     lock = Lock(name, using="redis", ttl=30, renew=renew)
     first = lock.acquire()
     # Or its second try finds the lock its own.
-    backend._listener(key_of(name)).ensure_subscribed(DEADLINE)
+    backend._listener(key_of(name)).ensure_subscribed()
     seen = []
 
     def wait():
@@ -351,7 +354,7 @@ def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
     def late(*args):
         backend.release(first)
         give_up = time.monotonic() + 5
-        while args[0].given is None and time.monotonic() < give_up:
+        while not listener._early and time.monotonic() < give_up:
             time.sleep(0.001)
         return arm(*args)
 
@@ -468,35 +471,143 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(
-    redis_url, prefix, monkeypatch, listens
-):
-    # A handler that comes while the listener is being started does not hear of it in time.
-    monkeypatch.setattr(redis_backend, "SUBSCRIBE_SECONDS", 0.01)
-
+def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(redis_url, prefix, listens):
     def steps():
-        backend = backend_at(redis_url, prefix=prefix)
-        first, other = (backend.acquire(claim(name), 0) for name in "ab")
-        waiter, quitter = Waiter(backend, "a"), Waiter(backend, "a")
-        if listens:
-            Waiter(backend, "b").ask()
+        with closing(backend_at(redis_url, prefix=prefix)) as backend:
+            first, other = (backend.acquire(claim(name), 0) for name in "ab")
+            waiter, quitter = Waiter(backend, "a"), Waiter(backend, "a")
+            if listens:
+                Waiter(backend, "b").ask()
 
-        def handler():
-            backend.acquire(quitter.claim, 30)
-            backend.acquire(quitter.claim, 0)
+            def handler():
+                backend.acquire(quitter.claim, 30)
+                backend.acquire(quitter.claim, 0)
+                backend.release(other)
+
+            yield lambda: backend.acquire(waiter.claim, 30), handler
+
+            waiter.ask()
+            backend.release(first)
+            until(lambda: any(waiter.woken) or (not listens and waiter.ask()))
+            assert not any(quitter.woken)
+            for holding in backend.holders():
+                assert backend.clear(holding.key) == 1
+
+    interrupted_everywhere([redis_listener, redis_waiting], steps, every=5)
+
+
+def test_a_signal_handler_may_wait_in_the_middle_of_reading_for_others(redis_url, prefix):
+    def steps():
+        with closing(backend_at(redis_url, prefix=prefix)) as backend:
+            first, other = (backend.acquire(claim(name), 0) for name in "ab")
+            grants = []
+
+            def lead():
+                grants.append(wait_for(backend, DEADLINE, "a"))
+
+            def handler():
+                with suppress(LockTimeout):
+                    wait_for(backend, 0.02, "b")
+                backend.release(other)
+
+            timer = threading.Timer(0.02, backend.release, [first])
+            timer.start()
+            yield lead, handler
+
+            timer.join(DEADLINE)
+            assert backend.release(grants.pop()) and list(backend.holders()) == []
+
+    interrupted_everywhere([redis_listener, redis_waiting], steps, every=7)
+
+
+def test_one_waiting_thread_reads_for_all_and_is_followed_by_the_next(own):
+    backend, server = own
+    backend.poll_max = DEADLINE  # it has to be woken
+    backend.release(wait_for(backend, 5, "a"))  # the scripts are loaded
+    names = "abcde"
+    held = {name: backend.acquire(claim(name), 0) for name in names}
+    threads, woken = threading.active_count(), []
+
+    def wait(name):
+        grant = wait_for(backend, DEADLINE, name)
+        woken.append(name)
+        backend.release(grant)
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(running(partial(wait, name)))
+            until(lambda key=held[name].claim.key: backend.queue(key))
+        server.config_resetstat()
+        assert threading.active_count() == threads + len(names)  # none to listen
+        for name in "cabed":
+            backend.release(held[name])
+            until(lambda name=name: name in woken)
+
+    assert woken == list("cabed")
+    calls = server.info("commandstats")
+    # Nobody had to ask again: a release each of ours and of theirs.
+    assert calls["cmdstat_evalsha"]["calls"] == 2 * len(names)
+    assert len(server.pubsub_channels()) == 1
+
+
+def test_a_follower_takes_over_from_a_leader_that_is_stuck(own, monkeypatch):
+    backend, _ = own
+    monkeypatch.setattr(redis_listener, "ABSENT", 0.5)
+    first, other = (backend.acquire(claim(name), 0) for name in "ab")
+    stuck, go_on, grants = threading.Event(), threading.Event(), []
+    lines = link.Link.lines
+
+    def hang(self, seconds):
+        if not stuck.is_set():
+            stuck.set()
+            go_on.wait(DEADLINE)
+        return lines(self, seconds)
+
+    monkeypatch.setattr(link.Link, "lines", hang)
+    with running(lambda: backend.release(wait_for(backend, DEADLINE, "a"))):
+        assert stuck.wait(DEADLINE)
+        with running(lambda: grants.append(wait_for(backend, DEADLINE, "b"))):
+            until(lambda: backend.queue(other.claim.key))
             backend.release(other)
-
-        yield lambda: backend.acquire(waiter.claim, 30), handler
-
-        waiter.ask()
+            until(lambda: grants)
+        go_on.set()
         backend.release(first)
-        until(lambda: any(waiter.woken) or (not listens and waiter.ask()))
-        assert not any(quitter.woken)
-        for holding in backend.holders():
-            assert backend.clear(holding.key) == 1
-        backend.close()
 
-    interrupted_everywhere(redis_listener, steps, every=5)
+    assert backend.release(grants[0])
+
+
+def test_a_thread_that_is_interrupted_while_it_reads_lets_another_one_read(own):
+    backend, _ = own
+    first, other = (backend.acquire(claim(name), 0) for name in "ab")
+    reads, grants = threading.Event(), []
+
+    class Interrupt(BaseException):
+        pass
+
+    def receive(seconds):
+        reads.set()
+        until(lambda: backend._listener(first.claim.key)._followers)
+        raise Interrupt
+
+    def broken_off():
+        waker = Waker()
+        wanted = claim("a", wake=waker.wake, blocking=True)
+        busy = backend.acquire(wanted, DEADLINE)
+        subscription = backend._listener(wanted.key)._subscription
+        subscription.receive = receive
+        with pytest.raises(Interrupt):
+            busy.pause(DEADLINE)
+        del subscription.receive
+        backend.release(Grant(wanted))
+
+    with running(broken_off):
+        assert reads.wait(DEADLINE)
+        with running(lambda: grants.append(wait_for(backend, DEADLINE, "b"))):
+            until(lambda: backend.queue(other.claim.key))
+            backend.release(other)
+            until(lambda: grants)
+
+    assert backend.release(first) and backend.release(grants[0])
 
 
 def test_waiting_ends_at_its_deadline_and_leaves_nothing(backend, server, prefix):

@@ -610,7 +610,7 @@ def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(backend,
         assert waiter.event.wait(5), "not woken"
         assert backend.release(waiter.ask()) is True
 
-    interrupted_everywhere(module, steps)
+    interrupted_everywhere([module], steps)
 
 
 def test_a_waiter_needs_no_poll(backend, monkeypatch):

@@ -104,6 +104,7 @@ class Attempt:
             stable=lock.owner is not None,
             renew=lock.renew,
             wake=waker.wake,
+            blocking=waker.blocking,
         )
 
     def hold(self, grant: Grant, asked_at: float, *, entered: bool = False) -> Hold:

@@ -121,4 +121,5 @@ class Latch:
             limit=self.count,
             latch=True,
             wake=None if waker is None else waker.wake,
+            blocking=waker is not None and waker.blocking,
         )

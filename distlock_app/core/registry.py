@@ -86,14 +86,14 @@ class Registry:
     def __getitem__(self, alias: str) -> Entry:
         """Return the entry of `alias`, or raise ImproperlyConfigured."""
         try:
-            entry = self._entries.get(alias)
+            return self._entries[alias]
+        except KeyError:
+            pass
         except TypeError:  # no hash
             raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r}.") from None
-        if entry is None:
-            # Not under a mutex: it imports a module, which may create locks or be imported by
-            # another thread. If two threads create the entry, neither has connected yet.
-            entry = self._entries.setdefault(alias, self._make(alias))
-        return entry
+        # Not under a mutex: it imports a module, which may create locks or be imported by another
+        # thread. If two threads create the entry, neither has connected yet.
+        return self._entries.setdefault(alias, self._make(alias))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.setting())

@@ -36,10 +36,14 @@ class Call(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Pause until woken or `wake_fd` is readable; send back a pushed grant, if any."""
+    """Pause until woken or `wake_fd` is readable; send back a pushed grant, if any.
+
+    `within`: what a thread calls for that, if its backend has something.
+    """
 
     seconds: float
     wake_fd: int | None
+    within: Callable[[float], Grant | None] | None
 
 
 Step = Call | Pause
@@ -122,8 +126,8 @@ def acquiring(
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
             pause = _pause(backend, attempt, refusal, free_in, failed=bool(failures))
-            wake_fd = getattr(refusal, "wake_fd", None)
-            answer = yield Pause(deadline.cap(pause), wake_fd)
+            wake_fd, within = getattr(refusal, "wake_fd", None), getattr(refusal, "pause", None)
+            answer = yield Pause(deadline.cap(pause), wake_fd, within)
         if answer:
             if (began := _trusted(answer, asked_at)) is not None:
                 return answer, began
@@ -209,10 +213,12 @@ def run(steps: Generator[Step, Any, Any], waker: Waker) -> Any:
                 return stop.value
             error = None
             try:
-                if isinstance(step, Pause):
-                    answer = waker.wait(*step)
-                else:
+                if not isinstance(step, Pause):
                     answer = step.function(*step.args)
+                elif step.within is not None:
+                    answer = step.within(step.seconds)
+                else:
+                    answer = waker.wait(step.seconds, step.wake_fd)
             except Exception as raised:
                 error = raised
     finally:
@@ -261,7 +267,7 @@ async def arun(
 
 async def _paused(waker: AsyncWaker, pause: Pause, cancelled: Callable[[], None]) -> Any:
     try:
-        return await waker.wait(*pause)
+        return await waker.wait(pause.seconds, pause.wake_fd)
     except BaseException:
         cancelled()
         raise

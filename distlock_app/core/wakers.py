@@ -14,6 +14,7 @@ from ..primitives.threads import Gate
 class Waker:
     """Ends the pause of a waiting thread."""
 
+    blocking = True  # see Claim
     # Class defaults: most locks are free, and most wakers are never used.
     _grant: Grant | None = None
     _woken = False  # before the first sleep
@@ -47,6 +48,8 @@ class AsyncWaker:
     """Ends the pause of a waiting asyncio task."""
 
     __slots__ = ("_grant", "_loop", "_woken", "on_loop_closed")
+
+    blocking = False
 
     def __init__(self) -> None:
         self.on_loop_closed: Callable[[], None] | None = None

@@ -1,4 +1,4 @@
-"""The hand-over of a lock on Redis: `backends/redis/`, its Lua scripts and its listening thread.
+"""The hand-over of a lock on Redis: `backends/redis/`, its Lua scripts and its listener.
 
 A step is one script on the server, or what a process does between two. A process reads a grant,
 and an answer that a message may overtake, later than the server gives it; others at once. Left out:
@@ -251,7 +251,7 @@ class RedisHandover(Model):
         at = "" if self.defect == "left in queue" else "last"
         return Step(f"{NAMES[i]} gives up", s.having(i, at=at), sure=False)
 
-    # What its listening thread does.
+    # What its listener does: one of its waiting threads, or a thread for its tasks.
 
     def _listener(self, s: State, i: int, p: Process) -> Iterator[Step]:
         name = NAMES[i]

@@ -20,7 +20,6 @@ from ..base import GuardedWrites
 from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
-from .listening import Listener
 from .people import ForPeople, about, batches, milliseconds, part_of
 from .pool import Pool, Servers
 from .scripts import (
@@ -39,9 +38,7 @@ from .scripts import (
     guarded_script,
     pack,
 )
-
-# How long the first waiter of a process waits for its subscription to be confirmed.
-SUBSCRIBE_SECONDS = 1.0
+from .waiting import Listener
 
 
 class RedisBackend(ForPeople, GuardedWrites):
@@ -99,32 +96,30 @@ class RedisBackend(ForPeople, GuardedWrites):
         asked = monotonic()
         if wait == 0:
             self._forget(claim)
-            return self._try(claim, asked)[0]
+            return self._result(claim, asked, self._try(claim))
         if claim.wake is None:
-            return self._try(claim, asked, "-")[0]
+            return self._result(claim, asked, self._try(claim, "-"))
         listener = self._listener(claim.key) if self._listeners else None
-        if listener is None or not listener.running:
-            # Most locks are free: a process that never waits needs no thread. Not a try that
+        if listener is None or not listener.subscribed:
+            # Most locks are free: a process that never waits needs no subscription. Not a try that
             # leaves nothing behind, or a waiter would lose its place for a moment.
-            arrived = listener.arrival_of(claim) if listener else 0
-            if grant := self._try(claim, asked, "-", arrived)[0]:
-                return grant
+            waiter = listener.waiter_of(claim) if listener else None
+            answer = self._try(claim, "-", waiter.arrived if waiter else 0)
+            if answer[0]:
+                return Grant(claim, answer[1], asked)
             listener = listener or self._listener(claim.key)
-        channel = listener.channel if listener.ensure_subscribed(SUBSCRIBE_SECONDS) else "-"
-        asked = monotonic()
-        waiter = listener.register(claim, asked)
+        channel = listener.channel if listener.ensure_subscribed() else "-"
+        waiter, losses, asked = listener.waiter_of(claim), listener.losses, monotonic()
         try:
-            result, server, arrived = self._try(claim, asked, channel, waiter.arrived)
+            answer = self._try(claim, channel, waiter.arrived if waiter else 0)
         except BaseException:
             listener.rearm(waiter)
             raise
-        if result:
-            self._forget(claim)
-            return result
-        again = listener.arm(waiter, asked, server, arrived)
-        if isinstance(again, Grant):
-            return again
-        return Busy(free_in=0.0) if again else result
+        if not answer[0]:
+            return listener.arm(claim, waiter, asked, answer, losses)
+        if waiter is not None:
+            listener.forget(claim)
+        return Grant(claim, answer[1], asked)
 
     def acquire_all(self, claims: Sequence[Claim]) -> list[Grant] | None:
         mutexes = not any(claim.shared or claim.limit > 1 for claim in claims)
@@ -144,20 +139,19 @@ class RedisBackend(ForPeople, GuardedWrites):
         pairs = zip(claims, fences, strict=True)
         return [Grant(claim, fence=fence, asked_at=asked) for claim, fence in pairs]
 
-    def _try(
-        self, claim: Claim, asked: float, channel: str = "", arrived: int = 0
-    ) -> tuple[Grant | Busy, int, int]:
-        """Return the result of one try, the server's time, and that of the claim's arrival."""
+    def _try(self, claim: Claim, channel: str = "", arrived: int = 0) -> list[int]:
+        """Try once; return 1 and the fence, or the rest of what the script answers."""
         script = PASS if claim.latch else ACQUIRE
         limit = 0 if claim.shared else claim.limit
         owner = claim.owner.encode()
         tail = _tail(arrived, claim.ttl, claim.holder, claim.name, channel, limit)
         request = REQUEST % (self._head(script, claim.key), len(owner), owner, tail)
-        answer = self._pool.run(script, request)
+        return self._pool.run(script, request)
+
+    def _result(self, claim: Claim, asked: float, answer: list[int]) -> Grant | Busy:
         if answer[0]:
-            return Grant(claim, fence=answer[1], asked_at=asked), 0, 0
-        _, free_in_ms, server, arrived = answer
-        return Busy(free_in=max(free_in_ms, 1) / 1000), server, arrived
+            return Grant(claim, answer[1], asked)
+        return Busy(free_in=max(answer[1], 1) / 1000)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         return self._pool.run(EXTEND, self._extend(grant, ttl)) == [1]

@@ -86,10 +86,25 @@ class Link:
             self._teach(script, requests, answers, loads - 1)
         return answers
 
+    def subscribe(self, channel: str) -> None:
+        """Listen on a channel, from now on; what else comes with the answer is lost."""
+        connection = self.for_redis_py()
+        connection.send_command("SUBSCRIBE", channel, check_health=False)
+        connection.read_response(disconnect_on_error=True)
+        self._unlimited()
+
+    def ping(self) -> None:
+        """Ask for a sign of life, a line that `lines` returns."""
+        self.connection.send_command("PING", check_health=False)
+
     def lines(self, seconds: float) -> list[bytes]:
         """Return the lines that come within so many seconds, for a subscription."""
-        self._socket.settimeout(seconds)
         try:
+            if self._kernel_limits and self._poll is not None:
+                if not self._poll.poll(seconds * 1000):
+                    return []
+            else:
+                self._socket.settimeout(seconds)
             data: bytes = self._socket.recv(RECEIVED)
         except TimeoutError:
             return []
@@ -110,9 +125,13 @@ class Link:
                 answers.append(connection.read_response(disconnect_on_error=True))
             except ResponseError as error:
                 answers.append(error)
+        self._unlimited()
+        return answers
+
+    def _unlimited(self) -> None:
+        """Leave the time limit to the kernel again."""
         if self._kernel_limits:
             self._socket.settimeout(None)
-        return answers
 
     def _teach(
         self, script: Script, requests: Sequence[bytes], answers: list[Any], loads: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -19,7 +19,7 @@ from ..redis.people import about, batches, milliseconds
 from ..redis.scripts import Script, bulks
 from .checks import check_nodes
 from .clock import ServerClock
-from .listening import SUBSCRIBE_SECONDS, Listener
+from .listening import Listener
 from .nodes import Node, NodeConnections, QuorumRequest
 from .people import BATCH, PARTS, ForPeople
 from .quorum import ANSWER_GRACE, Quorum
@@ -65,16 +65,19 @@ class RedlockBackend(ForPeople):
             return self._try(claim)
         if claim.wake is None:
             return self._try(claim, b"-", b"0")
-        if not listener.running:
-            # Most locks are free: a process that never waits needs no thread.
+        if not listener.subscribed:
+            # Most locks are free: a process that never waits needs no subscription.
             grant = self._try(claim)
             if grant:
                 return grant
-        listener.ensure_subscribed(SUBSCRIBE_SECONDS)
-        ticket = listener.expect(claim, self._clock.stamp())
-        result = self._try(claim, listener.channel.encode(), b"%d" % ticket)
-        if result:
+        listener.ensure_subscribed()
+        waiter = listener.expect(claim, self._clock.stamp())
+        result = self._try(claim, listener.channel.encode(), b"%d" % waiter.ticket)
+        if isinstance(result, Grant):
             listener.forget(claim)
+            return result
+        if claim.blocking:
+            return Busy(free_in=result.free_in, pause=partial(listener.pause, waiter))
         return result
 
     def _try(self, claim: Claim, *waiting: bytes) -> Grant | Busy:

@@ -1,39 +1,36 @@
-"""The pub/sub thread that wakes waiters of the Redlock backend."""
+"""The calls that wake waiters of the Redlock backend: a majority of nodes has to call one."""
 
 from __future__ import annotations
 
 from ...claims import Claim
-from ...primitives.logs import fields, logger
 from ...primitives.timing import monotonic
-from ..redis.listening import ListeningThread
+from ..redis import listening
 from ..redis.scripts import pack
 from .nodes import Links
 from .quorum import Quorum
 
-# How long the first waiter of a process waits for the subscriptions.
-SUBSCRIBE_SECONDS = 0.25
 # A call that not even a majority of the nodes sent is taken for one after so long.
 CALL_SECONDS = 0.01
-# How often the thread looks whether it is needed, and whether its connections are alive.
+# How often the leader looks whether its connections are alive.
 LOOK_SECONDS = 0.5
 PING = pack(b"PING")
 # The digits of an owner and of a key.
 OWNER, KEY = 32, 40
 
 
-class Waiter:
+class Waiter(listening.Waiter):
     """A claim that waits, and the nodes that called it since it asked."""
 
-    __slots__ = ("called", "claim", "since", "ticket")
+    __slots__ = ("called", "since", "ticket")
 
     def __init__(self, claim: Claim, ticket: int) -> None:
-        self.claim = claim
+        super().__init__(claim)
         self.ticket = ticket
         self.called: set[int] = set()
         self.since = 0.0  # when the first node called
 
 
-class Listener(ListeningThread[Waiter]):
+class Listener(listening.Listener[Waiter]):
     """The channel of this process, and the claims that wait for a call on it.
 
     A call says that a lock came free and whose turn it is; the waiter then asks for it. So one
@@ -45,51 +42,27 @@ class Listener(ListeningThread[Waiter]):
         self._quorum = quorum
         self._half_called: set[Waiter] = set()
 
-    def expect(self, claim: Claim, ticket: int) -> int:
-        """Note that `claim` is about to ask and to wait; return the ticket of its first time."""
+    def expect(self, claim: Claim, ticket: int) -> Waiter:
+        """Let calls wake the claim, which is about to ask; `ticket`: its place in the queues."""
         with self._lock:
             waiter = self._waiters.find(claim)
             if waiter is None:
                 waiter = Waiter(claim, ticket)
                 self._waiters.add(waiter)
             self._uncall(waiter)
-            return waiter.ticket
+            waiter.armed = True
+            self._needs_reader(waiter)
+            return waiter
 
     def forget(self, claim: Claim) -> None:
-        """Stop expecting calls for the claim."""
-        if self._waiters:
-            with self._lock:
-                waiter = self._waiters.find(claim)
-                if waiter is not None:
-                    self._uncall(waiter)
-                    self._waiters.drop(claim)
+        with self._lock:
+            waiter = self._waiters.find(claim) if self._waiters else None
+            if waiter is not None:
+                self._uncall(waiter)
+        super().forget(claim)
 
-    def _run(self) -> None:
-        links = Subscriptions(self._quorum, self.channel)
-        needed = monotonic()
-        try:
-            while not self._ends(idle=monotonic() - needed):
-                if self._waiters:
-                    needed = monotonic()
-                links.reconnect(needed=bool(self._waiters))
-                if not self._subscribed:
-                    self._notify(subscribed=True)
-                for node, turn in links.receive(
-                    CALL_SECONDS if self._half_called else LOOK_SECONDS
-                ):
-                    self._called(node, turn[:OWNER], turn[OWNER:])
-                self._wake_half_called()
-        except Exception:  # whatever it is: without this thread waiting is slow
-            logger.exception(
-                "cannot listen for locks", extra=fields("not_listening", self._quorum.alias)
-            )
-            with self._lock:
-                self._thread = None
-            self._notify(subscribed=False)
-        finally:
-            links.close()
-
-    def _called(self, node: int, owner: str, key: str) -> None:
+    def called(self, node: int, owner: str, key: str) -> None:
+        """Note that a node called the claims of this owner for this key."""
         woken = []
         with self._lock:
             for waiter in self._waiters.get((owner, key), ()):
@@ -102,36 +75,47 @@ class Listener(ListeningThread[Waiter]):
                 else:
                     self._uncall(waiter)
                     woken.append(waiter)
-        for waiter in woken:
-            self._wake(waiter)
+        self._call(woken)
 
-    def _wake_half_called(self) -> None:
+    def wake_half_called(self) -> float | None:
+        """Wake those that a minority called a while ago; return when to look again, in seconds."""
         if not self._half_called:
-            return
+            return None
         late = monotonic() - CALL_SECONDS
         with self._lock:
             waiters = [waiter for waiter in self._half_called if waiter.since < late]
             for waiter in waiters:
                 self._uncall(waiter)
+        self._call(waiters)
+        return CALL_SECONDS
+
+    def _call(self, waiters: list[Waiter]) -> None:
         for waiter in waiters:
-            self._wake(waiter)
+            if waiter.armed:
+                waiter.armed = False
+                self._wake(waiter)
 
     def _uncall(self, waiter: Waiter) -> None:
         waiter.called.clear()
         self._half_called.discard(waiter)
 
+    def _open(self) -> Subscriptions:
+        return Subscriptions(self, self._quorum)
 
-class Subscriptions(Links):
-    """The subscriptions to one channel at all nodes."""
 
-    def __init__(self, quorum: Quorum, channel: str) -> None:
+class Subscriptions(Links, listening.Subscription):
+    """The subscriptions to one channel at all nodes; those that break are made anew."""
+
+    def __init__(self, listener: Listener, quorum: Quorum) -> None:
+        self._listener = listener
         self._quorum = quorum
-        self._subscribe = pack(b"SUBSCRIBE", channel.encode())
+        self._subscribe = pack(b"SUBSCRIBE", listener.channel.encode())
         super().__init__(len(quorum.nodes))
         self._heard = [0.0] * len(quorum.nodes)
         self._pinged = [0.0] * len(quorum.nodes)  # and not heard since; 0: not so
+        self._reconnect()
 
-    def reconnect(self, *, needed: bool) -> None:
+    def _reconnect(self) -> None:
         """Subscribe where a connection is missing or dead."""
         now = monotonic()
         for at, link in enumerate(self._links):
@@ -140,14 +124,14 @@ class Subscriptions(Links):
             elif self._pinged[at]:
                 if now - self._pinged[at] > 2 * LOOK_SECONDS:
                     self._drop(at)
-            elif needed and now - self._heard[at] > LOOK_SECONDS:
+            elif now - self._heard[at] > LOOK_SECONDS:
                 self._pinged[at] = now
                 self._send(at, PING)
 
-    def receive(self, seconds: float) -> list[tuple[int, str]]:
-        """Return which node called which owner to which key, after at most `seconds`."""
-        called = []
-        for fd, _ in self._poll.poll(seconds * 1000):
+    def receive(self, seconds: float) -> None:
+        self._reconnect()
+        soon = self._listener.wake_half_called()
+        for fd, _ in self._poll.poll(min(seconds, soon or LOOK_SECONDS) * 1000):
             at = self._at[fd]
             link = self._links[at]
             assert link is not None
@@ -158,9 +142,10 @@ class Subscriptions(Links):
                 continue
             self._heard[at], self._pinged[at] = monotonic(), 0.0
             # Of the lines of a message, one is its text: owner and key, hex digits.
-            texts = [line for line in lines if len(line) == OWNER + KEY and line.isalnum()]
-            called += [(at, text.decode()) for text in texts]
-        return called
+            for line in lines:
+                if len(line) == OWNER + KEY and line.isalnum():
+                    text = line.decode()
+                    self._listener.called(at, text[:OWNER], text[OWNER:])
 
     def _open(self, at: int) -> None:
         link = self._quorum.link_to(at)
