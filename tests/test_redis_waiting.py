@@ -576,6 +576,26 @@ def test_a_follower_takes_over_from_a_leader_that_is_stuck(own, monkeypatch):
     assert backend.release(grants[0])
 
 
+def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch):
+    backend, server = own
+    grant = backend.acquire(claim("a"), 0)
+    listener, reads = backend._listener(grant.claim.key), []
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+    read = listener._read
+
+    def refuse():
+        raise ConnectionError
+
+    monkeypatch.setattr(listener, "_open", refuse)
+    monkeypatch.setattr(listener, "_read", lambda *args: [reads.append(1), read(*args)])
+    server.client_kill_filter(_type="pubsub")
+    assert waiter.event.wait(5)
+    until(lambda: listener._retry_pause == redis_listener.RETRY_MAX)
+
+    assert len(reads) < 5
+
+
 def test_a_thread_that_is_interrupted_while_it_reads_lets_another_one_read(own):
     backend, _ = own
     first, other = (backend.acquire(claim(name), 0) for name in "ab")

@@ -188,7 +188,7 @@ class Listener(Generic[AnyWaiter]):
         with self._lock:
             if lost is None or self._subscription is not lost:
                 return
-            self._subscription = None
+            self._subscription = self._leader = None
             if monotonic() - self._opened < RETRY_MAX:  # not one that is closed again and again
                 self._retry_at = monotonic() + RETRY_MIN
         lost.close()
@@ -199,7 +199,6 @@ class Listener(Generic[AnyWaiter]):
         with self._lock:
             now = monotonic()
             if self._leader is not None and now - self._looked > ABSENT:
-                self._leader = None
                 # It may have read half a message, and it may go on to.
                 self._lose(self._subscription)
             if self._leader is None and self._subscription is not None:
