@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
@@ -574,6 +575,38 @@ def test_a_follower_takes_over_from_a_leader_that_is_stuck(own, monkeypatch):
         backend.release(first)
 
     assert backend.release(grants[0])
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, KeyboardInterrupt])
+def test_what_a_signal_handler_raises_ends_the_wait(redis_url, prefix, kind):
+    lock = Lock(f"{prefix}-a", using="redis", wait=DEADLINE, reentrant=False)
+
+    def handler(*_):
+        raise kind("from a signal handler")
+
+    def interrupted():
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(kind, match="from a signal handler"):
+            lock.acquire()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    held = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held[0].set()
+            held[1].wait(DEADLINE)
+
+    try:
+        with running(hold):
+            assert held[0].wait(DEADLINE)
+            interrupted()
+            waiters = [holding.waiters for holding in lock.holders()]
+            held[1].set()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+    assert waiters == [0]
 
 
 def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _socket
 import select
 import socket
+import ssl
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,10 @@ MOST_LOADS = 3
 class Link:
     """A connection: redis-py opens it and parses lists; one line answers a script, read here."""
 
-    __slots__ = ("_begun", "_kernel_limits", "_poll", "_socket", "connection", "used")
+    __slots__ = (
+        *("_begun", "_kernel_limits", "_pending", "_poll", "_socket"),
+        *("connection", "used"),
+    )
 
     def __init__(self, recipe: Any) -> None:
         self.connection: Any = recipe.connection_class(**recipe.connection_kwargs)
@@ -32,6 +36,7 @@ class Link:
         self.used = 0.0  # when it was last returned to the pool; 0: new
         self._begun = b""  # of a line that is not complete
         self._socket = self.connection._sock
+        self._pending = getattr(self._socket, "pending", None)  # what TLS has read already
         self._poll = None
         if hasattr(select, "poll"):
             self._poll = select.poll()
@@ -99,15 +104,18 @@ class Link:
 
     def lines(self, seconds: float) -> list[bytes]:
         """Return the lines that come within so many seconds, for a subscription."""
+        if self._poll is not None and not (self._pending and self._pending()):
+            # Not in the `try`: a signal handler may raise here, even a TimeoutError.
+            if not self._poll.poll(seconds * 1000):
+                return []
+        if not self._kernel_limits:
+            self._socket.settimeout(seconds if self._poll is None else 0.0)
         try:
-            if self._kernel_limits and self._poll is not None:
-                if not self._poll.poll(seconds * 1000):
-                    return []
-            else:
-                self._socket.settimeout(seconds)
             data: bytes = self._socket.recv(RECEIVED)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
             return []
+        except OSError as error:
+            raise ConnectionError from error
         if not data:
             raise ConnectionError("closed by the server")
         *lines, self._begun = (self._begun + data).split(b"\r\n")

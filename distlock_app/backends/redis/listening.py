@@ -12,7 +12,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
+from redis.exceptions import RedisError
+
 from ...claims import Claim, Grant
+from ...errors import BackendError
 from ...primitives.logs import fields, logger
 from ...primitives.threads import Gate, started
 from ...primitives.timing import monotonic
@@ -127,7 +130,7 @@ class Listener(Generic[AnyWaiter]):
             opened: Subscription | None = None
             try:
                 opened = self._open()
-            except Exception as error:  # whatever it is: without a subscription waiting is slow
+            except (RedisError, OSError) as error:
                 self._not_subscribed(error)
                 return False
             self._retry_pause = RETRY_MIN
@@ -215,8 +218,11 @@ class Listener(Generic[AnyWaiter]):
                     return
                 subscription.receive(min(left, HEARTBEAT))
                 self._looked = monotonic()
-        except Exception:
+        except BaseException as error:
+            # What it has read may be lost. Not our errors are those of signal handlers.
             self._lose(subscription)
+            if not isinstance(error, (RedisError, BackendError, ValueError)):
+                raise
 
     def _follow(self, waiter: Waiter, seconds: float) -> None:
         """Sleep until the leader wakes `waiter`, or lets it lead."""
