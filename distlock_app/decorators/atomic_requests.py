@@ -9,6 +9,7 @@ from typing import Any
 from django.db import connections, transaction
 
 from ..errors import LockError
+from ..primitives.transactions import in_own_block
 
 
 class OutOfAtomicRequests(set[str]):
@@ -48,8 +49,7 @@ def in_transactions(aliases: tuple[str, ...]) -> Iterator[None]:
 def refuse_open(aliases: tuple[str, ...]) -> None:
     """Raise LockError if a transaction that began before the lock is still open."""
     for alias in aliases:
-        blocks = connections[alias].atomic_blocks
-        if blocks and not getattr(blocks[-1], "_from_testcase", False):
+        if in_own_block(connections[alias]):
             raise LockError(
                 f"locked_view was called inside a transaction of {alias!r}, which began before "
                 "the lock and would end after it. Under ATOMIC_REQUESTS a decorator outside of "

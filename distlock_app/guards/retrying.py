@@ -19,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..errors import RetriesExhausted, StaleObjectError
 from ..primitives.calls import is_async, path_of, refuse_undone
 from ..primitives.timing import full_jitter
+from ..primitives.transactions import in_own_block
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Covariant, as in django-stubs.
@@ -304,8 +305,4 @@ def _exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
 
 def in_transaction() -> bool:
     """Whether this thread is in an `atomic()` block; those of a TestCase do not count."""
-    return any(
-        not getattr(block, "_from_testcase", False)
-        for connection in connections.all(initialized_only=True)
-        for block in connection.atomic_blocks
-    )
+    return any(map(in_own_block, connections.all(initialized_only=True)))

@@ -63,7 +63,18 @@ def _used() -> list[Any]:
 def is_open(connection: Any) -> bool:
     if not connection.in_atomic_block or connection.closed_in_transaction:
         return False
-    return not any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
+    return not in_testcase(connection)
+
+
+def in_testcase(connection: Any) -> bool:
+    """Whether a `TestCase` has opened a transaction around the test on this connection."""
+    return any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
+
+
+def in_own_block(connection: Any) -> bool:
+    """Whether an `atomic()` block is open, other than those that a `TestCase` opens."""
+    blocks = connection.atomic_blocks
+    return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
 async def check_caller(name: str) -> None:

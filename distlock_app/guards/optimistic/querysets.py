@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import NotSupportedError, connections, models, router, transaction
 
-from ...primitives.transactions import OpenSavepoints
+from ...primitives.transactions import OpenSavepoints, in_own_block, in_testcase
 from ..retrying import M, Retrying
 from .fields import AnyVersionField
 
@@ -289,7 +289,7 @@ def _row_of(obj: Any) -> tuple[Any, str]:
 
 def _latest(connection: Any) -> Undo | None:
     hooks = connection.run_on_commit
-    if any(block._from_testcase for block in connection.atomic_blocks):
+    if in_testcase(connection):
         hooks = reversed(hooks)
     return next((hook for _, hook, _ in hooks if isinstance(hook, Undo)), None)
 
@@ -297,7 +297,7 @@ def _latest(connection: Any) -> Undo | None:
 def _undo(using: str) -> Undo | None:
     """Return the object that observes a rollback; None if no transaction is open."""
     connection: Any = connections[using]
-    if not connection.in_atomic_block or connection.atomic_blocks[-1]._from_testcase:
+    if not in_own_block(connection):
         return None
     # One for all saves between two savepoints: Django pops callbacks from the front of a list,
     # which takes quadratic time.
@@ -307,7 +307,7 @@ def _undo(using: str) -> Undo | None:
     undo = Undo(connection, {} if latest is None else latest.moved)
     # First: a hook that raises drops those after it, without a rollback. In a TestCase last:
     # captureOnCommitCallbacks() returns the hooks added after those that it found.
-    in_test = any(block._from_testcase for block in connection.atomic_blocks)
     hooks = connection.run_on_commit
-    hooks.insert(len(hooks) if in_test else 0, (undo.undone_with, undo, True))
+    at = len(hooks) if in_testcase(connection) else 0
+    hooks.insert(at, (undo.undone_with, undo, True))
     return undo
