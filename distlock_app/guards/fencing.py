@@ -12,7 +12,7 @@ from ..errors import LockError, StaleFenceError
 from .optimistic.fields import LAST
 from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
-from .optimistic.saving import MISSING, put
+from .optimistic.saving import MISSING, put, row_of
 from .retrying import M
 
 if TYPE_CHECKING:
@@ -244,8 +244,7 @@ class FencedModel(models.Model):
             raise StaleFenceError(text, obj=self, fence=number)
 
     def _fenced_row(self, using: str) -> Any:
-        owner = self._meta.get_field("fence").model
-        return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
+        return row_of(self, self._meta.get_field("fence"), using)
 
 
 class FencedVersionedQuerySet(FencedQuerySet[M], VersionedQuerySet[M]):  # type: ignore[override]

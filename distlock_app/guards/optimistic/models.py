@@ -13,8 +13,9 @@ from django.dispatch import receiver
 
 from ..retrying import Retrying
 from .fields import VersionField
-from .querysets import Undo, VersionedManager, VersionedQuerySet, watch_read, with_versions
-from .saving import MISSING, GuardedSave, put
+from .querysets import VersionedManager, VersionedQuerySet, with_versions
+from .rollbacks import watch_read
+from .saving import MISSING, GuardedSave, put, row_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,15 +74,13 @@ class VersionedModel(GuardedSave):
     @classmethod
     def from_db(cls, db: Any, field_names: Any, values: Any, **options: Any) -> Any:
         obj = super().from_db(db, field_names, values, **options)
-        if Undo.living and obj._version_field.attname in obj.__dict__:
-            watch_read(obj, db)
+        watch_read(obj, db)
         return obj
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Watch a copy, too: it has the version of a transaction that may be rolled back."""
         super().__setstate__(state)  # type: ignore[misc]
-        using = self._state.db
-        if Undo.living and using and self._version_field.attname in self.__dict__:
+        if using := self._state.db:
             watch_read(self, using)
 
     def refresh_from_db(
@@ -118,7 +117,7 @@ class VersionedModel(GuardedSave):
         if expected is None:
             return super().delete(using=using, keep_parents=keep_parents)
         field = self._version_field
-        rows = self._version_row(using)
+        rows = row_of(self, field, using)
         moved = field.after(expected)
         try:
             with transaction.atomic(using=using):
@@ -143,23 +142,21 @@ def _write_with_versions(sender: Any, **kwargs: Any) -> None:
     would repeat. And `objects` may hide rows.
     """
     meta = sender._meta
-    if issubclass(sender, VersionedModel) and meta.base_manager.auto_created:
-        manager: Any = VersionedManager()
-        manager.name, manager.model, manager.auto_created = "_base_manager", sender, True
-        meta.base_manager = manager
-        # A cached property, which Django drops whenever a model is added.
-        meta.FORWARD_PROPERTIES = meta.FORWARD_PROPERTIES - {"base_manager"}
+    links = [(_add_generic_with_versions, f) for f in meta.private_fields if f.one_to_many]
+    if issubclass(sender, VersionedModel):
+        links += [(_add_with_versions, f) for f in meta.local_fields if f.many_to_one]
+        if meta.base_manager.auto_created:
+            _use_versioned_manager(sender)
+    for patch, field in links:
+        lazy_related_operation(patch, sender, field.remote_field.model, field=field)
 
-    for field in meta.local_fields if issubclass(sender, VersionedModel) else ():
-        if field.many_to_one:
-            lazy_related_operation(
-                _add_with_versions, sender, field.remote_field.model, field=field
-            )
-    for field in meta.private_fields:
-        if field.one_to_many:
-            lazy_related_operation(
-                _add_generic_with_versions, sender, field.remote_field.model, field=field
-            )
+
+def _use_versioned_manager(model: Any) -> None:
+    manager: Any = VersionedManager()
+    manager.name, manager.model, manager.auto_created = "_base_manager", model, True
+    model._meta.base_manager = manager
+    # A cached property, which Django drops whenever a model is added.
+    model._meta.FORWARD_PROPERTIES = model._meta.FORWARD_PROPERTIES - {"base_manager"}
 
 
 def _add_with_versions(model: Any, related: Any, field: Any) -> None:

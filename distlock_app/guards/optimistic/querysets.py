@@ -1,16 +1,15 @@
-"""Queryset and manager of versioned models; restoring versions in memory after a rollback."""
+"""The queryset and manager of versioned models, which increment versions outside of `save()`."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from django.db import NotSupportedError, connections, models, router, transaction
 
-from ...primitives.transactions import OpenSavepoints, in_own_block, in_testcase
 from ..retrying import M, Retrying
 from .fields import AnyVersionField
+from .rollbacks import watch_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,16 +63,17 @@ class VersionedQuerySet(models.QuerySet[M]):
             written = self._versions(objs, lock=not computed)
             if computed:
                 before = {pk: number - 1 for pk, number in written.items()}
-            # A row outside this queryset is unchanged.
-            left = {pk for pk, found in written.items() if found == before.get(pk)}
+            # Rows outside this queryset are unchanged.
+            unchanged = {pk for pk, found in written.items() if found == before.get(pk)}
+            relied_on = [pair for pair in relied_on if pair[0].pk not in unchanged]
             for obj, expected in relied_on:
                 found = before.get(obj.pk)
-                if expected is not None and found != expected and obj.pk not in left:
+                if expected is not None and found != expected:
                     raise obj._conflict(expected, found)
             for obj, expected in relied_on:
                 # Of two objects of one row Django uses the first; the other one is now stale.
                 now = written.pop(obj.pk, None)
-                if now is not None and obj.pk not in left:
+                if now is not None:
                     obj._version_written(now, expected, using)
                     obj._forget_expressions(self.model._meta.get_field(f) for f in fields)
         return rows
@@ -193,121 +193,3 @@ def with_versions(manager: Any) -> Any:
                         obj._version_written(written[obj.pk], expected, rows.db)
 
     return VersionedRelatedManager
-
-
-class Undo:
-    """Restores versions in memory when the transaction that changed them is rolled back.
-
-    Django keeps `on_commit` callbacks in a list, calls them on commit and drops them on rollback,
-    also to a savepoint. An object that lives only in that list sees both.
-    """
-
-    __slots__ = ("__weakref__", "changes", "limit", "moved", "undone_with", "using")
-
-    # Of all threads, so that a read outside such transactions costs nothing.
-    living: set[int] = set()
-
-    def __init__(self, connection: Any, moved: dict[Any, list[weakref.ref[Undo]]]) -> None:
-        self.using = connection.alias
-        self.undone_with = OpenSavepoints(connection)
-        # The rows changed under each, latest last; None: any row of the model.
-        self.moved = moved
-        # Objects, their previous versions, and the databases that they were read from.
-        self.changes: list[tuple[weakref.ref[Any], Any, Any]] = []
-        self.limit = 1000
-        self.living.add(id(self))
-
-    def note(self, obj: Any, before: Any) -> None:
-        if len(self.changes) >= self.limit:
-            self.changes = [change for change in self.changes if change[0]() is not None]
-            self.limit = 2 * len(self.changes) + 1000
-        self.changes.append((weakref.ref(obj), before, obj._state.db))
-
-    def note_move(self, model: Any, key: str | None) -> None:
-        movers = self.moved.setdefault((model, key), [])
-        if not movers or movers[-1]() is not self:
-            movers.append(weakref.ref(self))
-
-    def __call__(self) -> None:
-        self.changes.clear()
-
-    def __del__(self) -> None:
-        self.living.discard(id(self))
-        for reference, before, read_from in reversed(self.changes):
-            obj = reference()
-            if obj is not None and obj._state.db in (self.using, read_from):
-                name = obj._version_field.attname
-                now = obj.__dict__.get(name)
-                if before is UNKNOWN:
-                    obj.__dict__.pop(name, None)
-                # A higher version comes from this transaction, which had locked the row.
-                elif now is not None and (before is None or now > before):
-                    obj.__dict__[name] = before
-
-
-UNKNOWN = object()
-
-
-def watch(obj: Any, before: Any, using: str) -> None:
-    """Restore the version `before` of `obj` if the open transaction is rolled back.
-
-    Otherwise an object could be ahead of its row, and overwrite another writer's change with the
-    same number. The blocks of a TestCase do not count.
-    """
-    undo = _undo(using)
-    if undo is not None:
-        undo.note(obj, before)
-        undo.note_move(*_row_of(obj))
-
-
-def watch_rows(model: Any, using: str) -> None:
-    """Record that the open transaction changed versions of unknown rows of the model."""
-    undo = _undo(using)
-    if undo is not None:
-        undo.note_move(model._version_field.model, None)
-
-
-def watch_read(obj: Any, using: str) -> None:
-    """Forget the version that was read if the open transaction wrote it and is rolled back."""
-    latest = _latest(connections[using]) if Undo.living else None
-    if latest is None:
-        return
-    model, key = _row_of(obj)
-    for row in (model, key), (model, None):
-        movers = latest.moved.get(row, [])
-        while movers:
-            if (undo := movers[-1]()) is not None:
-                undo.note(obj, UNKNOWN)
-                break
-            movers.pop()  # rolled back since
-
-
-def _row_of(obj: Any) -> tuple[Any, str]:
-    owner = obj._version_field.model
-    return owner, str(obj._get_pk_val(owner._meta))
-
-
-def _latest(connection: Any) -> Undo | None:
-    hooks = connection.run_on_commit
-    if in_testcase(connection):
-        hooks = reversed(hooks)
-    return next((hook for _, hook, _ in hooks if isinstance(hook, Undo)), None)
-
-
-def _undo(using: str) -> Undo | None:
-    """Return the object that observes a rollback; None if no transaction is open."""
-    connection: Any = connections[using]
-    if not in_own_block(connection):
-        return None
-    # One for all saves between two savepoints: Django pops callbacks from the front of a list,
-    # which takes quadratic time.
-    latest = _latest(connection)
-    if latest is not None and latest.undone_with.last == connection.savepoint_state:
-        return latest
-    undo = Undo(connection, {} if latest is None else latest.moved)
-    # First: a hook that raises drops those after it, without a rollback. In a TestCase last:
-    # captureOnCommitCallbacks() returns the hooks added after those that it found.
-    hooks = connection.run_on_commit
-    at = len(hooks) if in_testcase(connection) else 0
-    hooks.insert(at, (undo.undone_with, undo, True))
-    return undo

@@ -12,7 +12,7 @@ from django.db.models.sql.where import AND
 from ...errors import StaleObjectError
 from ...signals import version_conflict
 from .fields import AnyVersionField
-from .querysets import watch
+from .rollbacks import watch
 
 MISSING = object()
 # Since 6.0 save() replaces an expression by its result, or defers the field.
@@ -167,14 +167,10 @@ class GuardedSave(models.Model):
             raise self._conflict(None, None, what)
         return self.__dict__[name]
 
-    def _version_row(self, using: str) -> Any:
-        """Return a queryset of this object's row in the table with the version."""
-        owner = self._version_field.model
-        return owner._base_manager.using(using).filter(pk=self._get_pk_val(owner._meta))
-
     def _find_version(self, using: str, expected: Any) -> Any:
         """Return the version in the database, None if there is no row."""
-        versions = self._version_row(using).values_list(self._version_field.attname, flat=True)
+        field = self._version_field
+        versions = row_of(self, field, using).values_list(field.attname, flat=True)
         found = next(iter(versions), None)
         connection = connections[using]
         if found is not None and found == expected and connection.in_atomic_block:
@@ -225,8 +221,14 @@ class GuardedSave(models.Model):
         return StaleObjectError(text, obj=self, expected=expected, found=found)
 
 
+def row_of(obj: Any, field: Any, using: str) -> Any:
+    """Return a queryset of the object's row in the table that has `field`."""
+    owner = field.model
+    return owner._base_manager.using(using).filter(pk=obj._get_pk_val(owner._meta))
+
+
 def put(obj: Any, name: str, value: Any) -> None:
-    """Set the field in memory, or defer it."""
+    """Set the field in memory; if the value is MISSING, defer the field."""
     if value is MISSING:
         obj.__dict__.pop(name, None)
     else:

@@ -1,0 +1,135 @@
+"""Versions in memory, restored when the transaction that changed them is rolled back."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from django.db import connections
+
+from ...primitives.transactions import OpenSavepoints, in_own_block, in_testcase
+
+# In place of a version that was read from a row: what the row has after a rollback is not known.
+UNKNOWN = object()
+
+
+class Undo:
+    """What one transaction, or the part after a savepoint, changed of the versions in memory.
+
+    Django keeps `on_commit` callbacks in a list, calls them on commit and drops them on rollback,
+    also to a savepoint. An object that lives only in that list sees both.
+    """
+
+    __slots__ = ("__weakref__", "changes", "limit", "moved", "undone_with", "using")
+
+    # Of all threads, so that a read outside such transactions costs nothing.
+    living: set[int] = set()
+
+    def __init__(self, connection: Any, moved: dict[Any, list[weakref.ref[Undo]]]) -> None:
+        self.using = connection.alias
+        self.undone_with = OpenSavepoints(connection)
+        # For each row (model and key; without a key, any row of the model) the Undos of the
+        # transaction that changed it, the latest last.
+        self.moved = moved
+        # Objects, their previous versions, and the databases that they were read from.
+        self.changes: list[tuple[weakref.ref[Any], Any, Any]] = []
+        self.limit = 1000
+        self.living.add(id(self))
+
+    def note(self, obj: Any, before: Any) -> None:
+        if len(self.changes) >= self.limit:
+            self.changes = [change for change in self.changes if change[0]() is not None]
+            self.limit = 2 * len(self.changes) + 1000
+        self.changes.append((weakref.ref(obj), before, obj._state.db))
+
+    def note_move(self, model: Any, key: str | None) -> None:
+        movers = self.moved.setdefault((model, key), [])
+        if not movers or movers[-1]() is not self:
+            movers.append(weakref.ref(self))
+
+    def __call__(self) -> None:
+        self.changes.clear()
+
+    def __del__(self) -> None:
+        self.living.discard(id(self))
+        for reference, before, read_from in reversed(self.changes):
+            obj = reference()
+            if obj is not None and obj._state.db in (self.using, read_from):
+                _restore(obj, before)
+
+
+def _restore(obj: Any, before: Any) -> None:
+    name = obj._version_field.attname
+    now = obj.__dict__.get(name)
+    if before is UNKNOWN:
+        obj.__dict__.pop(name, None)
+    # A higher version comes from the transaction, which had locked the row.
+    elif now is not None and (before is None or now > before):
+        obj.__dict__[name] = before
+
+
+def watch(obj: Any, before: Any, using: str) -> None:
+    """Restore the version `before` of `obj` if the open transaction is rolled back.
+
+    Otherwise an object could be ahead of its row, and overwrite another writer's change with the
+    same number. The blocks of a TestCase do not count.
+    """
+    undo = _undo(using)
+    if undo is not None:
+        undo.note(obj, before)
+        undo.note_move(*_key_of(obj))
+
+
+def watch_rows(model: Any, using: str) -> None:
+    """Record that the open transaction changed versions of unknown rows of the model."""
+    undo = _undo(using)
+    if undo is not None:
+        undo.note_move(model._version_field.model, None)
+
+
+def watch_read(obj: Any, using: str) -> None:
+    """Forget the version that was read if the open transaction wrote it and is rolled back."""
+    if not Undo.living or obj._version_field.attname not in obj.__dict__:
+        return
+    latest = _latest(connections[using])
+    if latest is None:
+        return
+    model, key = _key_of(obj)
+    for row in (model, key), (model, None):
+        movers = latest.moved.get(row, [])
+        while movers:
+            if (undo := movers[-1]()) is not None:
+                undo.note(obj, UNKNOWN)
+                break
+            movers.pop()  # rolled back since
+
+
+def _key_of(obj: Any) -> tuple[Any, str]:
+    owner = obj._version_field.model
+    return owner, str(obj._get_pk_val(owner._meta))
+
+
+def _latest(connection: Any) -> Undo | None:
+    hooks = connection.run_on_commit
+    if in_testcase(connection):
+        hooks = reversed(hooks)
+    return next((hook for _, hook, _ in hooks if isinstance(hook, Undo)), None)
+
+
+def _undo(using: str) -> Undo | None:
+    """Return the object that observes a rollback; None if no transaction is open."""
+    connection: Any = connections[using]
+    if not in_own_block(connection):
+        return None
+    # One for all saves between two savepoints: Django pops callbacks from the front of a list,
+    # which takes quadratic time.
+    latest = _latest(connection)
+    if latest is not None and latest.undone_with.last == connection.savepoint_state:
+        return latest
+    undo = Undo(connection, {} if latest is None else latest.moved)
+    # First: a hook that raises drops those after it, without a rollback. In a TestCase last:
+    # captureOnCommitCallbacks() returns the hooks added after those that it found.
+    hooks = connection.run_on_commit
+    at = len(hooks) if in_testcase(connection) else 0
+    hooks.insert(at, (undo.undone_with, undo, True))
+    return undo
