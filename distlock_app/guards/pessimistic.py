@@ -110,16 +110,15 @@ class LockingQuerySet(models.QuerySet[M]):
         """
         row = self.filter(pk=pk).order_by().select_related(None)
         locking = _locking(row)
-        features = _in_atomic(locking.db).features
+        skips = _in_atomic(locking.db).features.has_select_for_update_skip_locked
         found: list[M] = []
-        joined = _locks_joined(locking)
-        if joined:
+        if _locks_joined(locking):
             found = for_update(row, wait=wait)
-        elif wait is not None and features.has_select_for_update_skip_locked:
-            # One query instead of up to five, if the row is not locked.
-            found = list(_locking(row, skip_locked=True))
-        if not found and not joined:
-            found = _locked(locking, wait)
+        else:
+            if wait is not None and skips:
+                # One query instead of up to five, if the row is not locked.
+                found = list(_locking(row, skip_locked=True))
+            found = found or _locked(locking, wait)
         if not found:
             model: Any = self.model
             raise model.DoesNotExist(f"there is no {self.model._meta.label} {pk!r}")
@@ -176,12 +175,11 @@ def retry_on_deadlock(
                 "retried inside an open transaction: decorate what opens the outermost atomic()"
             )
 
-    def seconds_after(error: Exception, attempt: int) -> float:
+    def raise_final(error: Exception, attempt: int) -> None:
         if attempt == attempts or not was_sacrificed(error):
             raise error
-        return full_jitter(attempt - 1, base=pause, cap=max_pause)
 
-    return calling_again(function, OperationalError, seconds_after, attempts=attempts, begin=begin)
+    return calling_again(function, OperationalError, raise_final, begin=begin, **options)
 
 
 def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:

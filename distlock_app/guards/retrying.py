@@ -100,9 +100,11 @@ class Retrying(Generic[M]):
         if is_async(self.change):
             self.change = async_to_sync(self.change)
         self._row = self.using, self.model, str(self.pk)  # a composite key may come as a list
-        if self.lock_from is not None and _hot.get(self._row, 0.0) > time.monotonic():
+        if self.lock_from is None:
+            return
+        if _hot.get(self._row, 0.0) > time.monotonic():
             self.lock_from = 1
-        elif self.lock_from is not None and self.lock_from < 0:
+        elif self.lock_from < 0:
             self.lock_from += self.attempts + 1
 
     def run(self) -> M:
@@ -126,9 +128,20 @@ class Retrying(Generic[M]):
     def _once(self, attempt: int) -> tuple[M, Exception | None, float]:
         """Try once; return the object, the error if it failed, and how long to pause."""
         started = time.monotonic()
-        connection = connections[self.using]
-        inside = connection.in_atomic_block
+        inside = connections[self.using].in_atomic_block
         lock = self._locks(attempt, inside=inside)
+        obj, failure = self._try(attempt, lock=lock, inside=inside)
+        if failure is None or attempt == self.attempts:
+            return obj, failure, 0.0
+        if self._locks(attempt + 1, inside=inside):
+            if not lock:
+                _remember(self._row)
+            return obj, failure, 0.0  # the wait for the row is in the database
+        base = max(self.pause, PATIENCE * (time.monotonic() - started))
+        return obj, failure, full_jitter(attempt - 1, base=base, cap=self.max_pause)
+
+    def _try(self, attempt: int, *, lock: bool, inside: bool) -> tuple[M, Exception | None]:
+        """Read, change and save the object; return it, and the error if this may be repeated."""
         obj: Any = None
         seen: Any = None
         try:
@@ -138,7 +151,7 @@ class Retrying(Generic[M]):
                 obj._state.attempt = attempt
                 refuse_undone(self.change(obj), self.change, UNMADE)
                 obj.save(using=self.using)
-            return obj, None, 0.0
+            return obj, None
         except StopIteration as error:  # a future of asyncio refuses it, and would never be done
             raise RuntimeError("the change raised StopIteration") from error
         except (StaleObjectError, OperationalError) as error:
@@ -146,18 +159,10 @@ class Retrying(Generic[M]):
             saved = obj is not None and _version_of(obj) not in (seen, None)
             if saved or not _may_repeat(error, obj, inside=inside):
                 raise
-            failure = error
+            return obj, error
         finally:
             if obj is not None:
                 obj._state.__dict__.pop("attempt", None)
-        if attempt == self.attempts:
-            return obj, failure, 0.0
-        if self._locks(attempt + 1, inside=inside):
-            if not lock:
-                _remember(self._row)
-            return obj, failure, 0.0  # the wait for the row is in the database
-        base = max(self.pause, PATIENCE * (time.monotonic() - started))
-        return obj, failure, full_jitter(attempt - 1, base=base, cap=self.max_pause)
 
     def _locks(self, attempt: int, *, inside: bool) -> bool:
         if inside and attempt > 1:
@@ -216,28 +221,34 @@ def retry_on_conflict(
     options: dict[str, Any] = {"attempts": attempts, "pause": pause, "max_pause": max_pause}
     if function is None:
         return functools.partial(retry_on_conflict, **options)
-    seconds_after = functools.partial(_pause_after, **options)
-    return calling_again(
-        function, (StaleObjectError, OperationalError), seconds_after, attempts=attempts
-    )
+    raise_final = functools.partial(_raise_final, attempts)
+    return calling_again(function, (StaleObjectError, OperationalError), raise_final, **options)
 
 
 def calling_again(
     function: Any,
     errors: Any,
-    seconds_after: Callable[[Exception, int], float],
+    raise_final: Callable[[Exception, int], None],
     *,
     attempts: int,
+    pause: float,
+    max_pause: float,
     begin: Callable[[], None] = lambda: None,
 ) -> Any:
     """Wrap a function or coroutine function so that it is called again after `errors`.
 
-    `begin()` comes first; `seconds_after(error, attempt)` returns the pause, or raises.
+    `begin()` is called first. `raise_final(error, attempt)` raises if the caller is to get an
+    error. Between the calls full-jitter pauses, in seconds, double from `pause` to `max_pause`.
     """
     if attempts < 1:
         raise ValueError("attempts must be at least 1")
     if isgeneratorfunction(function) or isasyncgenfunction(function):
         raise TypeError(f"{path_of(function)}() is a generator, which cannot be retried")
+
+    def seconds_after(error: Exception, attempt: int) -> float:
+        _refuse_after_commit(error)
+        raise_final(error, attempt)
+        return full_jitter(attempt - 1, base=pause, cap=max_pause)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -246,7 +257,6 @@ def calling_again(
             try:
                 return function(*args, **kwargs)
             except errors as error:
-                _refuse_after_commit(error)
                 seconds = seconds_after(error, attempt)
             time.sleep(seconds)
 
@@ -258,7 +268,6 @@ def calling_again(
             try:
                 return await function(*args, **kwargs)
             except errors as error:
-                _refuse_after_commit(error)
                 seconds = await sync_to_async(seconds_after)(error, attempt)
             await asyncio.sleep(seconds)
 
@@ -272,16 +281,13 @@ def _refuse_after_commit(error: Exception) -> None:
         raise error
 
 
-def _pause_after(
-    error: Exception, attempt: int, *, attempts: int, pause: float, max_pause: float
-) -> float:
-    """Return the seconds to sleep before the next call, or raise the error for the caller."""
+def _raise_final(attempts: int, error: Exception, attempt: int) -> None:
+    """Raise what the caller is to get, unless another attempt may succeed."""
     final = isinstance(error, RetriesExhausted) or in_transaction()
     if final or not (_may_pass(error) or was_sacrificed(error)):
         raise error
     if attempt == attempts:
         raise _exhausted(attempts, error) from error
-    return full_jitter(attempt - 1, base=pause, cap=max_pause)
 
 
 def _may_pass(error: Exception) -> bool:
