@@ -49,8 +49,15 @@ def _compared_again(
     return view(request, *args, **kwargs)
 
 
+def _for_request(request: Any, form: Any) -> Any:
+    """Tell a form class who submits it, and whether part of the submission is already gone."""
+    form.user = request.user
+    form.spent = getattr(request, "distlock_spent", False)
+    return form
+
+
 class _Unseen(Exception):
-    """What is to be deleted has another version than the one that was shown."""
+    """The object to delete has another version than the page showed."""
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
@@ -99,19 +106,15 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         css = {"all": ["distlock_app/conflict.css"]}
 
     def get_form(self, request: Any, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
-        form: Any = super().get_form(request, obj, change=change, **kwargs)
-        form.user = request.user
-        # Rows of other tables have no version of their own, or are saved with this one: a
-        # save of any of them moved the version of this object.
+        form = _for_request(request, super().get_form(request, obj, change=change, **kwargs))
+        # Inline rows have no version of their own, or are saved with this object: a save of any
+        # of them incremented its version.
         form.strict = bool(self.get_inlines(request, obj))
-        form.spent = getattr(request, "distlock_spent", False)
         return form
 
     def get_changelist_form(self, request: Any, **kwargs: Any) -> Any:
-        form: Any = super().get_changelist_form(request, **{"form": VersionedModelForm, **kwargs})
-        form.user = request.user
-        form.spent = getattr(request, "distlock_spent", False)
-        return form
+        options = {"form": VersionedModelForm, **kwargs}
+        return _for_request(request, super().get_changelist_form(request, **options))
 
     def get_changelist_formset(self, request: Any, **kwargs: Any) -> Any:
         return super().get_changelist_formset(
@@ -137,7 +140,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
     def delete_view(
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Delete what the page of confirmation was shown for; its address has the version."""
+        """Delete the object as the confirmation page showed it: its address has the version."""
         request.distlock_deletes = True
         try:
             return _compared_again(super().delete_view, request, object_id, extra_context)
@@ -152,7 +155,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         return HttpResponseRedirect(f"../change/?{query.urlencode()}".rstrip("?"))
 
     def get_object(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of what is to be deleted, compare the version that the guard of the delete relies on."""
+        """Raise _Unseen for an object to delete that has another version than the page showed."""
         obj = super().get_object(request, *args, **kwargs)
         if (
             obj is None
@@ -161,7 +164,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         ):
             return obj
         seen = request.GET.get(VERSION)
-        by_program = seen is None and request.method == "POST"  # it has no page
+        by_program = seen is None and request.method == "POST"  # which was shown no page
         if seen != (version := obj._version_field.text_of(obj)) and not by_program:
             raise _Unseen(version)
         return obj
@@ -192,7 +195,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
     def _get_obj_does_not_exist_redirect(
         self, request: Any, opts: Any, object_id: str
     ) -> HttpResponse:
-        """Show what was typed if the object was deleted meanwhile: it is all that there is."""
+        """Show what the user typed if the object was deleted meanwhile: nothing else is left."""
         if request.method != "POST" or hasattr(request, "distlock_deletes"):
             gone: HttpResponse = super()._get_obj_does_not_exist_redirect(  # type: ignore[misc]
                 request, opts, object_id

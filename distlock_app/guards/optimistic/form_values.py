@@ -1,7 +1,10 @@
-"""Values of form fields as text, for the page of a conflict."""
+"""Values of form fields: as JSON data, to compare them, and as text, for the page of a conflict."""
 
 from __future__ import annotations
 
+import datetime as times
+import hashlib
+import json
 from collections.abc import Iterable
 from datetime import datetime
 from decimal import Decimal
@@ -9,9 +12,58 @@ from typing import Any
 
 from django import forms
 from django.core.exceptions import ValidationError
+from django.core.files.base import File
+from django.core.serializers.json import DjangoJSONEncoder
+from django.db import models
 from django.utils import formats, timezone
 from django.utils.choices import flatten_choices
 from django.utils.translation import gettext
+
+# Of a longer text only a digest is kept: it can be compared, but not shown.
+LONGEST = 20_000
+
+
+class Encoder(DjangoJSONEncoder):
+    """Writes what is no JSON, such as a range or a geometry, as its text."""
+
+    def default(self, o: Any) -> Any:
+        try:
+            return super().default(o)
+        except TypeError:
+            return str(o)
+
+
+def key_of(value: Any, field: Any) -> Any:
+    """Return the value of a form field as JSON data, the same for equal meanings."""
+    if isinstance(value, str):  # as browsers send it, and forms clean it
+        value = value.replace("\r\n", "\n").replace("\r", "\n")
+        value = value.strip() if getattr(field, "strip", False) else value
+    if isinstance(value, datetime | times.time):
+        return _time_key(value, field)
+    if isinstance(value, File):
+        return value.name or ""
+    if isinstance(value, Decimal):
+        return format(value.normalize(), "f")
+    many = isinstance(value, models.QuerySet | list | tuple | set)
+    if many and isinstance(field, forms.ModelMultipleChoiceField):
+        return sorted(str(field.prepare_value(one)) for one in value)
+    if isinstance(value, models.Model):
+        prepared = field.prepare_value(value)
+        value = value.pk if prepared is value else prepared  # the parent of an inline
+    if value is None or value is False and isinstance(field, forms.FileField):
+        return ""
+    text = json.dumps(value, cls=Encoder, sort_keys=True)
+    if len(text) > LONGEST:
+        return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return json.loads(text)
+
+
+def _time_key(value: datetime | times.time, field: Any) -> str:
+    if not getattr(field.widget, "supports_microseconds", True):
+        value = value.replace(microsecond=0)
+    if isinstance(value, datetime) and value.tzinfo:
+        return value.astimezone(times.timezone.utc).isoformat()
+    return str(value)
 
 
 def withheld(field: Any) -> bool:
@@ -24,18 +76,16 @@ def shown(form: Any, name: str, key: Any) -> str:
     field = form.fields[name]
     if withheld(field) and key not in ("", None):
         return "••••••••"
-    if isinstance(key, dict) and set(key) == {"sha256"}:
-        return gettext("(a long text)")
-    if isinstance(key, dict) and set(key) == {"upload"}:
-        return str(key["upload"])
+    match key:
+        case {"sha256": _} if len(key) == 1:
+            return gettext("(a long text)")
+        case {"upload": file_name} if len(key) == 1:
+            return str(file_name)
+    keys = key if isinstance(key, list) else [key]
     if isinstance(field, forms.ModelChoiceField):
-        return _rows(field, key if isinstance(key, list) else [key])
+        return _rows(field, keys)
     if isinstance(field, forms.ChoiceField):
-        choices: Any = field.choices
-        flat: Iterable[tuple[Any, Any]] = flatten_choices(choices)
-        labels = {str(value): str(label) for value, label in flat}
-        keys = key if isinstance(key, list) else [key]
-        return ", ".join(labels.get(str(one), str(one)) for one in keys)
+        return _choices(field, keys)
     if isinstance(key, bool):
         return gettext("yes") if key else gettext("no")
     return _plain(form, name, key)
@@ -54,6 +104,13 @@ def _plain(form: Any, name: str, key: Any) -> str:
     if isinstance(value, datetime) and timezone.is_aware(value):
         value = timezone.localtime(value)
     return str(formats.localize(value))
+
+
+def _choices(field: Any, keys: list[Any]) -> str:
+    """Return the labels of these choices; the key of one that no longer exists."""
+    flat: Iterable[tuple[Any, Any]] = flatten_choices(field.choices)
+    labels = {str(value): str(label) for value, label in flat}
+    return ", ".join(labels.get(str(key), str(key)) for key in keys)
 
 
 def _rows(field: Any, keys: list[Any]) -> str:

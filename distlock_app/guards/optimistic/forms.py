@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
-from datetime import datetime, time, timezone
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.core import signing
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.files.base import File
-from django.core.serializers.json import DjangoJSONEncoder
-from django.db import models
+from django.db.models.fields.files import FieldFile
 from django.utils.crypto import salted_hmac
 from django.utils.functional import cached_property
 from django.utils.html import format_html
@@ -22,7 +18,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from .form_values import shown, withheld
+from .form_values import key_of, shown, withheld
 
 if TYPE_CHECKING:
     _ModelForm = forms.ModelForm[Any]
@@ -32,8 +28,6 @@ else:
 # The hidden field with the version, and the radio buttons of a conflict.
 VERSION = "distlock_version"
 TAKE = "distlock_take_{}"
-# Of a longer text only a digest is kept: it can be compared, but not shown.
-LONGEST = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +53,6 @@ class Conflict:
     changes: list[Change] = field(default_factory=list)
     # Whether the state that the form showed is known.
     known: bool = True
-
-
-class Encoder(DjangoJSONEncoder):
-    """Writes what is no JSON, such as a range or a geometry, as its text."""
-
-    def default(self, o: Any) -> Any:
-        try:
-            return super().default(o)
-        except TypeError:
-            return str(o)
 
 
 class Token(forms.CharField):
@@ -145,38 +129,11 @@ class VersionedModelForm(_ModelForm):
 
     def _key(self, name: str, value: Any) -> Any:
         """Return the value as JSON data, the same for equal meanings; of a secret, a digest."""
-        key = self._readable_key(name, value)
+        key = key_of(value, self.fields[name])
         if key == "" or not withheld(self.fields[name]):
             return key
         salt = f"distlock_app.forms/{self.instance.pk}/{name}"  # so that equal secrets differ
         return {"sha256": salted_hmac(salt, json.dumps(key), algorithm="sha256").hexdigest()}
-
-    def _readable_key(self, name: str, value: Any) -> Any:
-        form_field = self.fields[name]
-        if isinstance(value, str):  # as browsers send it, and forms clean it
-            value = value.replace("\r\n", "\n").replace("\r", "\n")
-            value = value.strip() if getattr(form_field, "strip", False) else value
-        if isinstance(value, datetime | time):
-            if not getattr(form_field.widget, "supports_microseconds", True):
-                value = value.replace(microsecond=0)
-            aware = isinstance(value, datetime) and value.tzinfo
-            return value.astimezone(timezone.utc).isoformat() if aware else str(value)
-        if isinstance(value, models.fields.files.FieldFile | File):
-            return value.name or ""
-        if isinstance(value, Decimal):
-            return format(value.normalize(), "f")
-        many = isinstance(value, models.QuerySet | list | tuple | set)
-        if many and isinstance(form_field, forms.ModelMultipleChoiceField):
-            return sorted(str(form_field.prepare_value(one)) for one in value)
-        if isinstance(value, models.Model):
-            prepared = form_field.prepare_value(value)
-            value = value.pk if prepared is value else prepared  # the parent of an inline
-        if value is None or value is False and isinstance(form_field, forms.FileField):
-            return ""
-        text = json.dumps(value, cls=Encoder, sort_keys=True)
-        if len(text) > LONGEST:
-            return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
-        return json.loads(text)
 
     # The token: a version, and the values that the form showed.
 
@@ -200,30 +157,33 @@ class VersionedModelForm(_ModelForm):
     def _clean_fields(self) -> None:
         super()._clean_fields()  # type: ignore[misc]
         self.cleaned_data.pop(VERSION, None)
-        if not self.instance._state.adding:
-            self._compare(self._seen())
+        if self.instance._state.adding:
+            return
+        seen = self._seen()
+        if seen is None:
+            self._refuse(Conflict(self._changes({}), known=False))
+        else:
+            self._compare(seen["version"], seen["state"])
 
-    def _compare(self, seen: Any) -> None:
-        known = seen is not None
-        old = seen["state"] if known else {}
-        for name in self._current if known else ():
+    def _compare(self, version: str, old: dict[str, Any]) -> None:
+        """Compare what the form showed with the current state of the row."""
+        for name in self._current:
             if self._take(name) == "theirs":
                 self._take_theirs(name)
-        if known and seen["version"] == self._current_version and not self.spent:
+        if version == self._current_version and not self.spent:
             return
-        changes = [change for name in self._current if (change := self._change(name, old))]
+        changes = self._changes(old)
         mine = any(self._yours(name) != old.get(name) for name in self._current)
         refuse = self.strict or self.spent or (changes and mine)
-        if known and not refuse:
-            # The other user changed only what this form does not show or this user did not
-            # touch: there is nothing to overwrite.
-            for change in changes:
-                self._take_theirs(change.name)
-            return
         for change in changes:
-            if change.yours is None:
+            # Not refused: this user changed nothing, so there is nothing to overwrite.
+            if not refuse or change.yours is None:
                 self._take_theirs(change.name)
-        self._refuse(Conflict(changes, known=known))
+        if refuse:
+            self._refuse(Conflict(changes))
+
+    def _changes(self, old: dict[str, Any]) -> list[Change]:
+        return [change for name in self._current if (change := self._change(name, old))]
 
     def _change(self, name: str, old: dict[str, Any]) -> Change | None:
         """Describe the change if another user changed the field."""
@@ -248,7 +208,7 @@ class VersionedModelForm(_ModelForm):
             value = self.cleaned_data[name]
             if isinstance(self.fields[name], forms.FileField) and not value:
                 return self._current.get(name) if value is None else ""
-            if isinstance(value, File) and not isinstance(value, models.fields.files.FieldFile):
+            if isinstance(value, File) and not isinstance(value, FieldFile):
                 return {"upload": value.name}  # never the stored one, whatever its name
             return self._key(name, value)
         return self[name].data
