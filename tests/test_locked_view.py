@@ -810,9 +810,9 @@ def test_the_database_whose_commit_ends_the_lock_commits_last(monkeypatch):
 
     exempt = mark(lambda request: None, None)
 
-    assert exempt.aliases("default")[0] == "default"
-    assert exempt.aliases("locks")[0] == "locks"
-    assert set(exempt.aliases(None)) == {"default", "locks"}
+    assert exempt.aliases(("default",))[0] == "default"
+    assert exempt.aliases(("locks",))[0] == "locks"
+    assert set(exempt.aliases(())) == {"default", "locks"}
 
 
 @pytest.mark.django_db(transaction=True)

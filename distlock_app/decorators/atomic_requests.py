@@ -1,4 +1,4 @@
-"""ATOMIC_REQUESTS under a lock: the transaction begins inside the lock, not around it."""
+"""Transactions under a lock, ATOMIC_REQUESTS too: they begin inside the lock, not around it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from ..errors import LockError
 from ..primitives.transactions import in_own_block
@@ -21,13 +21,16 @@ class OutOfAtomicRequests(set[str]):
     def __contains__(self, alias: object) -> bool:
         return True
 
-    def aliases(self, atomic: str | None) -> tuple[str, ...]:
-        """Return the databases of the view's transactions, the outermost first."""
+    def aliases(self, own: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the databases of the view's transactions, the outermost first.
+
+        `own`: those that the view opens in any case. Theirs commit last, because the lock of the
+        view may end with the commit.
+        """
         settings = connections.settings
-        own = set(iter(self))
-        found = [a for a in settings if settings[a]["ATOMIC_REQUESTS"] and a not in own | {atomic}]
-        # That of the view last, so first: its lock may end with its commit.
-        return tuple(reversed(found if atomic is None else [*found, atomic]))
+        exempt = {*iter(self), *own}
+        asked = [a for a in settings if settings[a]["ATOMIC_REQUESTS"] and a not in exempt]
+        return (*own, *reversed(asked))
 
 
 def mark(wrapper: Any, view: Any) -> OutOfAtomicRequests:
@@ -35,6 +38,13 @@ def mark(wrapper: Any, view: Any) -> OutOfAtomicRequests:
     exempt = OutOfAtomicRequests(getattr(view, "_non_atomic_requests", ()))
     wrapper._non_atomic_requests = exempt
     return exempt
+
+
+def databases_in(atomic: bool | str) -> tuple[str, ...]:
+    """Return the databases that the option `atomic=` names: none or one."""
+    if not atomic:
+        return ()
+    return (DEFAULT_DB_ALIAS if atomic is True else atomic,)
 
 
 @contextmanager

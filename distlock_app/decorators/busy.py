@@ -17,7 +17,7 @@ from ..core.registry import aliases_of
 from ..errors import BackendError, LockBusy
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
-from .functions import cannot_take
+from .options import cannot_take
 
 # A claim mostly ends long before its ttl does, which is all that the backend knows.
 LONGEST_RETRY_AFTER = 10

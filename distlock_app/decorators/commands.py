@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
@@ -13,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 from django.apps import apps
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, transaction
 
 from ..core.acquiring import held_by_runner, release_half_taken
 from ..core.hold import Hold
@@ -22,8 +20,9 @@ from ..core.lock import Lock
 from ..errors import BackendError, LockBusy, Terminated
 from ..primitives import identity
 from ..primitives.names import shown
-from .functions import cannot_take, probe, sorted_out
+from .atomic_requests import databases_in, in_transactions
 from .naming import NameTemplate
+from .options import cannot_take, check_lock_options, sorted_out
 
 # sysexits.h: "service unavailable", "temporary failure; user is invited to retry".
 EX_UNAVAILABLE = 69
@@ -68,13 +67,14 @@ def locked_command(
     """
     template, name, command = sorted_out(template, name, bool(lock_options))
     using = lock_options.get("using", "default")
-    probe({**lock_options, "wait": wait, "using": "default" if callable(using) else using})
-    atomic = lock_options.pop("atomic", False)
+    lock_options["wait"] = wait
+    check_lock_options({**lock_options, "using": "default" if callable(using) else using})
+    atomic = databases_in(lock_options.pop("atomic", False))
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
         name=name,
-        lock_options={**lock_options, "wait": wait},
-        atomic=DEFAULT_DB_ALIAS if atomic is True else atomic or None,
+        lock_options=lock_options,
+        atomic=atomic,
         busy_exit=busy_exit,
     )
 
@@ -171,7 +171,7 @@ class _Guard:
     template: NameTemplate | None
     name: Callable[..., str] | None
     lock_options: dict[str, Any]
-    atomic: str | None
+    atomic: tuple[str, ...]
     busy_exit: int
 
     def name_of(self, command: type, options: dict[str, Any]) -> str:
@@ -195,9 +195,9 @@ class _Guard:
                 try:
                     hold = lock.acquire()
                     hold.enter()
-                    with _transaction(self.atomic):
+                    with in_transactions(self.atomic):
                         result = handle()
-                        if self.atomic is not None and not hold.released:
+                        if self.atomic and not hold.released:
                             hold.check()
                 finally:
                     termination.shielded = True
@@ -222,10 +222,6 @@ class _Guard:
             raise CommandError(text, returncode=self.busy_exit) from busy.__cause__
         if options.get("verbosity", 1) > 1:
             command.stdout.write(text)
-
-
-def _transaction(alias: str | None) -> AbstractContextManager[None]:
-    return nullcontext() if alias is None else transaction.atomic(alias, durable=True)
 
 
 class _Termination:

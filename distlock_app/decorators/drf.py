@@ -22,7 +22,8 @@ def as_the_view_sees_it(request: Any, view: Any, *args: Any, **kwargs: Any) -> A
     known = {name: vars(request)[name] for name in ("user", "auth") if name in vars(request)}
     with suppress(Exception):
         _ = shown.user
-    # It has told the request: a session that failed the check of CSRF would pass as nobody.
+    # Authentication has set these on Django's request, where a session that failed the CSRF check
+    # would look like an anonymous user: put back what was there.
     for name in ("user", "auth"):
         vars(request).pop(name, None)
     vars(request).update(known)

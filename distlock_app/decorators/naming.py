@@ -11,11 +11,13 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from django.db import models
 
+from ..primitives.calls import path_of
 from ..primitives.names import Made
 
 _FIELD = re.compile(r"(?P<root>[^\W\d]\w*)(?P<rest>(\.\w+|\[[^\[\]{}]+\])*)")
@@ -43,14 +45,15 @@ class NameTemplate:
         self.fields = any(field for _, field in self._parts)
         self._quoted = {"%", ":"}
         for literal, field in self._parts[1:]:
+            if not field:
+                continue
             separators = {c for c in literal if not c.isalnum()}
-            if field and not separators:
+            if not separators:
                 raise ValueError(
                     f"{template!r} needs a separator, such as ':', before {{{field}}}: otherwise "
                     "different values give the same name"
                 )
-            if field:
-                self._quoted |= separators
+            self._quoted |= separators
 
     def check(self, known: Collection[str] | None, what: str) -> None:
         """Raise ValueError if a field begins with none of `known` (None: anything goes)."""
@@ -97,6 +100,36 @@ class NameTemplate:
             return text_of(value)
         except ValueError as error:
             raise ValueError(f"{{{field}}} in the lock name {self.template!r} {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How calls of one function name their locks."""
+
+    name: NameTemplate | Callable[..., str] | str
+    signature: inspect.Signature | None
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], template: str | None, name: Callable[..., str] | None
+    ) -> Naming:
+        """Check the template against the signature of `function`; None: its dotted path."""
+        signature = signature_of(function)
+        if name is not None:
+            return cls(name, signature)
+        if template is None:
+            return cls(Made(path_of(function), path_of(function)), signature)
+        parsed = NameTemplate(template)
+        parsed.check(parameters_of(signature), f"arguments of {path_of(function)}()")
+        return cls(parsed if parsed.fields else parsed.fill({}), signature)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the name of the lock of this call."""
+        if isinstance(self.name, str):
+            return self.name
+        if isinstance(self.name, NameTemplate):
+            return self.name.fill(arguments(self.signature, args, kwargs))
+        return self.name(*args, **kwargs)
 
 
 def named(template: str, /, **values: Any) -> str:
@@ -196,16 +229,16 @@ def _parts(template: str) -> list[tuple[str, str | None]]:
 
 
 def _check_field(template: str, field: str, formatted: bool) -> None:
+    where = f"{{{field}}} in the lock name {template!r}"
     match = _FIELD.fullmatch(field)
     if match is None:
-        raise ValueError(f"{{{field}}} in the lock name {template!r}: an argument must be named")
+        raise ValueError(f"{where}: an argument must be named")
     if formatted:
         raise ValueError(
-            f"{{{field}}} in the lock name {template!r}: formats and conversions are not "
-            "supported; use name= with a function"
+            f"{where}: formats and conversions are not supported; use name= with a function"
         )
     if any(name.startswith("_") for name, _ in _STEP.findall(match["rest"])):
-        raise ValueError(f"{{{field}}} in the lock name {template!r}: the attribute is private")
+        raise ValueError(f"{where}: the attribute is private")
 
 
 def _root(field: str) -> str:

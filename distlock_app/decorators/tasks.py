@@ -15,6 +15,7 @@ from django.utils.module_loading import import_string
 
 from ..core.groups import current_hold
 from ..core.handover import unpacked
+from ..core.hold import Hold
 from ..core.limits import checked_ttl
 from ..core.lock import Lock
 from ..core.registry import aliases_of, registry
@@ -23,8 +24,8 @@ from ..primitives import transactions
 from ..primitives.logs import fields as log_fields
 from ..primitives.logs import logger
 from ..primitives.names import Made, shown
-from .functions import Naming, probe
-from .naming import NameTemplate, parameters_of
+from .naming import NameTemplate, Naming, parameters_of
+from .options import answer_busy, check_lock_options
 
 TaskT = TypeVar("TaskT")
 Call = tuple[Any, Any]  # the arguments of a task, and those by keyword
@@ -61,7 +62,7 @@ def unique_task(
         raise ValueError(f"until must be 'start' or 'success', not {until!r}")
     if on_duplicate not in ("drop", "raise") and not callable(on_duplicate):
         raise ValueError(f"on_duplicate must be 'drop', 'raise' or a function: {on_duplicate!r}")
-    probe({"using": using})
+    check_lock_options({"using": using})
     naming = name if template is None else NameTemplate(template)
     unique = Unique(naming, until == "start", on_duplicate, checked_ttl(ttl), using)
 
@@ -117,7 +118,7 @@ class Unique:
         try:
             text = self._text(name, max(delay, 0.0) + self.ttl, retry is not None)
         except LockBusy as busy:
-            return self._answer(busy, call)
+            return answer_busy(self.on_duplicate, busy, *call)
         except BackendError:
             if retry is None:
                 raise
@@ -135,13 +136,11 @@ class Unique:
             return function(*call[0], **call[1])
         try:
             try:
-                hold = Lock.resume(text)
+                hold = _resumed(text)
             except LockLost as late:
                 hold = self._late(text, late).acquire(wait=0)
-            except BackendError as error:
-                hold = Lock._not_resumed(text, error)
         except LockBusy as busy:
-            return self._answer(busy, call)
+            return answer_busy(self.on_duplicate, busy, *call)
         with hold:
             if self.until_start:
                 hold.leave(None)
@@ -159,7 +158,7 @@ class Unique:
             except BackendError as error:
                 hold = Lock._not_resumed(text, error)
         except LockBusy as busy:
-            answer = self._answer(busy, call)
+            answer = answer_busy(self.on_duplicate, busy, *call)
             return await answer if inspect.isawaitable(answer) else answer
         async with hold:
             if self.until_start:
@@ -188,11 +187,6 @@ class Unique:
         ttl = min(self.ttl, *(registry[alias].ttl for alias in aliases_of(self.using)))
         return Lock(name, ttl=ttl, using=self.using, reentrant=False, release="now")
 
-    def _answer(self, busy: LockBusy, call: Call) -> Any:
-        if self.on_duplicate == "raise":
-            raise busy
-        return self.on_duplicate(busy, *call[0], **call[1]) if callable(self.on_duplicate) else None
-
 
 def _carried_lock(text: str) -> tuple[str, str]:
     """Return the alias (the first of several) and the name of the lock that a task carries."""
@@ -200,14 +194,18 @@ def _carried_lock(text: str) -> tuple[str, str]:
     return alias, claim["name"]
 
 
+def _resumed(text: str) -> Hold:
+    """Take over the lock that a task carries; if its backend is down, do as ON_DOWN says."""
+    try:
+        return Lock.resume(text)
+    except BackendError as error:
+        return Lock._not_resumed(text, error)
+
+
 def discard(text: str) -> None:
     """Release the lock of a task that will not run; if the backend is down, when it is back."""
     with suppress(LockError):
-        try:
-            hold = Lock.resume(text)
-        except BackendError as error:
-            hold = Lock._not_resumed(text, error)
-        hold.leave(None)
+        _resumed(text).leave(None)
 
 
 # Celery

@@ -8,7 +8,7 @@ from functools import partial, wraps
 from typing import Any, overload
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import transaction
 from django.views.generic import View
 
 from ..core.hold import Hold
@@ -17,11 +17,11 @@ from ..core.lock import Lock
 from ..errors import BackendError, LockBusy
 from ..primitives import identity
 from ..primitives.calls import path_of, refuse_undone
-from .atomic_requests import in_transactions, mark, refuse_open
+from .atomic_requests import databases_in, in_transactions, mark, refuse_open
 from .busy import LOCKED, answer, log_unavailable
 from .drf import as_the_view_sees_it
-from .functions import F, probe, refuse_what_is_no_function, sorted_out
 from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of, visitor
+from .options import F, check_is_function, check_lock_options, sorted_out
 
 
 @overload
@@ -66,14 +66,15 @@ def locked_view(
     and ends with it; its options are `wait` and `using`.
     """
     template, name, view = sorted_out(template, name, bool(lock_options or in_transaction))
-    probe({**lock_options, "wait": wait}, in_transaction=in_transaction)
-    atomic = lock_options.pop("atomic", False)
+    lock_options["wait"] = wait
+    check_lock_options(lock_options, in_transaction=in_transaction)
+    atomic = databases_in(lock_options.pop("atomic", False))
     guard = _Guard(
         template=None if template is None else NameTemplate(template),
         name=name,
         methods=_checked_methods(methods),
-        lock_options={**lock_options, "wait": wait},
-        atomic=DEFAULT_DB_ALIAS if atomic is True else atomic or None,
+        lock_options=lock_options,
+        atomic=atomic,
         status=status,
         busy_response=busy_response,
         in_transaction=in_transaction,
@@ -88,7 +89,7 @@ def locked_view(
         if isinstance(view, type) and issubclass(view, View):
             view.dispatch = _around_dispatch(guard, view.dispatch)  # type: ignore[method-assign]
             return view
-        refuse_what_is_no_function(view)
+        check_is_function(view)
         return _around_function(guard, view)
 
     return decorate if view is None else decorate(view)
@@ -115,16 +116,16 @@ class _Guard:
     name: Callable[..., str] | None
     methods: frozenset[str]
     lock_options: dict[str, Any]
-    atomic: str | None
+    atomic: tuple[str, ...]
     status: int
     busy_response: Callable[..., Any] | None
     in_transaction: bool
 
     @property
-    def database(self) -> str | None:
-        """The database on which the view runs in a transaction, if its options name one."""
+    def databases(self) -> tuple[str, ...]:
+        """Those on which the view runs in a transaction because of its options: none or one."""
         if self.in_transaction:
-            return database_of(self.lock_options.get("using", "default"))
+            return (database_of(self.lock_options.get("using", "default")),)
         return self.atomic
 
     def run(self, call: _Call) -> Any:
@@ -132,9 +133,7 @@ class _Guard:
         refuse_open(call.aliases)
         if call.request.method not in self.methods:
             with in_transactions(call.aliases):
-                response = refuse_undone(call.view(), call.view)
-                _roll_back_failed(response, call)
-                return response
+                return _response(call)
         name, who = self._about(call)
         if self.in_transaction:
             return self._run_in_transaction(call, name)
@@ -145,10 +144,9 @@ class _Guard:
                 return self._refused(call, name, error)
             try:
                 with in_transactions(call.aliases):
-                    response = refuse_undone(call.view(), call.view)
+                    response = _response(call)
                     if not hold.released:  # handed over, or ended by the view
                         hold.check()
-                    _roll_back_failed(response, call)
             except BaseException as error:
                 hold.leave(error)
                 raise
@@ -162,9 +160,7 @@ class _Guard:
                 begun_under_lock(name, **self.lock_options)
             except (LockBusy, BackendError) as error:
                 return self._refused(call, name, error)
-            response = refuse_undone(call.view(), call.view)
-            _roll_back_failed(response, call)
-            return response
+            return _response(call)
 
     async def arun(self, call: _Call) -> Any:
         """Answer the request of an async view."""
@@ -220,10 +216,13 @@ class _Guard:
         return answer(call.request, error, methods=self.methods, status=self.status)
 
 
-def _roll_back_failed(response: Any, call: _Call) -> None:
+def _response(call: _Call) -> Any:
+    """Call the view inside its transactions; let them roll back if the response is an error."""
+    response = refuse_undone(call.view(), call.view)
     if getattr(response, "exception", False):  # REST framework answered an error
         for alias in call.aliases:
             transaction.set_rollback(True, using=alias)
+    return response
 
 
 def _default_name(call: _Call, request: Any) -> str:
@@ -261,7 +260,7 @@ def _around_function(guard: _Guard, view: Any) -> Any:
         guard.template.check(known, f"arguments of {path_of(view)}()")
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        aliases = exempt.aliases(guard.database)
+        aliases = exempt.aliases(guard.databases)
         return _call_of(partial(view, *args, **kwargs), view, signature, aliases)
 
     if _is_async(view):
@@ -284,7 +283,7 @@ def _around_dispatch(guard: _Guard, inner: Any) -> Any:
     def dispatch(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         run = guard.arun if self.view_is_async else guard.run
         view = partial(inner, self, request, *args, **kwargs)
-        return run(_call_of(view, self, None, exempt.aliases(guard.database)))
+        return run(_call_of(view, self, None, exempt.aliases(guard.databases)))
 
     exempt = mark(dispatch, inner)
     return dispatch
