@@ -116,10 +116,9 @@ class LiveActions(LiveColumns, _Base):
         self._report(request, row, problem, entry % facts, done % facts)
 
     def _clear_up(self, request: Any, *, alias: str, action: str, days: int) -> None:
-        health, count = clearing.clear_up(alias, action, days * DAY)
-        if count is None:
-            text = gettext("“%(alias)s”: %(reason)s.")
-            self._warn(request, [text % {"alias": alias, "reason": health.reason}])
+        problem, count = clearing.clear_up(alias, action, days * DAY)
+        if problem:
+            self._warn(request, [problem])
             return
         if action == clearing.PURGE:
             text = ngettext("%(count)d row deleted.", "%(count)d rows deleted.", count)

@@ -48,14 +48,15 @@ def chart_of(events: Iterable[LockEvent], holdings: Iterable[Holding]) -> Chart 
     events = list(events)
     clears = [e for e in events if e.event == LockEvent.CLEARED and e.fence is not None]
     cleared = {e.fence: e.at for e in clears}
-    ends = [e for e in events if e.event in LockEvent.ENDS and e.seconds]
-    waits = [_before(e.at, e.seconds) for e in events if e.event in LockEvent.WAITS and e.seconds]
+    timed = [e for e in events if e.seconds]
+    ends = [e for e in timed if e.event in LockEvent.ENDS]
+    waits = [_before(e.at, e.seconds) for e in timed if e.event in LockEvent.WAITS]
     holds = [_hold(e, cleared) for e in ends]
     holds += [_before(now, h.held_for) for h in holdings if h.held_for]
-    if not waits and not holds:
+    if not (spans := [*waits, *holds]):
         return None
-    begin = min(first for first, _last in [*waits, *holds])
-    end = max(last for _first, last in [*waits, *holds])
+    begin = min(first for first, _last in spans)
+    end = max(last for _first, last in spans)
     panels = [
         _panel(_("waiting"), "waiting", waits, begin, end),
         _panel(_("holding"), "holding", holds, begin, end),

@@ -74,10 +74,7 @@ def rows_of(ids: Iterable[str]) -> Found:
     """Read these holdings again from their backends (ids: see `rows.id_of`)."""
     asked, reading = read_again(ids)
     unknown = {backend.alias: backend.reason for backend in reading.backends if not backend.known}
-    problems = [
-        gettext("“%(alias)s”: %(reason)s.") % {"alias": shown(alias), "reason": reason}
-        for alias, reason in unknown.items()
-    ]
+    problems = [_problem(shown(alias), reason) for alias, reason in unknown.items()]
     rows: dict[str, LiveLock] = {}
     free = 0
     for alias, key, version in asked:
@@ -154,14 +151,14 @@ def leftovers(older_than: float) -> list[tuple[Health, tuple[int | None, int | N
     return [(health, (None, None) if health.slow else counts) for health, counts in found]
 
 
-def clear_up(alias: str, action: str, older_than: float) -> tuple[Health, int | None]:
-    """Do CLEAR_EXPIRED or PURGE; return the number of rows, None after an error."""
+def clear_up(alias: str, action: str, older_than: float) -> tuple[str, int]:
+    """Do CLEAR_EXPIRED or PURGE; return the problem, or an empty text, and the number of rows."""
     backend: Any = registry[alias].backend
     try:
         count = backend.clear_expired() if action == CLEAR_EXPIRED else backend.purge(older_than)
     except BackendError as error:
-        return Health(alias=alias, error=error), None
-    return Health(alias=alias), int(count)
+        return _problem(alias, Health(alias=alias, error=error).reason), 0
+    return "", int(count)
 
 
 def holder_of(row: LiveLock) -> str:
@@ -173,6 +170,10 @@ def _why_not(row: LiveLock) -> str:
     """Read the lock again; return why nothing was done."""
     found = rows_of([row.pk])
     return found.problems[0] if found.problems else _changed_hands(row)
+
+
+def _problem(alias: str, reason: str) -> str:
+    return gettext("“%(alias)s”: %(reason)s.") % {"alias": alias, "reason": reason}
 
 
 def _changed_hands(row: LiveLock) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from django.contrib import admin
@@ -30,7 +30,7 @@ from ..operations.people import (
     state_of,
 )
 from ..primitives.names import shown
-from .rows import PagedLocks
+from .rows import LiveLocks
 
 STATES = {
     HELD: _("held"),
@@ -55,12 +55,18 @@ class _Filter(admin.SimpleListFilter):
     """A filter of what was read: it asks no backend."""
 
     value_of: Callable[[Holding], str]
+    labels: Mapping[str, Any]  # of its choices, if they are always the same
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
+        return list(self.labels.items())
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        wanted = self.value()
-        if wanted is None:
-            return queryset
-        return queryset.where(lambda held: type(self).value_of(held) == wanted)
+        return self.chosen(queryset, self.value())
+
+    @classmethod
+    def chosen(cls, rows: LiveLocks, value: str | None) -> LiveLocks:
+        """Return the rows with this value; without a value, all of them."""
+        return rows.where(lambda held: cls.value_of(held) == value) if value else rows
 
 
 class AliasFilter(_Filter):
@@ -71,27 +77,19 @@ class AliasFilter(_Filter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         return [(alias, alias) for alias in registry]
 
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        # Reading has chosen already where there is more than can be read.
-        return queryset if isinstance(queryset, PagedLocks) else super().queryset(request, queryset)
-
 
 class StateFilter(_Filter):
     title = _("state")
     parameter_name = "state"
     value_of = staticmethod(state_of)
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
-        return list(STATES.items())
+    labels = STATES
 
 
 class KindFilter(_Filter):
     title = _("kind")
     parameter_name = "kind"
     value_of = staticmethod(lambda held: held.kind)
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[Any, Any]]:
-        return list(KINDS.items())
+    labels = KINDS
 
 
 class HostFilter(_Filter):

@@ -15,7 +15,6 @@ from django.views.decorators.http import require_safe
 
 from ..decorators.atomic_requests import mark
 from ..operations.people import facts_of
-from .rows import PagedLocks
 
 MOST_LISTED = 1_000
 
@@ -69,9 +68,8 @@ def _number(request: HttpRequest, name: str, default: int) -> int:
 
 def _locks(admin: Any, request: HttpRequest, start: int, limit: int) -> dict[str, Any]:
     found = admin.get_queryset(request)
-    for kind in admin.list_filter if not isinstance(found, PagedLocks) else ():
-        if wanted := request.GET.get(kind.parameter_name):
-            found = found.where(lambda held, k=kind, w=wanted: k.value_of(held) == w)
+    for kind in admin.list_filter:
+        found = kind.chosen(found, request.GET.get(kind.parameter_name))
     found, _ = admin.get_search_results(request, found, request.GET.get("q", ""))
     rows = found.order_by("name")[start : start + limit]
     return {

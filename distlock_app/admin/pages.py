@@ -31,6 +31,7 @@ from . import past as past_events
 from .actions import LiveActions
 from .columns import FACTS, UNKNOWN, AliasFilter, GroupFilter, HostFilter, KindFilter, StateFilter
 from .json import TOO_LONG, data_view, too_long
+from .readonly import ReadOnly
 from .rows import LiveLocks, PagedLocks, id_of, parts_of, row_of
 
 # Locks of one alias that are read, sorted and filtered for every page.
@@ -47,7 +48,7 @@ class _LockList(ChangeList):
         return f"{super().url_for_result(result)}?{urlencode({'name': result.name})}"
 
 
-class LiveLockAdminMixin(LiveActions):
+class LiveLockAdminMixin(ReadOnly, LiveActions):
     """All of the pages; put it before the ModelAdmin of your theme."""
 
     list_display = ("name", *FACTS)
@@ -67,17 +68,6 @@ class LiveLockAdminMixin(LiveActions):
     class Media:
         css = {"all": ["distlock_app/locks.css"]}
         js = ["distlock_app/countdown.js", "distlock_app/refresh.js"]
-
-    # Who may do what.
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: LiveLock | None = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: LiveLock | None = None) -> bool:
-        return False
 
     # Where the rows come from.
 

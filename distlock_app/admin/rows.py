@@ -33,12 +33,13 @@ def parts_of(row_id: str) -> tuple[str, str, str]:
 
 def row_of(holding: Holding) -> LiveLock:
     """Return the row for one holding."""
-    row = LiveLock(
-        id=id_of(holding.alias, holding.key, holding.version),
-        name=shown(holding.name),
-    )
+    row = LiveLock(id=id_of(*_parts_of(holding)), name=shown(holding.name))
     row.holding = holding
     return row
+
+
+def _parts_of(holding: Holding) -> tuple[str, str, str]:
+    return holding.alias, holding.key, holding.version
 
 
 def read_again(ids: Iterable[str]) -> tuple[list[tuple[str, str, str]], Reading]:
@@ -57,7 +58,7 @@ def read_again(ids: Iterable[str]) -> tuple[list[tuple[str, str, str]], Reading]
 _SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
     "urgency": urgency,
     "name": lambda held: held.name.casefold(),
-    "pk": lambda held: (held.alias, held.key, held.version),
+    "pk": _parts_of,
     "alias": lambda held: held.alias,
     "kind": lambda held: held.kind,
     "state": state_of,
@@ -107,7 +108,7 @@ class LiveLocks:
 
     def with_these(self, holdings: Iterable[Holding]) -> LiveLocks:
         """Return these and the given ones, each once."""
-        every = {(h.alias, h.key, h.version): h for h in (*self._holdings, *holdings)}
+        every = {_parts_of(held): held for held in (*self._holdings, *holdings)}
         return LiveLocks(every.values())
 
     def filter(self, *conditions: Any, **lookups: Any) -> LiveLocks:
@@ -118,7 +119,7 @@ class LiveLocks:
         if ids is None:
             return self
         wanted = set(map(str, ids))
-        return self.where(lambda held: id_of(held.alias, held.key, held.version) in wanted)
+        return self.where(lambda held: id_of(*_parts_of(held)) in wanted)
 
     def order_by(self, *fields: str) -> LiveLocks:
         """Return them sorted; a leading "-" reverses."""
@@ -162,6 +163,10 @@ class PagedLocks(LiveLocks):
 
     def count(self) -> int:
         return sum(self._sizes.values())
+
+    def where(self, wanted: Callable[[Holding], bool]) -> LiveLocks:
+        """Return all: only aliases can be chosen here, and `backends` are the chosen ones."""
+        return self
 
     def filter(self, *conditions: Any, **lookups: Any) -> LiveLocks:
         if "pk__in" not in lookups:

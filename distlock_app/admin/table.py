@@ -23,6 +23,7 @@ from ..models import DistLock
 from ..operations.people import activity_of, local, origin_of
 from ..primitives.identity import holder_fields
 from . import clearing
+from .readonly import ReadOnly
 
 
 class DatabaseFilter(admin.SimpleListFilter):
@@ -48,7 +49,7 @@ class DatabaseFilter(admin.SimpleListFilter):
 
 
 @admin.register(DistLock)
-class DistLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+class DistLockAdmin(ReadOnly, admin.ModelAdmin):  # type: ignore[type-arg]
     """The lock table, read-only, without the owners: they are secret tokens."""
 
     list_display = ("name", "held", "expires", "acquired", "activity", "origin", "fence")
@@ -63,15 +64,6 @@ class DistLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     class Media:
         css = {"all": ["distlock_app/locks.css"]}
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
-        return False
 
     def has_view_permission(self, request: HttpRequest, obj: DistLock | None = None) -> bool:
         """Return whether there is a lock table, and this user may see it."""
