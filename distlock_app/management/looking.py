@@ -55,11 +55,7 @@ class Looking(BaseCommand):
             self.stdout.write(f"nothing {what} (locks held: {len(reading.holdings)})")
         elif all(backend.known for backend in reading.backends):
             self.stdout.write("nothing is held")
-        for backend in reading.backends:
-            if backend.truncated:
-                of = "" if backend.total is None else f" of {backend.total}"
-                self.stderr.write(f"{backend.alias}: the first {backend.looked}{of} locks")
-        return self._report_unknown(reading.backends)
+        return self._report_incomplete(reading.backends)
 
     def _stuck(self, **options: Any) -> int:
         return self._list(stuck=True, **options)
@@ -106,7 +102,7 @@ class Looking(BaseCommand):
         except ValueError as error:
             raise CommandError(str(error)) from error
         reading = read(dict.fromkeys(self._aliases(using), [key]))
-        code = self._report_unknown(reading.backends)
+        code = self._report_incomplete(reading.backends)
         if not reading.holdings and not all(backend.known for backend in reading.backends):
             sys.exit(EX_UNAVAILABLE)
         return reading.holdings, code
@@ -120,8 +116,8 @@ class Looking(BaseCommand):
             registry[alias]  # a wrong alias is the caller's mistake, not a backend that is down
         return aliases
 
-    def _report_unknown(self, backends: Iterable[Health]) -> int:
-        """Name the backends whose locks are not known; return the code if one is down."""
+    def _report_incomplete(self, backends: Iterable[Health]) -> int:
+        """Name the backends whose locks are not all known; return the code if one is down."""
         code = 0
         for backend in backends:
             if not backend.up or backend.slow:
@@ -133,6 +129,9 @@ class Looking(BaseCommand):
                 self.stderr.write(f"{backend.alias} {what}: {why}")
             elif not backend.lists:
                 self.stderr.write(f"{backend.alias} cannot list its locks")
+            elif backend.truncated:
+                of = "" if backend.total is None else f" of {backend.total}"
+                self.stderr.write(f"{backend.alias}: the first {backend.looked}{of} locks")
         return code
 
     def _write_table(self, held: Sequence[Holding]) -> None:

@@ -12,6 +12,7 @@ from ..core.lock import Lock
 from ..core.registry import check_deployed, registry
 from ..errors import LockError
 from ..primitives.timing import monotonic
+from .reading import round_trip_ms
 
 # Seconds: another doctor may be at work, or have died.
 TTL = 5.0
@@ -40,10 +41,7 @@ def examine(alias: str) -> Finding:
     try:
         backend = registry[alias].backend
         found.backend = type(backend).__name__
-        backend.ping()  # it may have to connect
-        started = monotonic()
-        backend.ping()
-        found.ping_ms = _ms_since(started)
+        found.ping_ms = round(round_trip_ms(backend), 3)
         found.messages = [*backend.check(ask=True), *check_deployed(registry[alias])]
         # Always the same one: a lock table keeps a row for each name that it ever saw.
         lock = Lock("distlock doctor", using=alias, ttl=TTL, wait=2 * TTL, release="now")
@@ -53,7 +51,7 @@ def examine(alias: str) -> Finding:
         hold.release()
         if hold.opened:
             raise LockError("no lock could be taken: the log says why (event `opened`)")
-        found.pair_ms = _ms_since(started)
+        found.pair_ms = round((monotonic() - started) * 1000, 3)
     except (LockError, ImproperlyConfigured) as error:
         found.trouble = str(error)
     except Exception as error:  # of a backend of another package: the other aliases matter too
@@ -72,7 +70,3 @@ def as_json(found: Finding) -> dict[str, Any]:
         "trouble": found.trouble,
         "messages": [{"id": m.id, "text": m.msg, "hint": m.hint} for m in found.messages],
     }
-
-
-def _ms_since(started: float) -> float:
-    return round((monotonic() - started) * 1000, 3)

@@ -165,6 +165,14 @@ def _read(about: str, wanted: Mapping[str, Question[Part]]) -> Reading:
     return reading
 
 
+def round_trip_ms(backend: BaseLockBackend) -> float:
+    """Return how long the server takes for an answer on a connection that is open."""
+    backend.ping()  # it may have to connect
+    started = monotonic()
+    backend.ping()
+    return (monotonic() - started) * 1000
+
+
 def queue_of(alias: str, key: str) -> list[Mapping[str, Any]] | None:
     """Return the waiters for a lock, in order of arrival; None if that is not known."""
     [(_health, waiters)] = ask("queue", {alias: lambda backend: backend.queue(key)})
@@ -208,10 +216,7 @@ class _Asked(threading.Thread, Generic[T]):
     def run(self) -> None:
         try:
             backend = registry[self._alias].backend
-            backend.ping()  # it may have to connect
-            started = monotonic()
-            backend.ping()
-            self._ping_ms = (monotonic() - started) * 1000
+            self._ping_ms = round_trip_ms(backend)
             self._found = self._question(backend)
             self._health = Health(alias=self._alias, ping_ms=self._ping_ms, lists=backend.lists)
         except Exception as error:  # whatever it is: it must not break a page
