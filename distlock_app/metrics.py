@@ -60,8 +60,8 @@ def use_prometheus(registry: Any = None) -> None:
     cleared = Counter("distlock_cleared_total", CLEARED, labels[:2], registry=where)
     conflicts = Counter("distlock_version_conflicts_total", CONFLICTS, ("model",), registry=where)
     _listen(
-        waited=lambda *labels_and_seconds: _observe(wait, *labels_and_seconds),
-        held=lambda *labels_and_seconds: _observe(hold, *labels_and_seconds),
+        waited=partial(_observe, wait),
+        held=partial(_observe, hold),
         cleared=lambda alias, template: cleared.labels(alias, template).inc(),
         conflict=lambda model: conflicts.labels(model).inc(),
     )
