@@ -61,12 +61,13 @@ class _Filter(admin.SimpleListFilter):
         return list(self.labels.items())
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return self.chosen(queryset, self.value())
+        wanted = self.value()
+        return queryset if wanted is None else self.chosen(queryset, wanted)
 
     @classmethod
-    def chosen(cls, rows: LiveLocks, value: str | None) -> LiveLocks:
-        """Return the rows with this value; without a value, all of them."""
-        return rows.where(lambda held: cls.value_of(held) == value) if value else rows
+    def chosen(cls, rows: LiveLocks, wanted: str) -> LiveLocks:
+        """Return the rows with this value."""
+        return rows.where(lambda held: cls.value_of(held) == wanted)
 
 
 class AliasFilter(_Filter):

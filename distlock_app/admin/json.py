@@ -69,7 +69,8 @@ def _number(request: HttpRequest, name: str, default: int) -> int:
 def _locks(admin: Any, request: HttpRequest, start: int, limit: int) -> dict[str, Any]:
     found = admin.get_queryset(request)
     for kind in admin.list_filter:
-        found = kind.chosen(found, request.GET.get(kind.parameter_name))
+        if wanted := request.GET.get(kind.parameter_name):
+            found = kind.chosen(found, wanted)
     found, _ = admin.get_search_results(request, found, request.GET.get("q", ""))
     rows = found.order_by("name")[start : start + limit]
     return {
