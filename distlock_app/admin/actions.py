@@ -81,12 +81,15 @@ class LiveActions(LiveColumns, _Base):
         form = clearing.ExtendForm(request.POST)
         found = clearing.rows_of([request.POST.get("lock", "")])
         problems = [*found.problems, *(str(e) for errors in form.errors.values() for e in errors)]
-        if problems or not found.rows:
+        if not found.rows:
             self._warn(request, problems or [gettext("There is no such lock.")])
+            return HttpResponseRedirect(self._list())
+        row = found.rows[0]
+        if problems:
+            self._warn(request, problems)
         else:
-            self._extend(request, found.rows[0], form.cleaned_data["seconds"])
-        back = found.rows[0].pk if found.rows else None
-        return HttpResponseRedirect(self._url("change", quote(back)) if back else self._list())
+            self._extend(request, row, form.cleaned_data["seconds"])
+        return HttpResponseRedirect(self._url("change", quote(row.pk)))
 
     def leftover_view(self, request: HttpRequest) -> HttpResponse:
         """Count expired claims and old rows in lock tables; on POST, clear or purge them."""

@@ -24,7 +24,7 @@ from ..core.registry import registry
 from ..models import LiveLock
 from ..operations import history
 from ..operations.people import activity_of, origin_of, who
-from ..operations.reading import Reading, queue_of, read, read_more, read_pages
+from ..operations.reading import Health, Reading, queue_of, read, read_more, read_pages
 from ..primitives.names import key_of, shown
 from . import clearing
 from . import past as past_events
@@ -81,7 +81,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         reading = self.reading(request)
         if _looks_through(request) or not _cut(request, reading):
             return LiveLocks(reading.holdings)
-        return PagedLocks([e for e in reading.backends if _chosen(request, e.alias)])
+        return PagedLocks(_chosen(request, reading))
 
     def get_search_results(
         self, request: HttpRequest, queryset: Any, search_term: str
@@ -97,10 +97,9 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             return all(word in text for word in words)
 
         found = queryset.where(wanted)
-        reading = self.reading(request)
-        slow = [e.alias for e in reading.backends if e.slow and _chosen(request, e.alias)]
-        if unseen := [*_cut(request, reading), *slow]:
-            # Whatever else was not looked at: a lock is found by its whole name.
+        backends = _chosen(request, self.reading(request))
+        if unseen := [backend.alias for backend in backends if backend.truncated or backend.slow]:
+            # A lock that was not read is found by its whole name.
             key = key_of(search_term)
             found = found.with_these(read(dict.fromkeys(unseen, [key])).holdings)
         return found, False
@@ -117,7 +116,8 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         if not hasattr(request, "distlock_reading"):
             reading = read_pages(dict.fromkeys(registry, (0, MOST_SORTED)))
             if _looks_through(request):
-                reading = read_more(reading, _cut(request, reading), LOOKED_FOR)
+                cut = [backend.alias for backend in _cut(request, reading)]
+                reading = read_more(reading, cut, LOOKED_FOR)
             request.distlock_reading = reading
         found: Reading = request.distlock_reading
         return found
@@ -153,8 +153,8 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         more = {
             "title": _("Live locks"),
             "backends": reading.backends,
-            "unknown": [e for e in reading.backends if not e.known and _chosen(request, e.alias)],
-            "looked_through": [e for e in reading.backends if looks and e.alias in cut],
+            "unknown": [backend for backend in _chosen(request, reading) if not backend.known],
+            "looked_through": cut if looks else [],
             "paged": cut and not looks,
             "read_at": timezone.now(),
             "pasts": self._pasts(request.GET.get("q", "")),
@@ -283,10 +283,12 @@ def _looks_through(request: HttpRequest) -> bool:
     return any(request.GET.get(name) for name in ("q", "o", "state", "group", "kind", "host"))
 
 
-def _chosen(request: HttpRequest, alias: str) -> bool:
-    return request.GET.get("alias") in (None, "", alias)
+def _chosen(request: HttpRequest, reading: Reading) -> list[Health]:
+    """Return the backends whose locks are listed: all, or that of one alias."""
+    alias = request.GET.get("alias")
+    return [backend for backend in reading.backends if alias in (None, "", backend.alias)]
 
 
-def _cut(request: HttpRequest, reading: Reading) -> list[str]:
-    """Return the chosen aliases that hold more locks than were read."""
-    return [e.alias for e in reading.backends if e.truncated and _chosen(request, e.alias)]
+def _cut(request: HttpRequest, reading: Reading) -> list[Health]:
+    """Return those of them that hold more locks than were read."""
+    return [backend for backend in _chosen(request, reading) if backend.truncated]

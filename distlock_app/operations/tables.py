@@ -60,23 +60,28 @@ def table(held: Sequence[Holding], width: int | None = None) -> Iterable[tuple[s
 
 def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[tuple[str, str]]:
     """Yield what is known of a holding, label and text, and the commands that are of use now."""
+    for label, text in _facts(held, queue):
+        yield label, text or UNKNOWN
+
+
+def _facts(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[tuple[str, str]]:
     holder, name = held.holder, shown(held.name)
     yield "name", name
     yield "alias", held.alias
     yield "kind", held.kind
     yield "state", state_of(held)
-    yield "who", activity_of(holder) or UNKNOWN
+    yield "who", activity_of(holder)
     for label, key in ("host", "host"), ("process", "pid"), ("thread", "thread"):
-        yield label, shown(str(holder.get(key) or UNKNOWN))
+        yield label, shown(str(holder.get(key) or ""))
     yield "held for", _clock(held.held_for)
-    yield "since", since(held) or UNKNOWN
+    yield "since", since(held)
     if at_least := at_least_of(held):
         yield "at least", clock(at_least)
     yield "time left", _left(held)
     yield "fencing token", _number(held.fence)
     yield "waiters", _number(held.waiters)
     for number, waiter in enumerate(queue or (), start=1):
-        yield f"  {number}", who(waiter) or UNKNOWN
+        yield f"  {number}", who(waiter)
     if isinstance(holder.get("pid"), int):
         look = f"ps -o pid,stat,etime,args -p {holder['pid']}"
         yield "look at it", f"{look}    # on {host_of(holder) or UNKNOWN}"
@@ -87,16 +92,17 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[t
 
 
 def _row(held: Holding) -> tuple[str, ...]:
-    return (
+    cells = (
         shown(held.name),
         state_of(held) + ("" if held.kind == "exclusive" else f" {held.kind}"),
         _clock(held.held_for),
         _number(held.waiters),
-        activity_of(held.holder) or UNKNOWN,
-        place_of(held.holder) or UNKNOWN,
+        activity_of(held.holder),
+        place_of(held.holder),
         _left(held),
         held.alias,
     )
+    return tuple(cell or UNKNOWN for cell in cells)
 
 
 def _left(held: Holding) -> str:
@@ -106,11 +112,11 @@ def _left(held: Holding) -> str:
 
 
 def _clock(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else clock(seconds)
+    return "" if seconds is None else clock(seconds)
 
 
 def _number(number: int | None) -> str:
-    return UNKNOWN if number is None else str(number)
+    return "" if number is None else str(number)
 
 
 def _width(text: str) -> int:

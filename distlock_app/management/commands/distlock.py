@@ -37,6 +37,7 @@ from distlock_app.primitives import identity
 # A fence goes on from the server's clock, which is never set back by so much.
 PURGED_AFTER = 7 * 24 * 3600.0
 EX_USAGE = 2  # that of argparse
+NOT_STARTED = {EX_NOT_FOUND: "not found", EX_NOT_EXECUTABLE: "cannot be run"}
 STUCK_AFTER = 60.0  # seconds; no request takes so long
 OLDEST = 100 * 365 * 24 * 3600.0
 
@@ -199,10 +200,8 @@ class Command(Looking):
                 raise CommandError(str(error), returncode=EX_LOST) from error
             except BackendError as error:
                 raise unavailable(lock, error) from error
-        if code == EX_NOT_FOUND:
-            self.stderr.write(f"{program[0]}: not found, or it ended with {code}")
-        if code == EX_NOT_EXECUTABLE:
-            self.stderr.write(f"{program[0]}: cannot be run, or it ended with {code}")
+        if why := NOT_STARTED.get(code):
+            self.stderr.write(f"{program[0]}: {why}, or it ended with {code}")
         return code
 
     def _confirm(self, held: Sequence[Holding]) -> None:
