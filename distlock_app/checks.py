@@ -48,8 +48,8 @@ def check_servers(
 ) -> list[checks.CheckMessage]:
     """Let backends ask their servers: those in these databases, and those in no database.
 
-    `migrate` runs this first. It must not fail because a lock server is down, nor for want of
-    the tables that it is about to make: whatever is found here is a warning at most.
+    `migrate` runs this first, and must not fail because a lock server is down, or because the
+    tables that it will create are missing: whatever is found here is a warning at most.
     """
     if not databases:
         return []

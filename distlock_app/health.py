@@ -27,4 +27,4 @@ def health(request: HttpRequest, using: str | None = None) -> HttpResponse:
     return HttpResponse(lines, content_type="text/plain; charset=utf-8", status=status)
 
 
-mark(health, health)  # no transaction of a database that keeps no locks, and may be down
+mark(health, health)  # no ATOMIC_REQUESTS: that database may be down, or keep no locks

@@ -14,7 +14,7 @@ from ..claims import Holding
 from ..models import LockEvent
 from ..operations.people import local
 
-# Of the drawing, in units of its own.
+# The number of bars, the width of each, and the height of the drawing, in units of its own.
 BARS, BAR, HEIGHT = 60, 12, 56
 
 Span = tuple[datetime, datetime]

@@ -45,7 +45,7 @@ def data_view(admin: Any) -> Any:
             return JsonResponse({"error": "start and limit are numbers from 0"}, status=400)
         return JsonResponse(_locks(admin, request, start, min(limit, MOST_LISTED)))
 
-    mark(view, view)  # no transaction of a database that keeps no locks, and may be down
+    mark(view, view)  # no ATOMIC_REQUESTS: that database may be down, or keep no locks
     return view
 
 

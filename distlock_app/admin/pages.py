@@ -42,7 +42,7 @@ LOOKED_FOR = 0.4
 
 
 class _LockList(ChangeList):
-    """Its links contain the name, so that the page of a lock that is free by now can tell it."""
+    """Its links contain the name, which the page of a lock that is free by now can show."""
 
     def url_for_result(self, result: Any) -> str:
         return f"{super().url_for_result(result)}?{urlencode({'name': result.name})}"

@@ -75,9 +75,9 @@ def _number(value: float | None) -> float:
 
 
 class LiveLocks:
-    """What is held, with as much of a queryset as the admin's list uses.
+    """The holdings that were read, with as much of a queryset as the admin's list uses.
 
-    Rows are made of those that are looked at: that takes longer than to read them.
+    Only those that are shown become rows: creating a row takes longer than reading a holding.
     """
 
     model = LiveLock
@@ -138,7 +138,7 @@ class LiveLocks:
 class PagedLocks(LiveLocks):
     """More locks than can be sorted: one backend after the other, each in its own order.
 
-    A row for each lock, more where several hold it; read when they are looked at.
+    A row for each holder of a lock; rows are read when they are shown.
     """
 
     def __init__(self, backends: Iterable[Health]) -> None:

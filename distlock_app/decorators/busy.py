@@ -19,7 +19,7 @@ from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from .options import cannot_take
 
-# A claim mostly ends long before its ttl does, which is all that the backend knows.
+# The backend knows only when the ttl of the claim ends; most claims are released long before.
 LONGEST_RETRY_AFTER = 10
 # The status while another request has the lock (RFC 4918, 11.3), and while its backend is down.
 LOCKED, UNAVAILABLE = 423, 503
@@ -30,10 +30,10 @@ BACK_AFTER = 3
 def answer(
     request: Any, error: LockBusy | BackendError, *, methods: Collection[str], status: int
 ) -> HttpResponse:
-    """Return what the client prefers; it names neither the lock nor its holder.
+    """Return a page, JSON or text, as the client prefers; 503 if the backend is down.
 
-    That would show one visitor to another. Nor does it say "try again" while the lock is held:
-    this may be a payment. With the backend down, nothing was done: 503.
+    It names neither the lock nor its holder, which would tell one visitor about another, and does
+    not say "try again" while the lock is held: the request may be a payment.
     """
     if isinstance(error, BackendError):
         text = gettext("Your request was not processed. Please try again later.")
@@ -74,7 +74,7 @@ def _page(request: Any, text: str, back: str) -> str:
 def _page_before(request: Any, methods: Collection[str]) -> str:
     """Return the page of this site that the visitor came from, if its GET is harmless.
 
-    Not the view itself if its GET is locked: to look at it would be to do it again.
+    Not the view itself if its GET is locked: to go back there would repeat the request.
     """
     before = request.headers.get("Referer", "")
     # Absolute, as browsers send it: a refresh would strip quotes around any other.

@@ -101,7 +101,7 @@ def _wrap(guard: _Guard, command: Any) -> None:
 
     def new(cls: type, *args: Any, **options: Any) -> Any:
         self = super(command, cls).__new__(cls)
-        # Of the instance: a subclass may override `handle`, and call that of `command`.
+        # On the instance: a subclass may override `handle`, and call that of `command`.
         self.handle = _under_lock(guard, self, self.handle)
         return self
 

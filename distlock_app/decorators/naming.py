@@ -56,7 +56,7 @@ class NameTemplate:
             self._quoted |= separators
 
     def check(self, known: Collection[str] | None, what: str) -> None:
-        """Raise ValueError if a field begins with none of `known` (None: anything goes)."""
+        """Raise ValueError for a field that is not of `known` (None: any is), which are `what`."""
         for _, field in self._parts:
             if field and known is not None and _root(field) not in known:
                 raise ValueError(
@@ -67,9 +67,9 @@ class NameTemplate:
     def fill(
         self, values: Mapping[str, Any], *, absent: Callable[[str], str | None] = lambda field: None
     ) -> Made:
-        """Return the name for `values`; raise ValueError for a value that names nothing.
+        """Return the name for `values`; raise ValueError for a value that cannot name a lock.
 
-        `absent(field)` may return a text for a field that is None, empty or not there.
+        `absent(field)` may return a text for a field that is None, empty or missing.
         """
         name = []
         for literal, field in self._parts:

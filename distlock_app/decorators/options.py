@@ -66,7 +66,7 @@ def check_lock_options(lock_options: dict[str, Any], *, in_transaction: bool = F
 
 
 def check_is_function(function: Any) -> None:
-    """Raise TypeError if it is none, with a hint if the decorators are in the wrong order."""
+    """Raise TypeError for anything else, with a hint if decorators are in the wrong order."""
     if any(hasattr(function, method) for method in _TASK_METHODS):
         raise TypeError(
             f"{function!r} is a task: a queue would call it without the lock. Swap the "

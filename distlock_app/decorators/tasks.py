@@ -30,7 +30,7 @@ from .options import answer_busy, check_lock_options
 TaskT = TypeVar("TaskT")
 Call = tuple[Any, Any]  # the arguments of a task, and those by keyword
 
-# What carries the lock: a header of a message of Celery, an argument of a task of Django.
+# The header of Celery's message, or the argument of Django's task, that carries the lock.
 CARRIER = "distlock_unique"
 
 
@@ -110,7 +110,7 @@ class Unique:
         its retry.
         """
         if retry is None and transactions.open_blocks():
-            # The task that it is a duplicate of may start before the commit.
+            # A duplicate is dropped, but the task queued before it may start before this commit.
             raise LockError(
                 f"the task {shown(name)!r} is unique: enqueue it after the commit, by "
                 "transaction.on_commit()"
@@ -122,7 +122,7 @@ class Unique:
         except BackendError:
             if retry is None:
                 raise
-            text = retry  # Celery would drop it; it takes the lock when it starts
+            text = retry  # an error would lose the retry, which takes the lock when it starts
         try:
             return publish(text)
         except BaseException:
@@ -214,7 +214,7 @@ def discard(text: str) -> None:
 def _when_made(proxy: Any, attach: Callable[[Any], None]) -> None:
     """Call `attach` with the task behind `proxy`, once Celery has made it, in each of its apps.
 
-    To ask the proxy for it would finish the app now, before the other modules are imported.
+    Asking the proxy for it would finalize the app now, before the other modules are imported.
     """
     from celery import _state
 
@@ -222,7 +222,7 @@ def _when_made(proxy: Any, attach: Callable[[Any], None]) -> None:
         proxy.__then__(lambda: attach(proxy._get_current_object()))
         return
 
-    # Of shared_task, which makes the tasks in the same way.
+    # shared_task: each app makes its own task when it is finalized, perhaps already.
     def made(sender: Any, **_: Any) -> None:
         attach(sender.tasks[proxy.name])
 
@@ -281,7 +281,7 @@ def _in_celery(unique: Unique, task: Any) -> None:
 
 
 class _UniqueTask:
-    """What the class of a task has in addition."""
+    """Makes the class of a Django task enqueue through `unique_task`."""
 
     __slots__ = ()
 

@@ -164,7 +164,7 @@ class _Guard:
 
     async def arun(self, call: _Call) -> Any:
         """Answer the request of an async view."""
-        if call.aliases:  # as Django says it, who relies on the mark that we set
+        if call.aliases:  # Django would say the same, if our mark had not exempted the view
             raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")
         if call.request.method not in self.methods:
             return await call.view()
@@ -193,7 +193,7 @@ class _Guard:
         request = as_the_view_sees_it(call.request, call.owner, *call.args, **call.kwargs)
         user = getattr(request, "user", None)
         known = bool(getattr(user, "is_authenticated", False))
-        # Not every user has a name: authenticators of REST framework make their own.
+        # Not every user has get_username(): authenticators of REST framework create their own.
         who = getattr(user, "get_username", user.__str__)() if known else "anonymous"
         who = f"{who} {request.path}"
         if self.name is not None:
@@ -202,7 +202,7 @@ class _Guard:
             return _default_name(call, request), who
 
         def absent(field: str) -> str | None:
-            # An anonymous user lacks much; the view may well refuse it, but that comes later.
+            # An anonymous user has few attributes. The view may refuse the request, but only later.
             of_user = f"{field}.".startswith("request.user.")
             return visitor(request) if of_user and not known else None
 
@@ -251,7 +251,7 @@ def _call_of(view: partial[Any], owner: Any, signature: Any, aliases: tuple[str,
 
 
 def _around_function(guard: _Guard, view: Any) -> Any:
-    # What as_view() returns poses as the `dispatch` that it wraps, whose arguments are others.
+    # as_view() returns a function that poses as the `dispatch` it wraps, with other arguments.
     made = hasattr(view, "view_class") or hasattr(view, "cls")  # REST framework's name for it
     signature = None if made else signature_of(view)
     if guard.template is not None:

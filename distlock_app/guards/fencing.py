@@ -26,7 +26,7 @@ def fence_of(hold: Any) -> int:
     """
     if isinstance(hold, int):
         return hold
-    if hold is None:  # the `hold.fence` of such a hold, perhaps
+    if hold is None:  # perhaps the `hold.fence` of a hold without a token
         raise LockError("there is no fencing token: fence= takes a hold, or its number")
     hold.check()
     if hold.fence is None:

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Covariant, as in django-stubs.
 M = TypeVar("M", bound=models.Model, covariant=True)
 
-# Of a change that returned a coroutine or generator.
+# How the message about a change that returned a coroutine or generator ends.
 UNMADE = "was not made: pass the async function itself, and no generator function"
 
 ATTEMPTS = 5

@@ -87,7 +87,7 @@ class _Writer:
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._failing = False  # said once
+        self._failing = False  # logged only once
         self._pending, self._hurry, self._done = (threading.Event() for _ in range(3))
         self._noted: Counter[tuple[str, str]] = Counter()
 
@@ -117,11 +117,11 @@ class _Writer:
             self._pending.wait()
             self._hurry.wait(EVERY)
             self._pending.clear()
-            done = self._done  # whoever waits for a later one has set `_pending` again
+            done = self._done  # a later flush() has an event of its own, and sets `_pending` again
             try:
                 self._write()
                 self._failing = False
-            except Exception:  # whatever it is: the next ones may be written
+            except Exception:  # whatever it is: the next events may be written
                 if not self._failing:
                     text = "lock events could not be written"
                     logger.warning(text, exc_info=True, extra=fields("not_recorded", ""))
@@ -153,7 +153,7 @@ class _Writer:
         for alias, key in [lock for lock, count in self._noted.items() if count * 2 > kept()]:
             del self._noted[alias, key]
             _keep(events.filter(alias=alias, key=key), kept())
-        # Left to chance, for a process may end long before it has written many.
+        # At random: a process may end long before it has written many events.
         if secrets.randbelow(MOST_KEPT) < written * 100:
             self._noted.clear()
             _keep(events, MOST_KEPT)

@@ -19,8 +19,8 @@ from ..primitives.names import shown
 # States of a lock.
 HELD, CONTENDED, EXPIRING, ORPHANED = "held", "contended", "expiring", "orphaned"
 
-# A lock that is renewed always has about two thirds of its ttl left. Less than OVERDUE_BELOW of it
-# were not renewed in time, be it by a process that resumed what the shown holder had taken.
+# A lock that is renewed always has about two thirds of its ttl left. With less than OVERDUE_BELOW
+# of it, nobody renewed it in time: neither the holder shown nor a process that took it over.
 OVERDUE_BELOW = 0.6
 EXPIRING_BELOW = 0.1
 

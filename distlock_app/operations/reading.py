@@ -22,10 +22,10 @@ from ..primitives.timing import Deadline, monotonic
 # Seconds that a page waits for a backend: drivers give up after 5 at the earliest.
 ANSWER_WITHIN = 2.0
 
-# Locks of one alias that are counted on to be read in time.
+# How many locks of one alias can surely be read in that time.
 MOST = 1_000
 
-# Seconds in which a list reads as many more as it can.
+# Seconds in which a list of more locks reads as many as it can.
 READ_FOR = 1.2
 
 
@@ -83,7 +83,7 @@ class Reading:
 def read(keys: Mapping[str, Iterable[str]]) -> Reading:
     """Ask the backends of these aliases who holds these keys.
 
-    Return within `ANSWER_WITHIN` seconds, as all that follow here.
+    Return within `ANSWER_WITHIN` seconds, as do all functions below that ask backends.
     """
     return _read("keys", {alias: partial(_of, keys[alias]) for alias in keys})
 
@@ -240,7 +240,7 @@ class _Asked(threading.Thread, Generic[T]):
         return self.late(), None
 
     def late(self) -> Health:
-        """Say that it has not answered in time."""
+        """Return the health of a backend that has not answered in time."""
         return Health(alias=self._alias, ping_ms=self._ping_ms, slow=self._ping_ms is not None)
 
 

@@ -26,16 +26,16 @@ EX_LOST = 76
 EX_NOT_EXECUTABLE = 126
 EX_NOT_FOUND = 127
 
-# What would end this process, and what programs take for commands.
+# Signals that would end this process, and those that programs take for commands.
 PASSED_ON = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
 )
 # A terminal sends them to the whole group: the program has them already.
 OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
-# What a program ends for, unless it says otherwise.
+# Signals that end a program unless it handles them.
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-# Those of them that end us even if the program goes on; the others may be commands to it.
+# Those that end this process even if the program goes on; the others may be commands to it.
 FINAL = frozenset({signal.SIGTERM, signal.SIGINT})
 
 # A program that was asked to stop, because its lock is lost, is killed after so many seconds.
@@ -115,9 +115,10 @@ def _started(program: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of the program, and see to signals meanwhile; return its exit code.
+    """Wait for the end of the program, and handle signals meanwhile; return its exit code.
 
-    Python sees to one only when wait() returns, if it comes just before, or to another thread.
+    A second at a time: Python handles a signal that arrives just before wait(), or in another
+    thread, only when wait() returns.
     """
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -167,7 +168,7 @@ class _Signals:
         self.begin()
 
     def begin(self) -> None:
-        """Wait for the lock: what comes now ends this process, as does what came before."""
+        """Wait for the lock: any signal ends this process, also one that came before."""
         self._process: subprocess.Popen[bytes] | None = None
         self.ends_us = True
         if self.came in ENDS:
@@ -186,7 +187,7 @@ class _Signals:
             signal.signal(number, handler)
 
     def pass_on_to(self, process: subprocess.Popen[bytes]) -> None:
-        """Send `process` what came while it was started, and what comes from now on."""
+        """Send `process` the signal that came while it was started, and those to come."""
         self._process = process
         if self.came is not None:
             _send(process, self.came)

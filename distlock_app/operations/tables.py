@@ -23,13 +23,13 @@ from .people import (
 )
 
 HEADING = ("NAME", "STATE", "HELD FOR", "WAITERS", "WHO", "WHERE", "LEFT", "ALIAS")
-# What may be long, and how much of it is kept on a terminal.
+# The columns that may be long, and the width that each keeps on a narrow terminal.
 NAME, WHO, WHERE = 0, 4, 5
 SHORTEST = 12
 
 UNKNOWN = "unknown"
 
-# What a list may be sorted by: in each case what is looked for comes first.
+# What a list may be sorted by; the locks that people look for come first.
 SORTS: Mapping[str, Callable[[Holding], Any]] = {
     "urgency": urgency,
     "name": lambda held: held.name.casefold(),

@@ -1,7 +1,7 @@
-"""Help for tests: of projects that use locks, and of backends that want to be one.
+"""Helpers for the tests of projects that use locks, and the suite that every backend must pass.
 
 `override_locks()` keeps a project's tests away from servers; `held_elsewhere()` and `lose()`
-make happen what is hard to wait for. `LockBackendContract` is what every backend must keep.
+make happen what is hard to wait for. `LockBackendContract` is the suite.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Waiter:
 
     def __init__(self, backend: Any, name: str, **fields: Any) -> None:
         self._backend = backend
-        self._rung = threading.Event()
+        self._woken = threading.Event()
         self._given: Grant | None = None
         self.claim = a_claim(name, wake=self._wake, **fields)
         assert not self.ask()
@@ -33,7 +33,7 @@ class Waiter:
         return self._backend.acquire(self.claim, 30)
 
     def waits(self) -> bool:
-        """Ask again; return whether it waits still."""
+        """Ask again; return whether it still waits."""
         return not self._given and not self.ask()
 
     def granted(self) -> Grant:
@@ -41,9 +41,9 @@ class Waiter:
         deadline = monotonic() + 10
         pause = self._backend.poll_max if self._backend.pushes else self._backend.poll_min
         while monotonic() < deadline:
-            if self._rung.wait(pause) and self._given:
+            if self._woken.wait(pause) and self._given:
                 return self._given
-            self._rung.clear()
+            self._woken.clear()
             answer: Grant | None = self.ask() or None
             if answer:
                 return answer
@@ -51,4 +51,4 @@ class Waiter:
 
     def _wake(self, grant: Grant | None) -> None:
         self._given = grant
-        self._rung.set()
+        self._woken.set()

@@ -34,8 +34,8 @@ class LockBackendContract(SharingContract, FaultContract, PeopleContract):
         class TestMyBackend(LockBackendContract):
             alias = "mine"
 
-    What a backend cannot do by its flags is skipped by them. Two more promises are tested if
-    the class has `broken()` and `lose_data()`, as only the author can break that server.
+    A test is skipped if a flag of the backend says that it cannot do this. Two more promises are
+    tested if the class has `broken()` and `lose_data()`: only its author can break the server.
     """
 
     def test_a_free_lock_is_granted(self) -> None:

@@ -22,7 +22,7 @@ from .suite import Suite
 
 
 class FaultContract(Suite):
-    """What a backend keeps when something goes wrong; see LockBackendContract."""
+    """The promises of a backend when something goes wrong; see LockBackendContract."""
 
     patience = 10.0  # seconds in which a waiter has to notice what it waits for
 
@@ -31,7 +31,7 @@ class FaultContract(Suite):
         raise SkipTest("the test class has no broken()")
 
     def lose_data(self) -> None:
-        """Let the server forget all that it keeps, as after a crash without a disk."""
+        """Make the server forget everything, as after a crash without a disk."""
         raise SkipTest("the test class has no lose_data()")
 
     def test_a_server_that_does_not_answer_is_an_error(self) -> None:

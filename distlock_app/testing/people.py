@@ -9,7 +9,7 @@ from .suite import Suite
 
 
 class PeopleContract(Suite):
-    """What a backend keeps that `lists`, or `prolongs`; see LockBackendContract."""
+    """The promises of a backend that `lists`, or `prolongs`; see LockBackendContract."""
 
     def test_people_can_prolong_the_claim_they_see_and_no_other(self) -> None:
         self.needs("prolongs", "lists")

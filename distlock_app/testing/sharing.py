@@ -21,7 +21,7 @@ PERMIT: dict[str, Any] = {"limit": 2}
 
 
 class SharingContract(Suite):
-    """What a backend keeps that can do it by its flags; see LockBackendContract."""
+    """The promises of a backend whose flags say that it can do this; see LockBackendContract."""
 
     def kinds(self) -> list[dict[str, Any]]:
         """Return the kinds of claims of which several can hold a lock at this backend."""
