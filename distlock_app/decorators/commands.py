@@ -261,10 +261,9 @@ def held_by(lock: Lock) -> str:
         holding = lock.holders()[0]
     except Exception:  # by now it may be free or its backend down: report the rest
         return "another process has its lock"
+    facts = {"host": "host {}", "pid": "process {}", "who": "{}"}
     holder = holding.holder
-    who = [f"host {holder['host']}"] if "host" in holder else []
-    who += [f"process {holder['pid']}"] if "pid" in holder else []
-    who += [str(holder["who"])] if "who" in holder else []
+    who = [text.format(holder[fact]) for fact, text in facts.items() if fact in holder]
     since = "" if holding.held_for is None else f", for {holding.held_for:.0f} s"
     # Its text may come from a stranger's URL, and goes to a terminal.
     by = shown(", ".join(who)) or "another process"

@@ -205,12 +205,7 @@ class _Signals:
 def _in_front() -> bool:
     """Return whether this process is in the foreground of its terminal."""
     try:
-        terminal = os.open(os.ctermid(), os.O_RDONLY)
+        with open(os.ctermid(), "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)

@@ -87,14 +87,9 @@ class GuardedSave(models.Model):
         state: Any = self._state
         state.expected = state.written = None
         try:
-            if not force_insert:
-                expected = None if before is MISSING else before
-                # Read from this database: the common case, nothing to check. A copy has no key.
-                read_here = state.db == using and self._is_pk_set(cls._meta)  # type: ignore[attr-defined]
-                if expected is None or not read_here:
-                    expected = self._version_to_rely_on(using)
-                if expected is not None:
-                    state.expected, state.written = expected, field.after(expected)
+            expected = None if force_insert else self._version_to_rely_on(using)
+            if expected is not None:
+                state.expected, state.written = expected, field.after(expected)
             saved = super()._save_table(  # type: ignore[misc]
                 False, cls, force_insert, force_update, using, update_fields
             )
