@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from django.conf import settings
@@ -61,7 +62,7 @@ def _is_token(given: str) -> bool:
 
 def _number(request: HttpRequest, name: str, default: int) -> int:
     text = request.GET.get(name, str(default))
-    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise ValueError(f"{name} is no number")
     return int(text)
 

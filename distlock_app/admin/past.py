@@ -71,10 +71,10 @@ def past_of(alias: str, key: str, holdings: Iterable[Holding]) -> Past | None:
 def _lines(events: Sequence[LockEvent], held: set[int | None]) -> Iterable[Line]:
     told_by = timezone.now() - timedelta(seconds=PATIENCE)
     ended = {e.fence for e in events if e.event != LockEvent.ACQUIRED}
+    known = {*ended, *held, None}
     for event in events:
-        acquired = event.event == LockEvent.ACQUIRED
-        gone = event.fence is not None and event.fence not in ended | held
-        if acquired and gone and event.at < told_by:
+        gone = event.event == LockEvent.ACQUIRED and event.fence not in known
+        if gone and event.at < told_by:
             yield Line(None, EXPIRED, EVENTS[EXPIRED])
         yield Line(
             event.at,

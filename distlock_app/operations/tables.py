@@ -44,6 +44,8 @@ def table(held: Sequence[Holding], width: int | None = None) -> Iterable[tuple[s
 
     `width`: of the terminal. Long cells, and at last the lines, are cut to fit.
     """
+    if not held:
+        return
     rows = [HEADING, *map(_row, held)]
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     spaces = 2 * (len(widths) - 1)
@@ -54,7 +56,7 @@ def table(held: Sequence[Holding], width: int | None = None) -> Iterable[tuple[s
             break
         widths[longest] -= 1
     states = ["", *map(state_of, held)]
-    for row, state in zip(rows, states, strict=True) if held else ():
+    for row, state in zip(rows, states, strict=True):
         yield _cut("  ".join(map(_fit, row, widths)).rstrip(), room), state
 
 

@@ -201,6 +201,19 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
                 request, opts, object_id
             )
             return gone
+        context = {
+            **self.admin_site.each_context(request),
+            "title": gettext("Deleted meanwhile"),
+            "opts": opts,
+            "media": self.media,
+            "typed": self._typed(request),
+        }
+        request.current_app = self.admin_site.name
+        template = "admin/distlock_app/versioned/deleted.html"
+        return TemplateResponse(request, template, context, status=410)
+
+    def _typed(self, request: Any) -> list[tuple[Any, Any]]:
+        """Return the labels and values of the submitted form, then the names of inline fields."""
         form = self.get_form(request)(request.POST, request.FILES)
         typed = [
             (form[name].label, form[name].value())
@@ -212,16 +225,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
             for name, value in request.POST.items()
             if value and re.search(r"-\d+-(?!id$|distlock_)", name)
         ]
-        context = {
-            **self.admin_site.each_context(request),
-            "title": gettext("Deleted meanwhile"),
-            "opts": opts,
-            "media": self.media,
-            "typed": typed + inlines,
-        }
-        request.current_app = self.admin_site.name
-        template = "admin/distlock_app/versioned/deleted.html"
-        return TemplateResponse(request, template, context, status=410)
+        return typed + inlines
 
 
 class VersionedAdmin(VersionedAdminMixin, _Concrete):

@@ -130,11 +130,8 @@ class Command(Looking):
         if held and not yes:
             self._confirm(held)
         # What was shown is compared: a lock that changed hands since then is left alone.
-        cleared = [
-            h
-            for h in held
-            if clear(h.alias, h.key, h.name, h.version, f"{_user()} (command line)", reason)
-        ]
+        user = f"{_user()} (command line)"
+        cleared = [h for h in held if clear(h.alias, h.key, h.name, h.version, user, reason)]
         if as_json:
             self._write_json({"locks": list(map(facts_of, cleared))})
         else:
