@@ -95,17 +95,19 @@ def locked_view(
     return decorate if view is None else decorate(view)
 
 
-@dataclass(frozen=True, slots=True)
 class _Call:
     """One request on its way into the view."""
 
-    request: Any
-    view: Callable[[], Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    fields: Callable[[], Mapping[str, Any]]
-    aliases: tuple[str, ...]  # databases on which the view runs in a transaction
-    owner: Any  # the instance of the class, or the function
+    def __init__(
+        self, view: partial[Any], *, owner: Any, signature: Any, aliases: tuple[str, ...]
+    ) -> None:
+        at, self.request = _request_in(view.args, view.keywords)
+        self.view = view
+        self.owner = owner  # the instance of the class, or the function
+        self.aliases = aliases  # databases on which the view runs in a transaction
+        # What the URL captured.
+        self.args, self.kwargs = view.args[at + 1 :], view.keywords
+        self.fields = partial(arguments, signature, view.args, view.keywords)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,23 +239,10 @@ def _default_name(call: _Call, request: Any) -> str:
     return ":".join([path, *parts, quoted(visitor(request), "%:")])
 
 
-def _call_of(view: partial[Any], owner: Any, signature: Any, aliases: tuple[str, ...]) -> _Call:
-    at, request = _request_in(view.args, view.keywords)
-    return _Call(
-        request=request,
-        view=view,
-        args=view.args[at + 1 :],
-        kwargs=view.keywords,
-        fields=partial(arguments, signature, view.args, view.keywords),
-        aliases=aliases,
-        owner=owner,
-    )
-
-
 def _around_function(guard: _Guard, view: Any) -> Any:
     # as_view() returns a function that poses as the `dispatch` it wraps, with other arguments.
-    made = hasattr(view, "view_class") or hasattr(view, "cls")  # REST framework's name for it
-    signature = None if made else signature_of(view)
+    of_class = hasattr(view, "view_class") or hasattr(view, "cls")  # REST framework's name for it
+    signature = None if of_class else signature_of(view)
     if guard.template is not None:
         known = parameters_of(signature)
         known = None if known is None else {*known, "request"}
@@ -261,7 +250,8 @@ def _around_function(guard: _Guard, view: Any) -> Any:
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         aliases = exempt.aliases(guard.databases)
-        return _call_of(partial(view, *args, **kwargs), view, signature, aliases)
+        made = partial(view, *args, **kwargs)
+        return _Call(made, owner=view, signature=signature, aliases=aliases)
 
     if _is_async(view):
 
@@ -283,7 +273,8 @@ def _around_dispatch(guard: _Guard, inner: Any) -> Any:
     def dispatch(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         run = guard.arun if self.view_is_async else guard.run
         view = partial(inner, self, request, *args, **kwargs)
-        return run(_call_of(view, self, None, exempt.aliases(guard.databases)))
+        aliases = exempt.aliases(guard.databases)
+        return run(_Call(view, owner=self, signature=None, aliases=aliases))
 
     exempt = mark(dispatch, inner)
     return dispatch

@@ -186,18 +186,20 @@ def ask(about: str, questions: Mapping[str, Question[T]]) -> list[tuple[Health, 
     same is not asked again: threads must not pile up behind it.
     """
     deadline = Deadline(ANSWER_WITHIN)
-    owed = {alias: one for alias in questions if (one := _overdue.get((alias, about)))}
-    asked = {
-        alias: _Asked(alias, about, question)
-        for alias, question in questions.items()
-        if alias not in owed or not owed[alias].is_alive()
-    }
-    for one in asked.values():
-        one.start()
-    return [
-        asked[alias].answer(deadline) if alias in asked else (owed[alias].late(), None)
-        for alias in questions
-    ]
+    answers = [_asked(alias, about, question) for alias, question in questions.items()]
+    return [answer(deadline) for answer in answers]
+
+
+def _asked(
+    alias: str, about: str, question: Question[T]
+) -> Callable[[Deadline], tuple[Health, T | None]]:
+    """Ask one backend, unless it is overdue; return a function that waits for its answer."""
+    overdue = _overdue.get((alias, about))
+    if overdue is not None and overdue.is_alive():
+        return lambda deadline: (overdue.late(), None)
+    asked = _Asked(alias, about, question)
+    asked.start()
+    return asked.answer
 
 
 class _Asked(threading.Thread, Generic[T]):
