@@ -18,7 +18,7 @@ from ..claims import Holding
 from ..core.registry import aliases_of, registry, using_in
 from ..decorators.commands import EX_UNAVAILABLE
 from ..operations.people import CONTENDED, EXPIRING, HELD, ORPHANED, facts_of, state_of
-from ..operations.reading import Health, queue_of, read, read_all
+from ..operations.reading import Health, Reading, queue_of, read, read_all
 from ..operations.tables import SORTS, card, table
 from ..primitives import names
 
@@ -50,11 +50,8 @@ class Looking(BaseCommand):
             self._write_json({"locks": list(map(facts_of, found)), "backends": backends})
         elif found:
             self._write_table(found)
-        elif reading.holdings:
-            what = "is stuck" if stuck else "matches"
-            self.stdout.write(f"nothing {what} (locks held: {len(reading.holdings)})")
-        elif all(backend.known for backend in reading.backends):
-            self.stdout.write("nothing is held")
+        else:
+            self._write_why_empty(reading, "is stuck" if stuck else "matches")
         return self._report_incomplete(reading.backends)
 
     def _stuck(self, **options: Any) -> int:
@@ -138,6 +135,12 @@ class Looking(BaseCommand):
         # The width of COLUMNS or of the terminal; with neither, nothing is cut.
         for line, state in table(held, get_terminal_size((0, 0)).columns):
             self.stdout.write(self._style_of(state)(line))
+
+    def _write_why_empty(self, reading: Reading, what: str) -> None:
+        if reading.holdings:
+            self.stdout.write(f"nothing {what} (locks held: {len(reading.holdings)})")
+        elif all(backend.known for backend in reading.backends):
+            self.stdout.write("nothing is held")
 
     def _write_json(self, answer: Any) -> None:
         """Write JSON for programs and people: letters stay, what cannot be printed is escaped."""

@@ -63,14 +63,7 @@ class VersionedQuerySet(models.QuerySet[M]):
             written = self._versions(objs, lock=not computed)
             if computed:
                 before = {pk: number - 1 for pk, number in written.items()}
-            # Rows outside this queryset are unchanged.
-            unchanged = {pk for pk, found in written.items() if found == before.get(pk)}
-            relied_on = [pair for pair in relied_on if pair[0].pk not in unchanged]
-            for obj, expected in relied_on:
-                found = before.get(obj.pk)
-                if expected is not None and found != expected:
-                    raise obj._conflict(expected, found)
-            for obj, expected in relied_on:
+            for obj, expected in _changed(relied_on, before, written):
                 # Of two objects of one row Django uses the first; the other one is now stale.
                 now = written.pop(obj.pk, None)
                 if now is not None:
@@ -168,6 +161,23 @@ else:
 
     class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):
         """The manager of versioned models."""
+
+
+def _changed(
+    relied_on: list[tuple[Any, Any]], before: dict[Any, Any], written: dict[Any, Any]
+) -> list[tuple[Any, Any]]:
+    """Return the objects whose rows were written, with the versions that they relied on.
+
+    Raise StaleObjectError if one of them relied on another version than its row had `before`.
+    """
+    # Rows outside the queryset are unchanged.
+    unchanged = {pk for pk, found in written.items() if found == before.get(pk)}
+    changed = [pair for pair in relied_on if pair[0].pk not in unchanged]
+    for obj, expected in changed:
+        found = before.get(obj.pk)
+        if expected is not None and found != expected:
+            raise obj._conflict(expected, found)
+    return changed
 
 
 def with_versions(manager: Any) -> Any:

@@ -178,11 +178,7 @@ class Command(Looking):
         # argparse keeps one that separates the program from options or a name like "-x".
         if not (program := program[program[0] == "--" :]):
             raise CommandError("name the program to run after --", returncode=EX_USAGE)
-        aliases = using_in(using)
-        for alias in aliases_of(aliases):
-            if (backend := registry[alias].backend).local:
-                kind = type(backend).__name__
-                self.stderr.write(f"{alias}: {kind} does not exclude other processes")
+        self._warn_of_local(aliases := using_in(using))
         try:
             lock = Lock(name, using=aliases, wait=wait, ttl=UNSET if ttl is None else ttl)
         except ValueError as error:
@@ -200,6 +196,12 @@ class Command(Looking):
         if why := NOT_STARTED.get(code):
             self.stderr.write(f"{program[0]}: {why}, or it ended with {code}")
         return code
+
+    def _warn_of_local(self, using: str | tuple[str, ...]) -> None:
+        for alias in aliases_of(using):
+            if (backend := registry[alias].backend).local:
+                kind = type(backend).__name__
+                self.stderr.write(f"{alias}: {kind} does not exclude other processes")
 
     def _confirm(self, held: Sequence[Holding]) -> None:
         if not sys.stdin.isatty():
