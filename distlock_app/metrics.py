@@ -82,8 +82,8 @@ def use_opentelemetry(*, meter_provider: Any = None, tracer_provider: Any = None
 
     Histograms `distlock.wait` and `distlock.hold`, counters `distlock.cleared` and
     `distlock.version_conflicts`, gauges `distlock.held` and `distlock.waiting` of this process;
-    spans `distlock.acquire` and `distlock.hold`, children of what is current where the lock was
-    taken and released.
+    spans `distlock.acquire` and `distlock.hold`, children of the span that is current where the
+    lock is taken or released.
     """
     from opentelemetry import metrics, trace
 

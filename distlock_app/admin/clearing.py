@@ -52,7 +52,7 @@ CLEAR_EXPIRED, PURGE = "clear-expired", "purge"
 class LeftoverForm(forms.Form):
     """What to delete from a lock table; `days` is for PURGE.
 
-    Not less than a day: fences go on from the server's clock, and it may be set back a little.
+    At least a day: fences continue from the server's clock, which may be set back a little.
     """
 
     alias = forms.ChoiceField(choices=lambda: [(a, a) for a in tables()])
@@ -97,7 +97,7 @@ def rows_of(ids: Iterable[str]) -> Found:
 def name_of(alias: str, key: str, linked: str = "") -> str:
     """Return the name of a lock, held or free; its key if the name is not known.
 
-    `linked`: the name in the link that was followed. A link cannot lie, for the key is its hash.
+    `linked`: the name in the link that was followed. It cannot lie: the key is the hash of a name.
     """
     if key_of(linked) == key:
         return shown(linked)

@@ -43,7 +43,7 @@ KINDS = {"exclusive": _("exclusive"), "shared": _("shared"), "permit": _("permit
 # The backend does not say. None would be "None" on the page of a lock.
 UNKNOWN = _("unknown")
 
-# Columns of a list. Which lock is stuck, and who has it, first: a phone shows no more at a time.
+# Columns of a list; first which lock is stuck, and who has it, because a phone shows no more.
 FACTS = ("state", "held_for", "waiters", "who", "place", "time_left", "alias")
 
 # Choices of a filter: more would be longer than the list.

@@ -245,7 +245,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         return f"{self._url('events')}?{query}" if history.kept() else ""
 
     def _pasts(self, name: str) -> list[tuple[str, str, str]]:
-        """Return the lock, each alias that has events of it, and the address of these."""
+        """Return name, alias and address of events for each alias that has events of the lock."""
         aliases = history.aliases_of(name) if name and history.kept() else []
         lock = shown(name)
         return [(lock, alias, self._events(id_of(alias, key_of(name)))) for alias in aliases]

@@ -28,7 +28,7 @@ from .retrying import (
 )
 
 WAIT = 3.0
-# Pauses between tries where a server knows whole seconds only, in seconds.
+# Pauses between tries, in seconds, where the timeouts of the server are whole seconds.
 POLL, MAX_POLL = 0.002, 0.05
 # The number of locked rows that `next_unlocked` skips on MySQL and MariaDB.
 SPARE = 100
@@ -154,12 +154,12 @@ def retry_on_deadlock(
     pause: float = PAUSE,
     max_pause: float = MAX_PAUSE,
 ) -> Any:
-    """Call the function again when the database gave its transaction up for another one.
+    """Call the function again when the database aborted its transaction in favour of another one.
 
     That is a deadlock or a serialization failure (1213, 1020, SQLSTATE 40P01, 40001), or a
     SQLite file that another connection wrote. Between the calls full-jitter pauses, in seconds,
-    double from `pause` to `max_pause`; the last error is raised as it is. A lock that was not
-    had in time (1205, LockTimeout) is not tried again: the caller has waited already.
+    double from `pause` to `max_pause`; the last error is raised as it is. A lock timeout (1205,
+    LockTimeout) is not retried: the caller has already waited.
 
     Raise TransactionManagementError if a transaction is open: only its outermost block can
     begin again. Works on `async def` as well.
@@ -231,7 +231,7 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
     try:
         return _read_locking(rows, wait, deadline)
     except OperationalError as error:
-        # Cancelled by a person, a statement says on PostgreSQL what it says after its time.
+        # PostgreSQL reports a statement that a person cancelled like one that ran out of time.
         if not _was_refused(error) or (code_of(error) == "57014" and deadline.remaining()):
             raise
         label = rows.model._meta.label
