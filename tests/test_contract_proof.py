@@ -153,8 +153,8 @@ class GrantsAgainForTheRest(LocMemBackend):
 class WakesNobody(LocMemBackend):
     poll_max = 3600.0
 
-    def _wake(self, grants, but=""):
-        pass
+    def _wake(self, grant):
+        return True
 
 
 class SaysTooLate(WakesNobody):
