@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 
 from django.core.checks import CheckMessage, Error, Warning
 
 from ...errors import BackendError
+from ..base import no_answer
 from ..redis.alias import recipe
 from ..redis.checks import check_server, check_sharing, facts_of
 from ..redis.pool import Pool
@@ -15,22 +16,15 @@ from ..redis.pool import Pool
 
 def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[CheckMessage]:
     """Look at every node; `ask` allows questions to the servers."""
-    messages: list[CheckMessage] = []
-    runs: dict[str, str] = {}
+    messages = [message for name in location for message in check_sharing(alias, name)]
+    if not ask:
+        return messages
+    names: dict[str, str] = {}  # of the servers, by what tells them apart
     forgetful = []
     for name in location:
-        messages += check_sharing(alias, name)
-        if not ask:
-            continue
-        pool = Pool(name, recipe(name))
-        messages += (found := check_server(alias, pool))
-        if any(message.id == "distlock_app.E013" for message in found):
-            continue
-        facts: dict[str, str] = {}
-        with suppress(BackendError):
-            facts = facts_of(pool, b"server", b"persistence")
-        pool.close()
-        other = runs.setdefault(facts.get("run_id", name), name)
+        found, facts = _asked(alias, name)
+        messages += found
+        other = names.setdefault(facts.get("run_id", name), name)
         if other != name:
             messages.append(
                 Error(
@@ -51,3 +45,13 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
             )
         )
     return messages
+
+
+def _asked(alias: str, name: str) -> tuple[list[CheckMessage], dict[str, str]]:
+    """Return messages about one node, and what it says about itself, if it answers."""
+    with closing(Pool(name, recipe(name))) as pool:
+        try:
+            facts = facts_of(pool, b"server", b"persistence")
+        except BackendError as error:
+            return [no_answer(alias, error, "distlock_app.E013")], {}
+        return check_server(alias, pool), facts
