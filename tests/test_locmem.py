@@ -10,7 +10,7 @@ import pytest
 from distlock_app.backends import locmem
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant
-from tests.engines import interrupted_everywhere
+from tests.engines import interrupted_at, interrupted_everywhere
 from tests.redis_workers import Waiter, claim, left_waiting
 
 
@@ -172,7 +172,7 @@ def test_an_interrupted_release_happened_or_did_not():
         waiter = Waiter(backend, "a")
         waiter.ask()
 
-        done = interrupted(at, backend.release, first)
+        done = interrupted_at(at, locmem, backend.release, first)
 
         assert len(owners(backend)) == 1
         backend.release(first)
@@ -183,31 +183,6 @@ def test_an_interrupted_release_happened_or_did_not():
             break
 
     assert at > 20
-
-
-def interrupted(at, function, *args):
-    """Call it with Ctrl-C at one place in the module; return whether there is no such place."""
-    left = itertools.count(-at)
-
-    def at_opcode(frame, event, arg):
-        if event in ("line", "opcode") and next(left) == 0:
-            raise KeyboardInterrupt
-        return at_opcode
-
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename != locmem.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        return at_opcode
-
-    sys.settrace(trace)
-    try:
-        function(*args)
-    except KeyboardInterrupt:
-        return False
-    finally:
-        sys.settrace(None)
-    return True
 
 
 def test_the_lock_passes_a_thousand_waiters_that_are_gone(backend, caplog):

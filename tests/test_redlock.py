@@ -19,7 +19,7 @@ from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
-from tests.engines import interrupted_everywhere
+from tests.engines import interrupted_at, interrupted_everywhere
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, claim, wait_for
 from tests.redlock_workers import Nodes, caches_of, quorum_at
@@ -553,6 +553,31 @@ def test_holders_are_what_a_majority_says(backend, nodes):
     assert backend.clear(grant.claim.key, "1") == 0
     assert backend.clear(grant.claim.key, held.version) == 1
     assert backend.extend(grant, 30) is False
+
+
+def test_each_lock_of_an_owner_is_listed(backend):
+    """Also if the index has both in parts that are read together."""
+    owner = claim("a").owner
+    grants = [wait_for(backend, 5, f"n{number}", owner=owner) for number in range(40)]
+
+    listed = [holding.name for holding in backend.holders()]
+
+    assert sorted(listed) == sorted(f"n{number}" for number in range(40))
+    assert all(backend.release(grant) for grant in grants)
+
+
+def test_a_node_is_reached_although_connecting_was_interrupted(nodes):
+    wanted = claim("a")
+    for at in range(-2, 10**6):
+        backend = quorum_at(nodes.urls)
+        done = interrupted_at(at, redlock_quorum, backend.acquire, wanted, 0)
+        until(lambda backend=backend: backend.extend(backend.acquire(wanted, 0), 30))
+        until(lambda backend=backend: not any(node.opening for node in backend._quorum.nodes))
+        backend.close()
+        if done and at > 0:
+            break
+
+    assert at > 20
 
 
 def test_a_release_wakes_the_waiters_in_order_of_arrival(backend):

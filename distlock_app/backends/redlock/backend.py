@@ -95,24 +95,16 @@ class RedlockBackend(ForPeople):
             *(waiting or ask_time),
         )
 
-        def undo_unless_won(connections: NodeConnections) -> None:
-            if len(request.yes) < request.majority:
-                self._give_up(connections, claim, stamp, *waiting, but=request.no)
-
-        self._quorum.ask([request], undo_unless_won)
+        self._ask_or_undo(request, claim, stamp, *waiting)
         yes = [line.split() for line in request.yes.values()]
         no = [line.split() for line in request.no.values()]
-        times = [int(words[2]) * 1_000_000 + int(words[3]) for words in yes + no if words[3:]]
-        self._clock.learn(monotonic(), times)
-        if len(yes) >= request.majority:
+        self._clock.learn(monotonic(), _times(yes + no))
+        if request.won:
             fence = self._agree(claim, stamp, [int(words[1]) for words in yes])
             return Grant(claim, fence=fence, asked_at=asked, session=stamp)
         if len(yes) + len(no) < request.majority:
             raise self._quorum.failure(request)
-        # Free enough when so many more are.
-        lefts = sorted(int(words[1]) for words in no)
-        left = lefts[min(request.majority - len(yes), len(lefts)) - 1]
-        return Busy(free_in=left / 1000 if left >= 0 else None)
+        return Busy(free_in=_free_in(no, request.majority - len(yes)))
 
     def _agree(self, claim: Claim, stamp: int, fences: list[int]) -> int:
         """Return a fence that a majority knows, and that is greater than all before.
@@ -126,14 +118,21 @@ class RedlockBackend(ForPeople):
             return fence
         request = self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
 
-        def undo_unless_known(connections: NodeConnections) -> None:
-            if len(request.yes) < request.majority:
-                self._give_up(connections, claim, stamp)
-
-        self._quorum.ask([request], undo_unless_known)
-        if len(request.yes) < request.majority:
+        self._ask_or_undo(request, claim, stamp)
+        if not request.won:
             raise self._quorum.failure(request)
         return fence
+
+    def _ask_or_undo(
+        self, request: QuorumRequest, claim: Claim, stamp: int, *waiting: bytes
+    ) -> None:
+        """Ask the nodes; unless a majority says yes, give up the claim at the others, too."""
+
+        def undo_unless_won(connections: NodeConnections) -> None:
+            if not request.won:
+                self._give_up(connections, claim, stamp, *waiting, but=request.no)
+
+        self._quorum.ask([request], undo_unless_won)
 
     def _give_up(
         self,
@@ -178,7 +177,7 @@ class RedlockBackend(ForPeople):
             # A node that lost the lock, in a restart for instance, may have it again: the majority
             # that never lost it proves that no other owner can have had it meanwhile.
             for request, (grant, ttl) in zip(requests, work, strict=True):
-                if request.no and len(request.yes) >= request.majority:
+                if request.no and request.won:
                     have = set(range(len(self._nodes))) - set(request.no)
                     connections.broadcast(self._take_again(grant, ttl), but=have)
                     if grant.claim.owner in self._released:  # it crossed the release
@@ -218,16 +217,19 @@ class RedlockBackend(ForPeople):
 
     def _outcome(self, request: QuorumRequest) -> bool | BackendError:
         if request.decided:
-            return len(request.yes) >= request.majority
+            return request.won
         return self._quorum.failure(request)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         held = self._held([0], key).items()
-        owners = [owner for owner, h in held if if_version in (None, h.version)]
-        if if_version is not None and not owners:
+        owners = [owner for (_, owner), h in held if if_version in (None, h.version)]
+        if if_version is None:
+            owner = b""  # any: also what a minority of nodes holds
+        elif owners:
+            owner = owners[0].encode()
+        else:
             return 0
-        # Without `if_version`, also what a minority of nodes holds.
-        request = self._request(CLEAR, key, owners[0].encode() if if_version is not None else b"")
+        request = self._request(CLEAR, key, owner)
         self._quorum.ask([request])
         if not request.decided:
             raise self._quorum.failure(request)
@@ -266,6 +268,18 @@ class RedlockBackend(ForPeople):
     ) -> QuorumRequest:
         packed = self._head(script, key) + bulks(*words)
         return QuorumRequest(self._quorum.majority, script, packed, keep=keep, once=once)
+
+
+def _times(answers: Iterable[list[bytes]]) -> list[int]:
+    """Return the nodes' times in microseconds, of those that told it (see acquire.lua)."""
+    return [int(words[2]) * 1_000_000 + int(words[3]) for words in answers if words[3:]]
+
+
+def _free_in(refusals: Iterable[list[bytes]], wanted: int) -> float | None:
+    """Return the seconds until so many more nodes may grant the lock; None: unknown."""
+    lefts = sorted(int(words[1]) for words in refusals)
+    left = lefts[min(wanted, len(lefts)) - 1]
+    return left / 1000 if left >= 0 else None
 
 
 def _checked(where: str, location: Any) -> list[tuple[str, Any]]:

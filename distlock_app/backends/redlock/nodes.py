@@ -10,11 +10,12 @@ import re
 import select
 import ssl
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from ...primitives.timing import monotonic
 from ..redis.scripts import Script
@@ -30,38 +31,29 @@ TRUST_SECONDS = 0.5
 KEEP_LATE = 1000
 
 
+@dataclass(slots=True, eq=False)
 class QuorumRequest:
-    """One request to all nodes, and their votes: the line of each answer, by node."""
+    """One request to all nodes, and their votes."""
 
-    __slots__ = (
-        *("keep", "majority", "no", "once", "over", "packed", "script", "unsure", "waiting"),
-        *("why", "yes"),
-    )
+    majority: int
+    script: Script
+    packed: bytes
+    # Seconds for which a node that is down shall have it late.
+    keep: float = 0.0
+    # Repeated, it finds its own work done, so that a "no" then tells nothing.
+    once: bool = False
+    # The line of each answer, by node, and what else a node said.
+    yes: dict[int, bytes] = field(default_factory=dict)
+    no: dict[int, bytes] = field(default_factory=dict)
+    why: dict[int, str] = field(default_factory=dict)
+    unsure: set[int] = field(default_factory=set)  # nodes whose connection broke under the request
+    waiting: int = 0  # nodes that may still answer
+    over: bool = False
 
-    def __init__(
-        self,
-        majority: int,
-        script: Script,
-        packed: bytes,
-        *,
-        keep: float = 0.0,
-        once: bool = False,
-    ) -> None:
-        """`keep`: seconds for which a node that is down shall have it late.
-
-        `once`: repeated, it finds its own work done, so that a "no" then tells nothing.
-        """
-        self.majority = majority
-        self.script = script
-        self.packed = packed
-        self.keep = keep
-        self.once = once
-        self.yes: dict[int, bytes] = {}
-        self.no: dict[int, bytes] = {}
-        self.why: dict[int, str] = {}  # what else a node said
-        self.unsure: set[int] = set()  # nodes whose connection broke under the request
-        self.waiting = 0  # nodes that may still answer
-        self.over = False
+    @property
+    def won(self) -> bool:
+        """Whether a majority said yes."""
+        return len(self.yes) >= self.majority
 
     @property
     def decided(self) -> bool:
@@ -133,6 +125,14 @@ class Node:
         self.why = ""
         self._late: deque[tuple[QuorumRequest, float]] = deque(maxlen=KEEP_LATE)
 
+    def is_due(self, urgent: bool) -> bool:
+        """Return whether to connect to it now: not while it rests, unless it is `urgent`."""
+        return not self.opening and (urgent or monotonic() >= self.rests_until)
+
+    def may_come(self, urgent: bool) -> bool:
+        """Return whether to wait for its connection: not if it is down, unless it is `urgent`."""
+        return self.opening and (urgent or not self.failing)
+
     def remember(self, request: QuorumRequest) -> None:
         """Keep a release for when the node can be reached again."""
         if request.keep:
@@ -156,7 +156,7 @@ class Node:
             for request in due:
                 connection._sock.sendall(request.script.in_full(request.packed))
             link = Link(connection)
-        except (RedisError, OSError):
+        except BaseException:
             self._late.extend(late)
             connection.disconnect()
             raise
@@ -185,9 +185,9 @@ class Links:
                 self._drop(at)
 
     def _add(self, at: int, link: Link) -> None:
-        self._links[at] = link
         self._at[link.fd] = at
         self._poll.register(link.fd, select.POLLIN)
+        self._links[at] = link  # last: an interrupted call leaves nothing to drop
 
     def _drop(self, at: int, why: str = "") -> None:
         link, self._links[at] = self._links[at], None
@@ -221,92 +221,86 @@ class NodeConnections(Links):
     def drop_dead(self) -> None:
         """Drop connections that a node closed, or on which it is silent for too long."""
         now = monotonic()
-        silent = [at for at in range(len(self._nodes)) if self._owes(at, now)]
-        if not silent and now - self.used < TRUST_SECONDS:
+        if now - self.used < TRUST_SECONDS and not self._silent(now):
             return
         for fd, _ in self._poll.poll(0):  # perhaps the answers were only not read yet
             self._read(self._at[fd])
-        for at in silent:
-            if self._owes(at, now):
-                self._drop(at, "silent")
+        for at in self._silent(now):
+            self._drop(at, "silent")
 
-    def _owes(self, at: int, now: float) -> bool:
-        """Return whether a node is late with an answer."""
-        link = self._links[at]
-        if link is None or not link.in_flight:
-            return False
-        return now - link.in_flight[0][1] > self._nodes[at].timeout
+    def _silent(self, now: float) -> list[int]:
+        """Return the nodes that are late with an answer."""
+        return [
+            at
+            for at, link in enumerate(self._links)
+            if link and link.in_flight and now - link.in_flight[0][1] > self._nodes[at].timeout
+        ]
 
     def vote(
-        self,
-        requests: Sequence[QuorumRequest],
-        deadline: float,
-        *,
-        grace: float = 0.0,
-        again: bool = False,
+        self, requests: Sequence[QuorumRequest], deadline: float, *, grace: float = 0.0
     ) -> None:
-        """Ask each node, `again` only what it has not answered, until all requests are decided.
+        """Ask each node, until all requests are decided.
 
         The answers of the other nodes are waited for `grace` seconds more.
         """
-        for at in range(len(self._nodes)):
-            asked = requests
-            if again:
-                asked = [b for b in requests if at not in b.yes and at not in b.no]
-            for request in asked:
-                request.waiting += 1
-            self._send(at, asked)
+        self._send(requests, range(len(self._nodes)))
         self._collect(requests, deadline)
         if grace:
             self._collect(requests, min(deadline, monotonic() + grace), from_all=True)
 
+    def vote_again(self, requests: Sequence[QuorumRequest], deadline: float) -> None:
+        """Ask each node what it has not answered."""
+        for at in range(len(self._nodes)):
+            if asked := [r for r in requests if at not in r.yes and at not in r.no]:
+                self._send(asked, [at])
+        self._collect(requests, deadline)
+
     def broadcast(self, request: QuorumRequest, *, but: Container[int] = ()) -> None:
         """Send a request to all nodes but these, whatever they answer."""
         request.over = True
-        for at in range(len(self._nodes)):
-            if at not in but:
-                self._send(at, [request])
+        self._send([request], [at for at in range(len(self._nodes)) if at not in but])
+
+    def _send(self, requests: Sequence[QuorumRequest], nodes: Iterable[int]) -> None:
+        data = b"".join([request.packed for request in requests])
+        now = monotonic()
+        for at in nodes:
+            link = self._links[at]
+            if link is None:
+                for request in requests:
+                    self._nodes[at].remember(request)
+                continue
+            for request in requests:
+                request.waiting += 1
+                link.in_flight.append((request, now))
+            try:
+                link.send(data)
+            except OSError:
+                self._drop(at)
 
     def _collect(
         self, requests: Sequence[QuorumRequest], deadline: float, *, from_all: bool = False
     ) -> None:
-        while any(b.waiting > 0 and (from_all or not b.decided) for b in requests):
+        while [r for r in requests if r.waiting and (from_all or not r.decided)]:
             left = deadline - monotonic()
             if left <= 0:
                 return
             for fd, _ in self._poll.poll(left * 1000):
                 self._read(self._at[fd])
 
-    def _send(self, at: int, requests: Sequence[QuorumRequest]) -> None:
-        link = self._links[at]
-        if link is None:
-            for request in requests:
-                request.waiting -= 1
-                self._nodes[at].remember(request)
-            return
-        now = monotonic()
-        link.in_flight.extend([(request, now) for request in requests])
-        try:
-            link.send(b"".join([request.packed for request in requests]))
-        except OSError:
-            self._drop(at)
-
     def _read(self, at: int) -> None:
         link = self._links[at]
-        if link is None:
-            return
+        assert link is not None
         try:
             for line in link.lines():
                 request, _ = link.in_flight.popleft()
-                if not line.startswith(b"-") or line.startswith(b"-OOM"):
-                    request.take(at, line)
-                elif line.startswith(b"-NOSCRIPT"):
+                if line.startswith(b"-NOSCRIPT"):
                     if request.keep or not request.over:
                         link.in_flight.append((request, monotonic()))
                         link.send(request.script.in_full(request.packed))
-                else:
+                    continue
+                request.take(at, line)
+                if line.startswith(b"-") and not line.startswith(b"-OOM"):
                     # Such as READONLY: a new connection may find a new master.
-                    request.take(at, line)
                     self._nodes[at].remember(request)
                     self._drop(at, request.why.get(at, "refused"))
                     return
@@ -315,11 +309,11 @@ class NodeConnections(Links):
 
     def _drop(self, at: int, why: str = "") -> None:
         node, link = self._nodes[at], self._links[at]
+        assert link is not None
         super()._drop(at)
-        for request, _ in link.in_flight if link else ():
+        for request, _ in link.in_flight:
             node.remember(request)
-            if not request.over:
-                request.waiting -= 1
-                request.unsure.add(at)
+            request.waiting -= 1
+            request.unsure.add(at)
         if why:
             node.failed(why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ...claims import Holding
 from ..base import BaseLockBackend
@@ -18,6 +19,16 @@ from .scripts import LIST
 PARTS = 256
 # Requests in one round trip: more might not fit the buffer of a socket.
 BATCH = 32
+
+
+class Copy(NamedTuple):
+    """A lock as one node holds it; of several, the one that ends first sorts first."""
+
+    left: int  # milliseconds
+    fence: int
+    waiters: int
+    about: str
+    now: int
 
 
 class ForPeople(BaseLockBackend):
@@ -36,9 +47,9 @@ class ForPeople(BaseLockBackend):
     def _part(self, number: int) -> bytes:
         return f"{self._prefix}part:{number}".encode()
 
-    def _held(self, parts: Iterable[int], key: str = "") -> dict[str, Holding]:
-        """Return by owner what most nodes hold, or may hold: some may be down."""
-        size = len(self._quorum.nodes)
+    def _held(self, parts: Iterable[int], key: str = "") -> dict[tuple[str, str], Holding]:
+        """Return by key and owner what most nodes hold, or may hold: some may be down."""
+        size, majority = len(self._quorum.nodes), self._quorum.majority
         words = self._prefix.encode(), key.encode()
         requests = [
             QuorumRequest(size, LIST, LIST.head(self._part(number), *words)) for number in parts
@@ -46,22 +57,29 @@ class ForPeople(BaseLockBackend):
         self._quorum.ask(requests)
         holdings = {}
         for request in requests:
-            if len(request.yes) < self._quorum.majority:
+            answers = len(request.yes)
+            if answers < majority:
                 raise self._quorum.failure(request)
-            found = defaultdict(list)
-            for line in request.yes.values():
-                _, now, listed = line.decode().split(" ", 2)
-                for key, held, left, waiters in json.loads(listed):
-                    if left > 0:
-                        owner, fence, _, about = held.split(" ", 3)
-                        found[key, owner].append((left, int(fence), waiters, about, int(now)))
-            for (key, owner), at in found.items():
-                if len(at) + size - len(request.yes) >= self._quorum.majority:
-                    holdings[owner] = self._holding(key, at)
+            for (lock, owner), copies in _copies(request.yes.values()).items():
+                if len(copies) + size - answers >= majority:
+                    holdings[lock, owner] = self._holding(lock, copies)
         return holdings
 
-    def _holding(self, key: str, at: list[tuple[int, int, int, str, int]]) -> Holding:
-        left, _, _, about, now = sorted(at)[-min(len(at), self._quorum.majority)]
-        fence, _ = Counter(node[1] for node in at).most_common(1)[0]
-        waiters = max(node[2] for node in at)
-        return holding_of(self.alias, key, f"{fence} 1 {about}".encode(), left, waiters, now)
+    def _holding(self, key: str, copies: list[Copy]) -> Holding:
+        one = sorted(copies)[-min(len(copies), self._quorum.majority)]
+        fence, _ = Counter(copy.fence for copy in copies).most_common(1)[0]
+        waiters = max(copy.waiters for copy in copies)
+        held = f"{fence} 1 {one.about}".encode()
+        return holding_of(self.alias, key, held, one.left, waiters, one.now)
+
+
+def _copies(answers: Iterable[bytes]) -> dict[tuple[str, str], list[Copy]]:
+    """Return what nodes list (see list.lua), by key and owner."""
+    copies = defaultdict(list)
+    for answer in answers:
+        _, now, locks = answer.decode().split(" ", 2)
+        for key, held, left, waiters in json.loads(locks):
+            if left > 0:
+                owner, fence, _, about = held.split(" ", 3)
+                copies[key, owner].append(Copy(left, int(fence), waiters, about, int(now)))
+    return copies

@@ -11,10 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from redis.exceptions import AuthenticationError
 
 from ...errors import BackendError
+from ...primitives.threads import started
 from ...primitives.timing import monotonic
 from .nodes import Link, Node, NodeConnections, QuorumRequest
 
@@ -52,11 +54,10 @@ class Quorum:
         try:
             deadline = monotonic() + self._timeout
             connections.vote(requests, deadline, grace=grace)
-            if any(request.unsure and not request.decided for request in requests):
-                # A server had closed its connection, or was restarted: every script may be
-                # repeated.
+            # A server had closed its connection, or was restarted: every script may be repeated.
+            if unsure := [r for r in requests if r.unsure and not r.decided]:
                 self.reconnect(connections)
-                connections.vote(requests, deadline, again=True)
+                connections.vote_again(unsure, deadline)
             for request in requests:
                 request.over = True
             if after is not None:
@@ -64,55 +65,25 @@ class Quorum:
         except BaseException:  # answers might be taken for those of other requests
             connections.close()
             raise
-        connections.used = monotonic()
-        if len(self._idle) < KEEP_IDLE and not self._closed:
-            self._idle.append(connections)
-        else:
-            connections.close()
-        with suppress(IndexError):  # another thread has taken it
-            while self._idle[0].used < connections.used - IDLE_SECONDS:
-                self._idle.popleft().close()
+        self._keep(connections)
 
     def reconnect(self, connections: NodeConnections) -> None:
         """Connect to the nodes that can be reached, without waiting for those that cannot."""
-        if not connections.fill():
-            return
-        began = monotonic()
-        tried: set[Node] = set()
-        with self._opened:
-            while missing := connections.fill():
-                short = len(self.nodes) - len(missing) < self.majority
-                for node in missing:
-                    due = short or monotonic() >= node.rests_until
-                    # Again if another thread was faster to take what was opened.
-                    if due and not node.opening and not (node.failing and node in tried):
-                        tried.add(node)
-                        self._open(node)
-                left = began + (self._timeout if short else CONNECT_GRACE) - monotonic()
-                if not any(node.opening and (short or not node.failing) for node in missing):
-                    return
-                if left <= 0:
-                    for node in missing:
-                        node.failing = True
-                    return
-                self._opened.wait(left)
+        if connections.fill():
+            self._reach(connections.fill, spare=len(self.nodes) - self.majority)
 
     def link_to(self, at: int) -> Link | None:
         """Return a new connection to one node, or None if it cannot be had soon."""
-        node, began = self.nodes[at], monotonic()
-        with self._opened:
-            while True:
-                with suppress(IndexError):  # another thread may be faster
-                    return node.fresh.pop()
-                if not node.opening and monotonic() >= node.rests_until:
-                    self._open(node)
-                left = began + CONNECT_GRACE - monotonic()
-                if node.failing or not node.opening:
-                    return None
-                if left <= 0:
-                    node.failing = True
-                    return None
-                self._opened.wait(left)
+        node = self.nodes[at]
+        links: list[Link] = []
+
+        def take() -> list[Node]:
+            with suppress(IndexError):
+                links.append(node.fresh.pop())
+            return [] if links else [node]
+
+        self._reach(take, spare=1)
+        return links[0] if links else None
 
     def failure(self, request: QuorumRequest) -> BackendError:
         """Say why a request was not decided; no URL, and no text that may quote what was sent."""
@@ -139,20 +110,58 @@ class Quorum:
     def _take(self) -> NodeConnections:
         try:
             connections = self._idle.pop()
-            connections.drop_dead()
         except IndexError:
             connections = NodeConnections(self.nodes)
+        else:
+            connections.drop_dead()
         self.reconnect(connections)
         return connections
 
+    def _keep(self, connections: NodeConnections) -> None:
+        """Keep connections for the next vote, and close those that were not needed for long."""
+        connections.used = monotonic()
+        if len(self._idle) < KEEP_IDLE and not self._closed:
+            self._idle.append(connections)
+        else:
+            connections.close()
+        with suppress(IndexError):  # another thread has taken it
+            while self._idle[0].used < connections.used - IDLE_SECONDS:
+                self._idle.popleft().close()
+
+    def _reach(self, take: Callable[[], list[Node]], *, spare: int) -> None:
+        """Open connections until `take`, which takes them, misses no node that can be reached.
+
+        While it misses more than `spare` nodes, those that are known to be down are tried as well,
+        and waited for longer.
+        """
+        began = monotonic()
+        tried: set[Node] = set()
+        with self._opened:
+            while missing := take():
+                urgent = len(missing) > spare
+                for node in missing:
+                    # Again if another thread was faster to take what was opened.
+                    if node.is_due(urgent) and not (node.failing and node in tried):
+                        tried.add(node)
+                        self._open(node)
+                if not any(node.may_come(urgent) for node in missing):
+                    return
+                left = began + (self._timeout if urgent else CONNECT_GRACE) - monotonic()
+                if left <= 0:
+                    break
+                self._opened.wait(left)
+            for node in missing:
+                node.failing = True
+
     def _open(self, node: Node) -> None:
-        node.opening = True
+        """Have a thread connect to a node."""
         try:
-            threading.Thread(
-                target=self._connect, args=(node,), name="distlock-connect", daemon=True
-            ).start()
-        except RuntimeError:  # no more threads, or the interpreter is ending
-            self._connect(node)
+            node.opening = True
+            if not started(partial(self._connect, node), "distlock-connect"):
+                self._connect(node)
+        except BaseException:  # Ctrl-C: else nobody would try again
+            node.opening = False
+            raise
 
     def _connect(self, node: Node) -> None:
         why = ""
