@@ -606,15 +606,21 @@ def test_no_lease_is_given_to_two_locks(engine):
     if engine.name == "zookeeper":
         return  # has no leases
     left_for = own().acquire(a_claim("a", ttl=60), 0)
+    lease = lease_of(left_for)
     assert own().end_in(left_for, 60)
     grants = [own().acquire(a_claim("b", ttl=60), 0)]
-    assert grants[0].session == left_for.session  # used again
+    assert lease_of(grants[0]) == lease  # used again
 
     assert own().release(left_for) is True
 
     grants += [own().acquire(a_claim(f"c{number}", ttl=60), 0) for number in range(2)]
-    assert len({grant.session for grant in grants}) == 3
+    assert len({lease_of(grant) for grant in grants}) == 3
     assert all(own().release(grant) for grant in grants)
+
+
+def lease_of(grant):
+    """Return the number of the lease that the key of a claim has."""
+    return own()._entry(own()._key(grant.claim)).lease
 
 
 def waited_for(backend, claim):
@@ -742,6 +748,46 @@ def changes(engine):
     return int(line.split()[1], 16)
 
 
+def test_a_clear_whose_answer_is_lost_does_not_say_that_nothing_was_cleared(engine, monkeypatch):
+    if engine.name == "zookeeper":
+        return  # repeats nothing
+    held = other().acquire(a_claim("a", ttl=60), 0)
+    send, receive, deleting = Link.send, Link.receive, []
+
+    def note_and_send(link, path, data, token):
+        if b"request_delete_range" in data:
+            deleting.append(link)
+        send(link, path, data, token)
+
+    def receive_and_lose(link):
+        answer = receive(link)
+        if deleting == [link]:
+            raise ConnectionResetError
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "send", note_and_send)
+        patch.setattr(Link, "receive", receive_and_lose)
+        with pytest.raises(BackendError):
+            own().clear(key_of("a"))
+
+    assert other().release(held) is False
+
+
+def test_a_claim_with_a_longer_lease_is_renewed_with_as_few_requests(engine):
+    if engine.name == "zookeeper":
+        return  # has no leases
+    grant = own().acquire(a_claim("a", ttl=TTL), 0)
+    assert own().extend(grant, 60) is True
+    before = engine.requests()
+
+    for _ in range(10):
+        assert own().extend(grant, TTL) is True
+
+    assert engine.requests() - before <= 2 * 10 + 5
+    assert own().release(grant) is True
+
+
 def test_a_hold_is_extended_beyond_its_ttl_only_where_the_engine_can(engine):
     with Lock("a", using="own", ttl=TTL) as hold:
         if engine.name == "etcd":
@@ -806,7 +852,7 @@ def test_a_watch_that_says_nothing_is_replaced_and_ends_with_its_waiters(engine)
             assert not own().acquire(a_claim("a", ttl=1), 5)  # and never asks again
             assert other().release(held) is True
 
-        until(lambda: not own()._watch._running)
+        until(lambda: own()._watch._link is None)
     until(lambda: not list(other().holders(key_of("a"))))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import ssl
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -14,16 +13,23 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from .entries import Entry, View, Waiter, created, endpoints, entry_of, put, range_of, wake
+from .entries import (
+    Entry,
+    View,
+    Waiter,
+    Waiters,
+    created,
+    delete,
+    endpoints,
+    entry_of,
+    put,
+    range_of,
+)
 from .epoch import Epoch
 from .gateway import NOT_FOUND, ConnectionLost, Gateway, Refused, decoded, encoded
 from .leases import Lease, Leases
 from .people import ForPeople
 from .watch import Watch
-
-# A waiter looks at the queue after so many seconds even if the watch says nothing: a connection
-# may die without a sign.
-LOOK_AGAIN = 1.0
 
 
 class EtcdBackend(ForPeople):
@@ -37,7 +43,8 @@ class EtcdBackend(ForPeople):
     fences = True
     queues = True
     pushes = True
-    poll_max = LOOK_AGAIN
+    # A waiter looks by itself so often: the connection of the watch may die without a sign.
+    poll_max = 1.0
 
     def __init__(
         self,
@@ -67,20 +74,13 @@ class EtcdBackend(ForPeople):
         waiter = self._waiters.get((claim.owner, claim.key))
         if waiter is None:
             waiter = Waiter(self._leases.take(claim.ttl))
-        elif waiter.lease.due_in(LOOK_AGAIN) == 0:
+        elif waiter.lease.is_due:
             self._leases.renew(waiter.lease)
         if wait != 0:
             # Whatever leaves the queue wakes us, until we know the key before ours.
             waiter.awaits, waiter.wake = self._queue_of(claim.key), claim.wake
             self._waiters[claim.owner, claim.key] = waiter
-        try:
-            view = self._enter(claim, waiter.lease, stay=wait != 0)
-        except Refused as error:
-            if error.code != NOT_FOUND:
-                raise
-            # The lease has gone, and its key with it: lost by the server, or revoked.
-            waiter.lease = self._leases.new(claim.ttl)
-            view = self._enter(claim, waiter.lease, stay=wait != 0)
+        view = self._enter(claim, waiter, stay=wait != 0)
         at = view.position_of(self._key(claim))
         if at == 0:
             return self._granted(claim, view, waiter.lease)
@@ -95,36 +95,22 @@ class EtcdBackend(ForPeople):
     def look(self, claim: Claim) -> Busy | None:
         """See whether the one before us is still there: one key, however long the queue."""
         waiter = self._waiters.get((claim.owner, claim.key))
-        if waiter is None or not waiter.awaits or waiter.lease.due_in(LOOK_AGAIN) == 0:
+        if waiter is None or not waiter.awaits or waiter.lease.is_due:
             return None
         return Busy() if self._entry(waiter.awaits) else None
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        claim, lease = grant.claim, self._leases.of(grant.session)
-        while True:
-            alive = self._leases.renew(lease)
-            entry = self._entry(self._key(claim))
-            if entry is None:
-                return False
-            if entry.lease == lease.id:
-                break
-            lease = self._leases.of(entry.lease)  # it was given a longer one, or granted again
-        if not alive:
-            return False
-        if lease.seconds >= ttl:
-            return True
-        write = put(entry.key, decoded(entry.value), self._leases.new(ttl))
-        return bool(self._gateway.txn([created(entry)], [write], []).get("succeeded"))
-
-    def end_in(self, grant: Grant, ttl: float) -> bool:
         entry = self._entry(self._key(grant.claim))
         if entry is None:
             return False
-        write = put(entry.key, decoded(entry.value), self._leases.new(ttl))
-        if not self._gateway.txn([created(entry)], [write], []).get("succeeded"):
-            return False
-        self._leases.give_back(entry.lease)
-        return True
+        lease = self._leases.of(entry.lease)
+        if not self._leases.renew(lease):
+            return False  # it has gone, and its key with it
+        return lease.seconds >= ttl or self._give_lease(entry, ttl)
+
+    def end_in(self, grant: Grant, ttl: float) -> bool:
+        entry = self._entry(self._key(grant.claim))
+        return entry is not None and self._give_lease(entry, ttl)
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
@@ -139,8 +125,8 @@ class EtcdBackend(ForPeople):
         first = view.queue[0] if view.queue else None
         if first is None or if_version not in (None, str(view.epoch + first.created)):
             return 0
-        delete = {"request_delete_range": {"key": encoded(first.key)}}
-        return int(bool(self._gateway.txn([created(first)], [delete], []).get("succeeded")))
+        # Not repeated: the second answer would be that it was not there.
+        return int(self._if_there(first, delete(first.key), repeat=False))
 
     def ping(self) -> None:
         self._epoch.read()
@@ -165,20 +151,29 @@ class EtcdBackend(ForPeople):
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
         self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
         self._leases = Leases(self._gateway)
-        # Of the claims that wait, by owner and key.
-        self._waiters: dict[tuple[str, str], Waiter] = {}
+        self._waiters = Waiters()
         self._watch = Watch(
             self._gateway,
             range_of(f"{self._prefix}/"),
-            partial(wake, self._waiters),
+            self._waiters,
             f"distlock-watch-{self.alias}",
         )
 
-    def _enter(self, claim: Claim, lease: Lease, *, stay: bool) -> View:
+    def _enter(self, claim: Claim, waiter: Waiter, *, stay: bool) -> View:
         """Take the lock if its queue is empty; else join the end of it, if we `stay`.
 
         Both may be repeated: a key that is there keeps its position and its lease.
         """
+        try:
+            return self._put(claim, waiter.lease, stay)
+        except Refused as error:
+            if error.code != NOT_FOUND:
+                raise
+        # The lease has gone, and its key with it: lost by the server, or revoked.
+        waiter.lease = self._leases.new(claim.ttl)
+        return self._put(claim, waiter.lease, stay)
+
+    def _put(self, claim: Claim, lease: Lease, stay: bool) -> View:
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
         write = put(self._key(claim), about, lease)
         read = [self._read_queue(claim.key), self._epoch.request]
@@ -189,9 +184,9 @@ class EtcdBackend(ForPeople):
 
     def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
-        while at := view.position_of(self._key(claim)):
-            delete = {"request_delete_range": {"key": encoded(self._key(claim))}}
-            if self._gateway.txn([created(view.queue[0])], [delete], []).get("succeeded"):
+        key = self._key(claim)
+        while at := view.position_of(key):
+            if self._if_there(view.queue[0], delete(key)):
                 break
             view = self._look(claim.key)
         if at == 0:
@@ -200,13 +195,25 @@ class EtcdBackend(ForPeople):
         self._leases.give_back(lease.id)
         return Busy()
 
+    def _give_lease(self, entry: Entry, ttl: float) -> bool:
+        """Give a key another lease; return whether it was still there."""
+        lease = self._leases.new(ttl)
+        there = self._if_there(entry, put(entry.key, decoded(entry.value), lease))
+        self._leases.give_back(entry.lease if there else lease.id)
+        return there
+
+    def _if_there(self, entry: Entry, request: dict[str, Any], *, repeat: bool = True) -> bool:
+        """Carry out the request if an entry is still there; return whether it was."""
+        answer = self._gateway.txn([created(entry)], [request], [], repeat=repeat)
+        return bool(answer.get("succeeded"))
+
     def _forget(self, claim: Claim) -> None:
         self._waiters.pop((claim.owner, claim.key), None)
 
     def _granted(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         first, asked_at = view.queue[0], view.asked_at
         lease = self._lease_of(first, lease)
-        grant = Grant(claim, view.epoch + first.created, asked_at, lease.id)
+        grant = Grant(claim, view.epoch + first.created, asked_at)
         if not lease.covers(claim.ttl, asked_at):
             grant = replace(grant, asked_at=monotonic())
             if not self.extend(grant, claim.ttl):
@@ -252,12 +259,7 @@ class EtcdBackend(ForPeople):
         queue, epoch = (
             response["response_range"].get("kvs", []) for response in answer["responses"][-2:]
         )
-        return View(
-            asked_at,
-            int(answer["header"]["revision"]),
-            [entry_of(kv) for kv in queue],
-            self._epoch.of(epoch),
-        )
+        return View(asked_at, [entry_of(kv) for kv in queue], self._epoch.of(epoch))
 
     def _entry(self, key: str) -> Entry | None:
         found = self._gateway.ask("/v3/kv/range", {"key": encoded(key)})

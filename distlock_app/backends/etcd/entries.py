@@ -31,7 +31,6 @@ class View:
     """The queue of one lock as it was at one revision."""
 
     asked_at: float
-    revision: int
     queue: list[Entry]
     epoch: int
 
@@ -40,29 +39,44 @@ class View:
         return next((at for at, entry in enumerate(self.queue) if entry.key == key), None)
 
 
+@dataclass(slots=True)
 class Waiter:
-    """A claim that waits: its lease, and the key whose end wakes it, or what that begins with."""
+    """A claim that waits."""
 
-    __slots__ = ("awaits", "lease", "wake")
+    lease: Lease
+    # The key whose end wakes it, or what that begins with; "" if the claim is to try again anyway.
+    awaits: str = ""
+    wake: Callable[[Grant | None], None] | None = None
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.awaits = ""
-        self.wake: Callable[[Grant | None], None] | None = None
-
-
-def wake(waiters: dict[tuple[str, str], Waiter], gone: str | None) -> bool:
-    """Wake the waiters for the end of the key `gone`, None: all; return whether any is left."""
-    now = monotonic()
-    for claim, waiter in list(waiters.items()):
-        if waiter.wake is not None and (gone is None or gone.startswith(waiter.awaits)):
-            if gone is not None:
-                waiter.awaits = ""  # no need to look
+    def wake_up(self) -> None:
+        """Have the claim look or try again."""
+        if self.wake is not None:
             with suppress(RuntimeError):  # its event loop was closed: that has it given back
-                waiter.wake(None)
-        elif waiter.lease.seconds and not waiter.lease.covers(0, now):
-            waiters.pop(claim, None)  # not renewed: a stable owner that went
-    return bool(waiters)
+                self.wake(None)
+
+
+class Waiters(dict[tuple[str, str], Waiter]):
+    """The claims of this process that wait, by owner and key."""
+
+    def wake_for(self, gone: str) -> None:
+        """Wake those that wait for the end of this key."""
+        for waiter in list(self.values()):
+            if waiter.awaits and gone.startswith(waiter.awaits):
+                waiter.awaits = ""
+                waiter.wake_up()
+
+    def wake_all(self) -> None:
+        """Let all look: any key may have gone unseen."""
+        for waiter in list(self.values()):
+            waiter.wake_up()
+
+    def any_left(self) -> bool:
+        """Return whether there are any, without those that stopped renewing their lease."""
+        now = monotonic()
+        for claim, waiter in list(self.items()):
+            if waiter.lease.seconds and not waiter.lease.covers(0, now):
+                self.pop(claim, None)
+        return bool(self)
 
 
 def endpoints(alias: str, location: Any) -> list[str]:
@@ -96,6 +110,11 @@ def put(key: str, value: str, lease: Lease) -> dict[str, Any]:
     """Return the request that writes a key with a lease."""
     put = {"key": encoded(key), "value": encoded(value), "lease": lease.id}
     return {"request_put": put}
+
+
+def delete(key: str) -> dict[str, Any]:
+    """Return the request that deletes a key."""
+    return {"request_delete_range": {"key": encoded(key)}}
 
 
 def created(entry: Entry) -> dict[str, Any]:

@@ -85,11 +85,17 @@ class Gateway:
                 self._token = answer["token"]
             return self._token
 
-    def txn(self, *parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def txn(
+        self,
+        compare: list[dict[str, Any]],
+        success: list[dict[str, Any]],
+        failure: list[dict[str, Any]],
+        *,
+        repeat: bool = True,
+    ) -> dict[str, Any]:
         """Return the answer to a transaction: what is compared, done if so, done if not."""
-        return self.ask(
-            "/v3/kv/txn", dict(zip(("compare", "success", "failure"), parts, strict=True))
-        )
+        body = {"compare": compare, "success": success, "failure": failure}
+        return self.ask("/v3/kv/txn", body, repeat=repeat)
 
     def stream(self, path: str, body: dict[str, Any]) -> Link:
         """Ask for answers without an end, on a connection of their own; raise OSError."""
@@ -108,21 +114,14 @@ class Gateway:
     def _send(self, path: str, data: bytes, token: str, *, repeat: bool = True) -> dict[str, Any]:
         failure: Exception | None = None
         for _ in range(len(self._endpoints) + 1):
+            endpoint, link = self._endpoints[0], None
             try:
                 link = self._take()
-            except OSError as error:
-                failure = error
-                self._use_next(self._endpoints[0])
-                continue
-            try:
                 answer = self._exchange(link, path, data, token)
             except OSError as error:
                 failure = error
-                if link.used is None or isinstance(error, TimeoutError):
-                    self._use_next(link.endpoint)
-                else:  # it had been closed meanwhile, and so had the others
-                    self.close()
-                if not repeat:
+                self._avoid(endpoint, link, error)
+                if link is not None and not repeat:
                     raise ConnectionLost(self._unreachable(error).args[0]) from error
                 continue
             if "error" in answer:
@@ -148,13 +147,7 @@ class Gateway:
         try:
             link.send(path, data, token)
             status, text, stays = link.receive()
-            # A stream of one (keepalive) has its answer inside "result".
-            answer: dict[str, Any] = json.loads(text)
-            answer = answer.get("result", answer)
-            if status >= 500 or answer.get("code") in UNAVAILABLE:
-                raise ConnectionError(f"HTTP {status}")
-            if status >= 400:  # since 3.6 there is no "error" beside the message
-                answer.setdefault("error", answer.get("message") or f"HTTP {status}")
+            answer = _answer_of(status, text)
         except (ValueError, IndexError) as error:
             link.close()
             raise ConnectionError("not an etcd response") from error
@@ -168,9 +161,13 @@ class Gateway:
             link.close()
         return answer
 
-    def _use_next(self, failed: str) -> None:
-        """Ask another endpoint from now on, unless another thread has changed it."""
-        if self._endpoints[0] == failed:
+    def _avoid(self, endpoint: str, link: Link | None, error: OSError) -> None:
+        """Ask otherwise from now on: the endpoint could not be reached, or the link failed."""
+        if link is not None and link.used is not None and not isinstance(error, TimeoutError):
+            self.close()  # it had been closed meanwhile, and so had the others
+            return
+        failed = endpoint if link is None else link.endpoint
+        if self._endpoints[0] == failed:  # else another thread has changed it
             self._endpoints.rotate(-1)
             self.close()
 
@@ -184,6 +181,17 @@ def _close_all(links: deque[Link]) -> None:
             links.pop().close()
         except IndexError:
             return
+
+
+def _answer_of(status: int, text: bytes) -> dict[str, Any]:
+    """Read an answer, which has an "error" if it is one; raise OSError, ValueError."""
+    answer: dict[str, Any] = json.loads(text)
+    answer = answer.get("result", answer)  # around that of a stream of one (keepalive)
+    if status >= 500 or answer.get("code") in UNAVAILABLE:
+        raise ConnectionError(f"HTTP {status}")
+    if status >= 400:  # since 3.6 there is no "error" beside the message
+        answer.setdefault("error", answer.get("message") or f"HTTP {status}")
+    return answer
 
 
 def encoded(text: str) -> str:

@@ -29,9 +29,10 @@ class Lease:
         """Return whether it surely lasts until `ttl` seconds after `at`."""
         return self.began + self.seconds * (1 - DRIFT_FACTOR) >= at + ttl
 
-    def due_in(self, most: float) -> float:
-        """Return the seconds, at most so many, after which a claim that waits renews it."""
-        return min(most, max(0.0, self.began + self.seconds / 3 - monotonic()))
+    @property
+    def is_due(self) -> bool:
+        """Whether a claim that waits should renew it."""
+        return monotonic() >= self.began + self.seconds / 3
 
 
 class Leases:

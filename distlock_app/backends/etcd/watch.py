@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from ...primitives.threads import Worker
 from ...primitives.timing import monotonic
+from .entries import Waiters
 from .gateway import Gateway, decoded
 from .http import Link
 
@@ -20,28 +20,24 @@ RETRY_SECONDS = 1.0  # after a stream that did not begin
 
 
 class Watch:
-    """Reports each deleted key: one stream for all waiters, on a thread of its own.
+    """Wakes waiters when keys are deleted: one stream for all, on a thread of its own.
 
-    `notify` is called with the key, and with None when any may have gone unseen; it returns
-    whether there are waiters. The stream ends some time after the last one.
+    The stream ends some time after the last waiter.
     """
 
-    def __init__(
-        self, gateway: Gateway, keys: Any, notify: Callable[[str | None], bool], name: str
-    ) -> None:
+    def __init__(self, gateway: Gateway, keys: Any, waiters: Waiters, name: str) -> None:
         self._gateway = gateway
         # Not from a given revision on: where there are newer ones, etcd looks at such a watch
         # only ten times a second.
         self._body = {"create_request": {**keys, "filters": ["NOPUT"]}}
-        self._notify = notify
+        self._waiters = waiters
         self._worker = Worker(name, self._run)
         self._link: Link | None = None
-        self._running = False
         self._ended = threading.Event()
 
     def start(self) -> None:
         """Have it run soon, for a waiter."""
-        if not self._running:
+        if self._link is None:
             self._worker.put(None)
 
     def end(self) -> None:
@@ -57,36 +53,36 @@ class Watch:
             os.close(copy)
 
     def _run(self, _: list[Any]) -> None:
-        self._running = True
-        try:
-            while self._notify("") and not self._ended.is_set():
-                if not self._follow():
-                    self._ended.wait(RETRY_SECONDS)
-        finally:
-            self._running = False
+        # The link goes first: then start() sees that it has, or this loop sees its waiter.
+        while self._waiters.any_left() and not self._ended.is_set():
+            try:
+                began = self._follow()
+            finally:
+                self._link = None
+            if not began:
+                self._ended.wait(RETRY_SECONDS)
 
     def _follow(self) -> bool:
         """Pass on what one stream says, until it ends; return whether it had begun."""
         began = False
-        with suppress(OSError, ValueError):
-            link = self._link = self._gateway.stream("/v3/watch", self._body)
-            try:
-                needed_at = monotonic()
-                for message in link.messages():
-                    answer = message.get("result", {})
-                    if "canceled" in answer or "error" in message or self._ended.is_set():
-                        return False
-                    if "created" in answer:
-                        began = True
-                        link.socket.settimeout(QUIET_SECONDS)
-                        self._notify(None)
-                    for event in answer.get("events", ()):
-                        self._notify(decoded(event["kv"]["key"]))
-                    if self._notify(""):
-                        needed_at = monotonic()
-                    elif monotonic() - needed_at > QUIET_SECONDS:
-                        break
-            finally:
-                self._link = None
-                link.close()
+        with (
+            suppress(OSError, ValueError),
+            closing(self._gateway.stream("/v3/watch", self._body)) as link,
+        ):
+            self._link = link
+            needed_at = monotonic()
+            for message in link.messages():
+                answer = message.get("result", {})
+                if "canceled" in answer or "error" in message or self._ended.is_set():
+                    return False
+                if "created" in answer:
+                    began = True
+                    link.socket.settimeout(QUIET_SECONDS)
+                    self._waiters.wake_all()
+                for event in answer.get("events", ()):
+                    self._waiters.wake_for(decoded(event["kv"]["key"]))
+                if self._waiters.any_left():
+                    needed_at = monotonic()
+                elif monotonic() - needed_at > QUIET_SECONDS:
+                    break
         return began
