@@ -882,7 +882,7 @@ def test_a_waiter_whose_event_loop_was_closed_keeps_nobody_else_asleep():
 
     woken = []
     deletion = DeletionWatch(lambda: None)
-    deletion.wakes = {ClaimNode("a", 0, 0): woken.append, ClaimNode("b", 0, 0): closed}
+    deletion.wakes = {ClaimNode(0, "a"): woken.append, ClaimNode(0, "b"): closed}
 
     deletion(None)
 

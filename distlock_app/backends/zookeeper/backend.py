@@ -14,9 +14,9 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from .nodes import ClaimNode, DeletionWatch, Node, in_line
+from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
 from .people import BATCH, ForPeople
-from .session import Gone, Session
+from .session import Gone, Session, unsigned
 
 # A waiter looks at the queue again after so many seconds, even if its watch says nothing.
 LOOK_AGAIN = 10.0
@@ -78,68 +78,52 @@ class ZooKeeperBackend(ForPeople):
         """Enter the queue, and take the lock if no claim is in the way."""
         session = self._session.id()
         own = self._nodes.get(claim.owner)
-        if own is not None and (own.session != session or not own.path):
-            own = None  # it ended with that session, or the answer to its creation was lost
+        if own is not None and not own.is_in(session):
+            self._unwatch(own)
+            own = None  # it ended with its session, or the answer to its creation was lost
         if own is not None and monotonic() < own.look_again_at and wait != 0:
             return Busy()
         # It may be trusted no longer than its session, whatever the claim asks for.
         ttl = min(claim.ttl, self._session.trusted)
         proved_since = monotonic() - ttl * PROVED_BEFORE
-        while True:
-            if own is None:
-                own, names = self._enter(claim, session)
-            else:
-                if self._session.proved_at < proved_since:
-                    self._session.prove(self._root)
-                names = self._list(self._shard(claim.key))
-            ahead = self._ahead(claim, own, names)
-            if ahead is None:  # taken away
-                self._nodes.pop(claim.owner, None)
-                return Busy()
-            if not ahead:
-                return self._granted(replace(claim, ttl=ttl), own)
+        if own is None:
+            own, names = self._enter(claim, session)
+        else:
+            names = self._look(claim, proved_since)
+        while ahead := self._ahead(claim, own, names):
             if wait == 0:
                 self.release(Grant(claim))
                 return Busy()
             if self._watch(claim, own, ahead[-1]):
                 return Busy()
+            names = self._look(claim, proved_since)
+        if ahead is None:  # taken away
+            self._forget(claim, own)
+            return Busy()
+        return self._granted(replace(claim, ttl=ttl), own)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        self._session.prove(self._root)
-        return self._outcome(self._extend(grant, ttl))
+        [result] = self.extend_many([(grant, ttl)])
+        if isinstance(result, BackendError):
+            raise result
+        return result
 
-    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
-        results: list[Any] = []
+    def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | BackendError]:
+        results: list[bool | BackendError] = []
         self._session.prove(self._root)  # once for all
         for start in range(0, len(work), BATCH):
-            sent: list[Any] = []
-            for item in work[start : start + BATCH]:
-                try:
-                    sent.append(self._extend(*item))
-                except BackendError as error:
-                    sent.append(error)
-            for one in sent:
-                try:
-                    results.append(self._outcome(one))
-                except BackendError as error:
-                    results.append(error)
+            sent = [self._ask_for(grant, ttl) for grant, ttl in work[start : start + BATCH]]
+            results += [self._is_there(one) for one in sent]
         return results
 
     def release(self, grant: Grant) -> bool:
         claim = grant.claim
-        own = self._nodes.get(claim.owner) or grant.session
-        if own is None or self._session.closed(own.session):
-            deleted = False  # nothing was sent, or it ended with that session
-        elif own.path:
-            deleted = self._delete(own.path)
-        else:  # The answer to its creation was lost.
-            self._session.prove(self._root)  # by then this server knows what another one did
-            shard = self._shard(claim.key)
-            ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
-            deleted = sum(self._delete(f"{shard}/{name}") for name in ours) > 0
-        if own is not None:
-            self._unwatch(own)
-        self._nodes.pop(claim.owner, None)  # only now: what failed is tried again
+        own = self._nodes.get(claim.owner)
+        if own is None:  # nothing was sent, or it was released
+            return False
+        # Otherwise it ended with that session, or will.
+        deleted = not self._session.closed(own.session) and self._remove(claim, own)
+        self._forget(claim, own)  # only now: what failed is tried again
         return deleted
 
     def ping(self) -> None:
@@ -162,52 +146,70 @@ class ZooKeeperBackend(ForPeople):
 
         Both in one round trip: ZooKeeper answers requests in the order in which they came.
         """
+        # Before it is sent: so release() knows that there may be a node.
+        own = self._nodes[claim.owner] = ClaimNode(session)
+        try:
+            return own, self._create(claim, own)
+        except Gone:
+            shard = self._shard(claim.key)
+            self._session.ask("ensure_path", shard)
+        try:
+            return own, self._create(claim, own)
+        except Gone:
+            raise BackendError(f"ZooKeeper {self.alias!r} has lost {shard}.") from None
+
+    def _create(self, claim: Claim, own: ClaimNode) -> list[str]:
         shard = self._shard(claim.key)
         kind = "r" if claim.shared else "w"
-        path = f"{shard}/{claim.key}-{session:016x}-{kind}{claim.owner}-"
+        path = f"{shard}/{claim.key}-{own.session:016x}-{kind}{claim.owner}-"
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder}).encode()
         options = {"ephemeral": True, "sequence": True, "include_data": True}
         sent_at = monotonic()
-        # Before it is sent: so release() knows that there may be a node.
-        own = self._nodes[claim.owner] = ClaimNode("", 0, session)
-        for first in (True, False):
-            made = self._session.send("create", path, about, **options)
-            listed = self._session.send("get_children", shard, include_data=True)
-            try:
-                names, directory = self._session.answer(listed)  # the later of the two
-                name, stat = self._session.answer(made)
-            except Gone:
-                if not first:
-                    raise BackendError(f"ZooKeeper {self.alias!r} has lost {shard}.") from None
-                self._session.ask("ensure_path", shard)
-                continue
-            if stat.ephemeralOwner & (1 << 64) - 1 != session:
-                self._delete(name)
-                raise BackendError(f"ZooKeeper {self.alias!r}: another session began meanwhile.")
-            own.path, own.czxid, own.shard_czxid = name, stat.czxid, directory.czxid
-            self._session.proved_at = max(self._session.proved_at, sent_at)
-            return own, names
-        raise AssertionError("unreachable")
+        made = self._session.send("create", path, about, **options)
+        listed = self._session.send("get_children", shard, include_data=True)
+        names: list[str]
+        names, directory = self._session.answer(listed)  # the later of the two
+        name, stat = self._session.answer(made)
+        if unsigned(stat.ephemeralOwner) != own.session:
+            self._delete(name)
+            raise BackendError(f"ZooKeeper {self.alias!r}: another session began meanwhile.")
+        own.path, own.czxid, own.shard_czxid = name, stat.czxid, directory.czxid
+        self._session.proved_at = max(self._session.proved_at, sent_at)
+        return names
+
+    def _look(self, claim: Claim, proved_since: float) -> list[str]:
+        """Return what is in the directory, once a write has proved that the session lives."""
+        if self._session.proved_at < proved_since:
+            self._session.prove(self._root)
+        return self._list(self._shard(claim.key))
 
     def _ahead(self, claim: Claim, own: ClaimNode, names: list[str]) -> list[Node] | None:
         """Return the nodes in the way, in order; None: our node is not there."""
         queue = in_line([Node.of(name) for name in names if name.startswith(claim.key)])
-        ours = own.path.rpartition("/")[2]
-        at = next((at for at, node in enumerate(queue) if node.name == ours), None)
-        if at is None:
+        mine = {node.name: node for node in queue if node.owner == claim.owner}
+        if (ours := mine.pop(own.name, None)) is None:
             return None
-        for node in queue:  # made by an earlier try whose answer was lost
-            if node.owner == claim.owner and node.name != ours:
-                self._delete(f"{self._shard(claim.key)}/{node.name}")
-        before = [node for node in queue[:at] if node.owner != claim.owner]
-        return [node for node in before if node.kind == "w"] if claim.shared else before
+        for name in mine:  # made by an earlier try whose answer was lost
+            self._delete(f"{self._shard(claim.key)}/{name}")
+        return in_the_way_of(ours, queue)
+
+    def _remove(self, claim: Claim, own: ClaimNode) -> bool:
+        """Delete the node of a claim; return whether it was there."""
+        if own.path:
+            return self._delete(own.path)
+        # The answer to its creation was lost.
+        self._session.prove(self._root)  # by then this server knows what another one did
+        shard = self._shard(claim.key)
+        ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
+        return sum(self._delete(f"{shard}/{name}") for name in ours) > 0
 
     def _granted(self, claim: Claim, own: ClaimNode) -> Grant | Busy:
         proved_at = self._session.proved_at
         fence = self._session.epoch(self._root, own.shard_czxid) + own.czxid
         if self._session.id() != own.session:  # what was proved may be of the next one
+            self._forget(claim, own)
             return Busy()
-        return Grant(claim, fence, proved_at, own)
+        return Grant(claim, fence, proved_at)
 
     def _watch(self, claim: Claim, own: ClaimNode, node: Node) -> bool:
         """Have the claim woken when `node` goes; False: it has gone."""
@@ -234,23 +236,32 @@ class ZooKeeperBackend(ForPeople):
             own.awaits.wakes.pop(own, None)
             own.awaits = None
 
-    def _extend(self, grant: Grant, ttl: float) -> tuple[Any, Any]:
-        own = grant.session or self._nodes.get(grant.claim.owner)
-        if own is None or own.session != self._session.id():
-            return None, None
-        if ttl > self._session.trusted:
-            raise BackendError(
-                f"ZooKeeper {self.alias!r}: a session guarantees at most "
-                f"{self._session.trusted:.1f} seconds (OPTIONS: SESSION)."
-            )
-        return own, self._session.send("exists", own.path)
+    def _forget(self, claim: Claim, own: ClaimNode) -> None:
+        self._unwatch(own)
+        self._nodes.pop(claim.owner, None)
 
-    def _outcome(self, sent: Any) -> bool:
-        if isinstance(sent, BackendError):
-            raise sent
-        own, result = sent
-        if own is None:
-            return False
-        stat = self._session.answer(result)  # by one server, which may be cut off: see prove()
-        # Not the session of before: its node may be there yet, and goes any moment.
-        return stat is not None and stat.ephemeralOwner & (1 << 64) - 1 == self._session.id()
+    def _ask_for(self, grant: Grant, ttl: float) -> Any:
+        """Ask whether the claim's node is there; return False or an error if that is known."""
+        own = self._nodes.get(grant.claim.owner)
+        try:
+            if own is None or not own.is_in(self._session.id()):
+                return False
+            if ttl > self._session.trusted:
+                raise BackendError(
+                    f"ZooKeeper {self.alias!r}: a session guarantees at most "
+                    f"{self._session.trusted:.1f} seconds (OPTIONS: SESSION)."
+                )
+            return self._session.send("exists", own.path)
+        except BackendError as error:
+            return error
+
+    def _is_there(self, asked: Any) -> bool | BackendError:
+        """Return the answer to what `_ask_for` asked, or an error."""
+        if asked is False or isinstance(asked, BackendError):
+            return asked
+        try:
+            stat = self._session.answer(asked)  # by one server, which may be cut off: see prove()
+            # Not the session of before: its node may be there yet, and goes any moment.
+            return stat is not None and unsigned(stat.ephemeralOwner) == self._session.id()
+        except BackendError as error:
+            return error

@@ -26,18 +26,25 @@ class Node:
         return cls(name, name[:40], name[58], name[59:91], int(name[92:]))
 
 
+@dataclass(slots=True, eq=False)
 class ClaimNode:
     """The node of one claim that waits or holds."""
 
-    __slots__ = ("awaits", "czxid", "look_again_at", "path", "session", "shard_czxid")
+    session: int
+    path: str = ""  # as long as it is not known whether it was created
+    czxid: int = 0
+    shard_czxid: int = 0  # of its directory
+    look_again_at: float = 0.0  # a monotonic time: by then it looks at the queue again
+    awaits: DeletionWatch | None = None
 
-    def __init__(self, path: str, czxid: int, session: int) -> None:
-        self.path = path
-        self.czxid = czxid
-        self.shard_czxid = 0  # of its directory
-        self.session = session
-        self.look_again_at = 0.0  # a monotonic time: by then it looks at the queue again
-        self.awaits: DeletionWatch | None = None
+    def is_in(self, session: int) -> bool:
+        """Return whether this session is known to have created it."""
+        return self.path != "" and self.session == session
+
+    @property
+    def name(self) -> str:
+        """The end of the path, as in a list of its directory."""
+        return self.path.rpartition("/")[2]
 
 
 class DeletionWatch:
@@ -68,6 +75,12 @@ def in_line(queue: list[Node]) -> list[Node]:
         return queue
     first = queue[0].number
     return sorted(queue, key=lambda node: (node.number - first + 2**31) % 2**32)
+
+
+def in_the_way_of(ours: Node, queue: list[Node]) -> list[Node]:
+    """Return the nodes of other owners that have to go before ours has the lock, in order."""
+    before = [node for node in queue[: queue.index(ours)] if node.owner != ours.owner]
+    return before if ours.kind == "w" else [node for node in before if node.kind == "w"]
 
 
 def holding_of(queue: list[Node]) -> list[Node]:

@@ -113,7 +113,7 @@ class Session:
         found = self._connected().client_id
         if found is None:
             raise BackendError(f"ZooKeeper {self._alias!r} is not connected.")
-        number = int(found[0]) & (1 << 64) - 1
+        number = unsigned(found[0])
         self._numbers.add(number)
         return number
 
@@ -230,26 +230,12 @@ class Session:
         retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
         more = {"connection_retry": retry, "handler": Handler(), "logger": _kazoo_says}
         client = KazooClient(**more, **self._options)
-        invoke, read = client._connection._invoke, client._connection._read_socket
-
-        def listen(timeout: float, request: Any, xid: Any = None) -> Any:
-            """Note what kazoo keeps to itself: how long the server lets the session live."""
-            answer = invoke(min(timeout, CONNECT), request, xid)
-            self._heard_at = monotonic()
-            if isinstance(request, Connect) and answer[0].time_out > 0:
-                self._granted = answer[0].time_out / 1000
-            return answer
-
-        def hear(timeout: float) -> Any:
-            self._heard_at = monotonic()
-            return read(timeout)
+        self._listen_to(client._connection)
 
         def note(state: str) -> None:
             if self._client is not None and self._client[0] is client:
                 self._cut_at = float("inf") if state == KazooState.CONNECTED else monotonic()
 
-        client._connection._invoke = listen
-        client._connection._read_socket = hear
         client.add_listener(note)
         live = client.start_async()
         if self._client is None:
@@ -257,6 +243,28 @@ class Session:
         else:  # a signal handler has made one meanwhile
             _end_later(client)
         return self._client
+
+    def _listen_to(self, connection: Any) -> None:
+        """Note what kazoo keeps to itself: when the server spoke, and how long a session lives."""
+        invoke, read = connection._invoke, connection._read_socket
+
+        def invoke_and_note(timeout: float, request: Any, xid: Any = None) -> Any:
+            answer = invoke(min(timeout, CONNECT), request, xid)
+            self._heard_at = monotonic()
+            if isinstance(request, Connect) and answer[0].time_out > 0:
+                self._granted = answer[0].time_out / 1000
+            return answer
+
+        def read_and_note(timeout: float) -> Any:
+            self._heard_at = monotonic()
+            return read(timeout)
+
+        connection._invoke, connection._read_socket = invoke_and_note, read_and_note
+
+
+def unsigned(number: int) -> int:
+    """Return the number of a session as it is shown in names; kazoo's have a sign."""
+    return number & (1 << 64) - 1
 
 
 def _end_later(client: Any) -> None:
