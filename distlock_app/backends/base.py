@@ -47,7 +47,7 @@ class BaseLockBackend:
     pushes = False  # a waiter's claim.wake is called when its turn comes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Reject anything but a key: it comes from a page or a command."""
+        """Let the methods for people reject what is no key: a page or a command names it."""
         super().__init_subclass__(**kwargs)
         for verb in FOR_PEOPLE:
             if verb in vars(cls):
@@ -103,7 +103,7 @@ class BaseLockBackend:
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[Any]:
         """Extend several claims for the renewer, in one request if the backend can.
 
-        Return True, False or an exception for each; None: see `heartbeat`.
+        Return True, False or an exception for each claim; None: see `heartbeat`.
         """
         results: list[bool | Exception] = []
         for grant, ttl in work:
@@ -114,7 +114,10 @@ class BaseLockBackend:
         return results
 
     def server_of(self, key: str) -> object:
-        """Return what serves this lock, without asking: renewals at one do not wait for others."""
+        """Return an object for the server of this lock, without a request.
+
+        The renewals of one server do not wait for those of another.
+        """
         return self
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
