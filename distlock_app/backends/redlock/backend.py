@@ -294,6 +294,12 @@ def _checked(where: str, location: Any) -> list[tuple[str, Any]]:
             "least 3. For a single server use RedisBackend."
         )
     recipes = [(alias, recipe(alias)) for alias in location]
+    _check_independence(where, location)
+    return recipes
+
+
+def _check_independence(where: str, location: Sequence[str]) -> None:
+    """Raise ImproperlyConfigured if one server is named twice."""
     names: dict[Any, str] = {}
     for alias in location:
         server = (server_of(alias) or (alias,))[0]
@@ -303,4 +309,3 @@ def _checked(where: str, location: Any) -> list[tuple[str, Any]]:
                 f"{alias!r}: a majority needs independent servers."
             )
         names[server] = alias
-    return recipes

@@ -143,9 +143,10 @@ class Node:
         connection = self._recipe.connection_class(**self._recipe.connection_kwargs)
         connection.connect()
         late = []
-        while self._late:
-            late.append(self._late.popleft())
         try:
+            with suppress(IndexError):
+                while True:
+                    late.append(self._late.popleft())
             # A node that does not know the script would run it late, or not at all.
             connection.send_packed_command([script.load for script in SCRIPTS], check_health=False)
             for _ in SCRIPTS:
