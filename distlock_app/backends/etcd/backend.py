@@ -13,18 +13,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from .entries import (
-    Entry,
-    View,
-    Waiter,
-    Waiters,
-    created,
-    delete,
-    endpoints,
-    entry_of,
-    put,
-    range_of,
-)
+from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
 from .epoch import Epoch
 from .gateway import NOT_FOUND, ConnectionLost, Gateway, Refused, decoded, encoded
 from .leases import Lease, Leases
@@ -204,7 +193,7 @@ class EtcdBackend(ForPeople):
 
     def _if_there(self, entry: Entry, request: dict[str, Any], *, repeat: bool = True) -> bool:
         """Carry out the request if an entry is still there; return whether it was."""
-        answer = self._gateway.txn([created(entry)], [request], [], repeat=repeat)
+        answer = self._gateway.txn([entry.condition], [request], [], repeat=repeat)
         return bool(answer.get("succeeded"))
 
     def _forget(self, claim: Claim) -> None:

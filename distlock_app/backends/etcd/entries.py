@@ -25,6 +25,11 @@ class Entry:
     lease: int
     value: str = ""
 
+    @property
+    def condition(self) -> dict[str, Any]:
+        """The condition of a transaction that it is still there."""
+        return {"key": encoded(self.key), "target": "CREATE", "create_revision": self.created}
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -51,7 +56,7 @@ class Waiter:
     def wake_up(self) -> None:
         """Have the claim look or try again."""
         if self.wake is not None:
-            with suppress(RuntimeError):  # its event loop was closed: that has it given back
+            with suppress(RuntimeError):  # its event loop was closed: the core releases it
                 self.wake(None)
 
 
@@ -115,11 +120,6 @@ def put(key: str, value: str, lease: Lease) -> dict[str, Any]:
 def delete(key: str) -> dict[str, Any]:
     """Return the request that deletes a key."""
     return {"request_delete_range": {"key": encoded(key)}}
-
-
-def created(entry: Entry) -> dict[str, Any]:
-    """Return the condition that an entry is still there."""
-    return {"key": encoded(entry.key), "target": "CREATE", "create_revision": entry.created}
 
 
 def entry_of(kv: dict[str, Any]) -> Entry:

@@ -85,16 +85,9 @@ class Gateway:
                 self._token = answer["token"]
             return self._token
 
-    def txn(
-        self,
-        compare: list[dict[str, Any]],
-        success: list[dict[str, Any]],
-        failure: list[dict[str, Any]],
-        *,
-        repeat: bool = True,
-    ) -> dict[str, Any]:
+    def txn(self, *parts: list[dict[str, Any]], repeat: bool = True) -> dict[str, Any]:
         """Return the answer to a transaction: what is compared, done if so, done if not."""
-        body = {"compare": compare, "success": success, "failure": failure}
+        body = dict(zip(("compare", "success", "failure"), parts, strict=True))
         return self.ask("/v3/kv/txn", body, repeat=repeat)
 
     def stream(self, path: str, body: dict[str, Any]) -> Link:

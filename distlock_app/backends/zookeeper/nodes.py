@@ -65,7 +65,7 @@ class DeletionWatch:
                 return
             own.look_again_at = 0.0
             if wake is not None:
-                with suppress(RuntimeError):  # its event loop was closed: that has it given back
+                with suppress(RuntimeError):  # its event loop was closed: the core releases it
                     wake(None)
 
 
