@@ -24,7 +24,7 @@ from .watch import Watch
 class EtcdBackend(ForPeople):
     """Leases in etcd. LOCATION is a URL, several with commas between, or a list of them.
 
-    A claim is a key with a lease. The oldest of a lock has it, and each of the others waits for
+    A claim is a key with a lease. The oldest key of a lock holds it, and each other key waits for
     the end of the one before it, so that a release wakes one waiter. Only revisions decide.
     """
 
@@ -48,7 +48,7 @@ class EtcdBackend(ForPeople):
         key: str | None = None,
         timeout: float = 3.0,
     ) -> None:
-        """`prefix` begins every key; `ca`, `cert`, `key` are files; `timeout` of an answer."""
+        """`prefix` begins every key; `ca`, `cert`, `key` are files; `timeout` is for an answer."""
         super().__init__(alias=alias, location=location)
         if not isinstance(prefix, str) or not prefix:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text.")
@@ -82,7 +82,7 @@ class EtcdBackend(ForPeople):
         return Busy()
 
     def look(self, claim: Claim) -> Busy | None:
-        """See whether the one before us is still there: one key, however long the queue."""
+        """See whether the key before ours is still there: one key, however long the queue."""
         waiter = self._waiters.get((claim.owner, claim.key))
         if waiter is None or not waiter.awaits or waiter.lease.is_due:
             return None
@@ -172,7 +172,10 @@ class EtcdBackend(ForPeople):
         return self._view([none_exists], [write, *read], read)
 
     def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
-        """Leave the queue, unless the lock has come to us meanwhile: others may count on that."""
+        """Leave the queue, unless our key is its first by now.
+
+        Then another thread or process with the same owner may hold the lock.
+        """
         key = self._key(claim)
         while at := view.position_of(key):
             if self._if_there(view.queue[0], delete(key)):
@@ -211,7 +214,7 @@ class EtcdBackend(ForPeople):
         return grant
 
     def _lease_of(self, entry: Entry, lease: Lease) -> Lease:
-        """Return the key's lease: another if an answer was lost, or the same owner was there."""
+        """Return the lease of a key of ours: another if an answer was lost, or an owner shared."""
         if entry.lease == lease.id:
             return lease
         self._leases.give_back(lease.id)

@@ -23,12 +23,12 @@ class Epoch:
         self.request = {"request_range": {"key": self._key}}  # for a transaction that reads it too
 
     def read(self) -> int:
-        """Ask for it; raise BackendError."""
+        """Ask etcd for the number; raise BackendError."""
         answer = self._gateway.ask("/v3/kv/range", self.request["request_range"])
         return self.of(answer.get("kvs", ()))
 
     def of(self, found: Sequence[Any]) -> int:
-        """Return what was found; if that is nothing, begin."""
+        """Return the number that was found; note one if there is none."""
         if not found:
             begin = {
                 "request_put": {"key": self._key, "value": encoded(str(time.time_ns() // 1000))}

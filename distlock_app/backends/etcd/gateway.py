@@ -72,7 +72,7 @@ class Gateway:
         try:
             return self._send(path, data, token, repeat=repeat)
         except Refused as error:
-            # Tokens end, with the time and with the member that gave them.
+            # Tokens expire, and end with the member that gave them.
             if error.code not in UNAUTHENTICATED or not self._login:
                 raise
         return self._send(path, data, self._log_in(token), repeat=repeat)
@@ -155,7 +155,7 @@ class Gateway:
         return answer
 
     def _avoid(self, endpoint: str, link: Link | None, error: OSError) -> None:
-        """Ask otherwise from now on: the endpoint could not be reached, or the link failed."""
+        """Use other connections from now on: the endpoint or the link has failed."""
         if link is not None and link.used is not None and not isinstance(error, TimeoutError):
             self.close()  # it had been closed meanwhile, and so had the others
             return

@@ -36,7 +36,7 @@ class Lease:
 
 
 class Leases:
-    """The leases of one process that no claim uses."""
+    """The leases of one process: those of its claims, and free ones for the next claims."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -80,7 +80,7 @@ class Leases:
             self._free[lease.asked].append(lease)
 
     def renew(self, lease: Lease) -> bool:
-        """Let it begin again; return whether it still was."""
+        """Let a lease begin again; return False if it has ended."""
         began = monotonic()
         answer = self._gateway.ask("/v3/lease/keepalive", {"ID": lease.id})
         if "TTL" not in answer:
@@ -89,7 +89,7 @@ class Leases:
         return True
 
     def remaining(self, id: int) -> float | None:
-        """Return the seconds for which it is left to a claim; None: it has ended."""
+        """Return the seconds of a lease that are left to its claim; None: it has ended."""
         answer = self._gateway.ask("/v3/lease/timetolive", {"ID": id})
         left = int(answer["TTL"]) if "TTL" in answer else 0
         granted = int(answer.get("grantedTTL", 0))

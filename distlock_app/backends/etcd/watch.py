@@ -36,12 +36,12 @@ class Watch:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Have it run soon, for a waiter."""
+        """Have a stream begin soon, for a waiter."""
         if self._link is None:
             self._worker.put(None)
 
     def end(self) -> None:
-        """End it for good."""
+        """End the stream for good."""
         self._ended.set()
         if (link := self._link) is not None:
             with suppress(OSError):  # it has ended

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...primitives.timing import monotonic
 
-# What the clocks of two hosts may differ in rate.
+# How much the clocks of two hosts may differ in rate.
 RATE_DRIFT = 0.001
 # How often the nodes are asked for it.
 LEARN_SECONDS = 1.0
@@ -39,11 +39,11 @@ class ServerClock:
         return self._ahead is None or at - self._learned > LEARN_SECONDS
 
     def learn(self, heard: float, times: Sequence[int]) -> None:
-        """Take what nodes said in answers that had come at our time `heard`.
+        """Note the nodes' times, from answers that had come at our time `heard`.
 
-        An answer that took long makes their clocks look slow, so that the greatest guess is next
-        to the truth; it is given up slowly, as clocks may run at rates that differ, and at once
-        when a clock was set back.
+        An answer that took long makes a clock look slow, so the greatest guess is the best. It is
+        lowered slowly, because clocks may run at different rates, and at once when a clock was
+        set back.
         """
         if not times:
             return

@@ -28,8 +28,8 @@ PROVED_BEFORE = 0.1
 class ZooKeeperBackend(ForPeople):
     """Locks that live as long as the session of their process; LOCATION lists hosts.
 
-    A claim is an ephemeral node with a number. The lowest of a lock has it, and each of the
-    others watches the one that is in its way, so that a release wakes one waiter.
+    A claim is an ephemeral node with a number. The lowest node of a lock holds it, and each of
+    the others watches the node that is in its way, so that a release wakes one waiter.
     """
 
     check_id = "distlock_app.E016"

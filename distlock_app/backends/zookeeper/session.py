@@ -134,7 +134,7 @@ class Session:
         return known[2]
 
     def read_epoch(self, root: str) -> int:
-        """Ask for it."""
+        """Ask ZooKeeper for that number."""
         while (stat := self.ask("exists", root)) is None:
             self.ask("ensure_path", root)
         return int(stat.ctime * 1000 - stat.czxid)
