@@ -36,7 +36,7 @@ from distlock_app.core.waiting import acquired
 from distlock_app.core.wakers import Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.testing.claims import a_claim
-from tests.engines import DEADLINE, closing_loop, until
+from tests.engines import DEADLINE, closing_loop, interrupted_at, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
 from tests.servers import EtcdServer, ZooKeeperEnsemble, ZooKeeperServer
@@ -925,6 +925,21 @@ def test_a_signal_handler_that_locks_while_the_session_is_opened_does_not_hang(e
     assert len(grants) == 2 and all(own().extend(grant, TTL) for grant in grants)
     until(lambda: clients() == before + 1)
     assert all(own().release(grant) for grant in grants)
+
+
+@pytest.mark.slow
+def test_an_interrupted_attempt_to_connect_leaves_no_client_behind(engine):
+    if engine.name == "etcd":
+        return  # its connections end with the objects
+    before = clients()
+    for at in range(-2, 10**6):
+        done = interrupted_at(at, session, own().ping)
+        own().close()
+        if done and at > 0:
+            break
+
+    assert at > 20
+    until(lambda: clients() == before)
 
 
 def clients():

@@ -44,7 +44,7 @@ class Gone(Exception):
 
 
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
-    """kazoo's threads, with a select() that makes no new epoll object for each of five calls.
+    """kazoo's threads, with a select() that makes no epoll object: a request calls it five times.
 
     A server that does not answer costs `CONNECT` seconds, not a whole session.
     """
@@ -58,8 +58,8 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
             poll.register(one, select.POLLIN)
         for one in writers:
             poll.register(one, select.POLLOUT)
-        found = poll.poll(None if timeout is None else math.ceil(timeout * 1000))
-        ready = {fd for fd, _ in found}
+        milliseconds = None if timeout is None else math.ceil(timeout * 1000)
+        ready = {fd for fd, _ in poll.poll(milliseconds)}
         return tuple([one for one in x if one.fileno() in ready] for x in (readers, writers, ()))
 
 
@@ -237,11 +237,13 @@ class Session:
                 self._cut_at = float("inf") if state == KazooState.CONNECTED else monotonic()
 
         client.add_listener(note)
-        live = client.start_async()
-        if self._client is None:
-            self._client = (client, live)
-        else:  # a signal handler has made one meanwhile
-            _end_later(client)
+        try:
+            live = client.start_async()
+            if self._client is None:
+                self._client = (client, live)
+        finally:
+            if self._client is None or self._client[0] is not client:
+                _end_later(client)  # Ctrl-C, or a signal handler has made one meanwhile
         return self._client
 
     def _listen_to(self, connection: Any) -> None:
