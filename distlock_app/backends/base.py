@@ -1,4 +1,4 @@
-"""The backend contract: `BaseLockBackend`, and base classes for what only some backends do."""
+"""The backend contract: `BaseLockBackend` and its defaults (pauses, flags), and optional parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The setting DISTLOCK: one backend per alias and process, with its ttl and wait."""
+"""The setting DISTLOCK: read and checked, and one backend made per alias and process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renews leases in time, in batches, and detects when one can no longer be trusted.
+"""Renews leases at a third of their ttl, in batches, a thread per server; tells which are late.
 
 One thread per server sends the requests: a server that hangs does not delay the others or the
 timer, so losses are reported on time.

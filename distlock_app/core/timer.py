@@ -1,4 +1,4 @@
-"""One daemon thread for everything due at a time: renewals, ends of leases, retried releases."""
+"""One daemon thread that starts what is due: renewals, ends of leases, retried releases."""
 
 from __future__ import annotations
 

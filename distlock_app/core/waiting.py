@@ -1,4 +1,4 @@
-"""The waiting loop: retries, wake-ups and time limits, for threads and event loops.
+"""The waiting loop: retries, pauses, wake-ups and time limits, for threads and event loops.
 
 The loop is a generator that yields calls and pauses. `run` executes both in the calling thread;
 `arun` makes the calls in threads (offloading.py) and pauses in the event loop, so that a waiting

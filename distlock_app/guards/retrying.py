@@ -1,4 +1,4 @@
-"""`retry_on_conflict`: repeat a change on a fresh row after a conflict, at last on a locked one."""
+"""Retries: `retry_on_conflict`, its pauses, and which database errors deserve another try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `manage.py distlock` shows: `list`, `stuck`, `watch` and `show`."""
+"""What `manage.py distlock` shows: `list`, `stuck`, `watch` and `show`, and what they leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A holding as people read it: its state, its holder, its times, and what to look at first."""
+"""A holding as people and dashboards read it: state, holder, times, what to look at first."""
 
 from __future__ import annotations
 

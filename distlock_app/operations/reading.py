@@ -1,4 +1,4 @@
-"""Read the locks held now, and the health of all backends, in parallel and within a time limit."""
+"""Read the locks held now, and the health of all backends, in parallel, within two seconds."""
 
 from __future__ import annotations
 

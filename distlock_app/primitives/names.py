@@ -1,4 +1,4 @@
-"""Lock names: their exact key for backends, their printable text for people."""
+"""Lock names: the hash under which backends keep them, their printable text for people."""
 
 from __future__ import annotations
 

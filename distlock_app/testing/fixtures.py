@@ -1,4 +1,4 @@
-"""For tests of projects: locks in memory, a lock held by another process, a lock that is lost."""
+"""For tests of projects, with pytest or not: locks in memory, one held elsewhere, one lost."""
 
 from __future__ import annotations
 

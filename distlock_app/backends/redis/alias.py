@@ -1,4 +1,4 @@
-"""Which Redis a LOCATION means: connections as the CACHES alias describes them."""
+"""Which Redis a LOCATION means: connections and their time limits, as CACHES describes them."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class RedlockBackend(ForPeople):
         fence; else the greatest is sent to all.
         """
         fence = max(fences)
-        if fences.count(fence) > len(self._nodes) // 2:
+        if fences.count(fence) >= self._quorum.majority:
             return fence
         request = self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
 

@@ -1,4 +1,4 @@
-"""The nodes of a quorum and their connections: one request to all at once, and the votes.
+"""The nodes of a quorum and their connections: one request to all at once, its votes counted.
 
 The answer of a slow node is still in flight when the vote is over; it is read before the next
 one on that connection.

@@ -1,4 +1,4 @@
-"""The quorum: asks all nodes at once, until a majority has answered.
+"""The quorum: what a majority is; asks all nodes at once, until a majority has answered.
 
 A thread that asks has a connection to each node as long as it asks: it sends to all and reads
 what comes. A node that stays silent is left out, and threads in the background try to reach it

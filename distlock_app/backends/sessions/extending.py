@@ -1,4 +1,4 @@
-"""Renewal of locks that end with their session: does it still live, and have its lock?"""
+"""Renewal of locks that end with their session, and how soon a killed session is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a versioned object is saved: Django's own save, with the version as a condition."""
+"""How a versioned object is saved: on condition of its version; and the error of a conflict."""
 
 from __future__ import annotations
 
