@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import threading
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import uniform
@@ -10,10 +14,11 @@ from time import sleep
 
 import pytest
 
+from distlock_app.backends.base import BaseLockBackend
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
-from distlock_app.testing import LockBackendContract
+from distlock_app.testing import LockBackendContract, processes
 
 
 class Unreachable(LocMemBackend):
@@ -125,6 +130,105 @@ class SharesAConnection(LocMemBackend):
         return answer if os.read(self.connection[0], 1) == b"1" else Busy()
 
 
+class ForOneProcess(LocMemBackend):
+    """Says that it excludes other processes."""
+
+    local = False
+
+
+class KeepsAMutexOverForks(OnFiles):
+    """Its requests are one at a time, in the child of a fork too."""
+
+    mutex = threading.Lock()
+
+    def acquire(self, claim, wait):
+        with self.mutex:
+            sleep(0.005)
+            return super().acquire(claim, wait)
+
+
+class Hangs(Unreachable):
+    def acquire(self, claim, wait):
+        threading.Event().wait(60)
+
+
+class RaisesItsOwnError(Unreachable):
+    def release(self, grant):
+        raise ConnectionResetError("by peer")
+
+
+class CannotList(BaseLockBackend):
+    pass
+
+
+class ListsAllLocks(LocMemBackend):
+    def holders(self, key=None):
+        return super().holders()
+
+
+class ListsWhatHasExpired(LocMemBackend):
+    def __init__(self, *, alias, location=None):
+        super().__init__(alias=alias)
+        self.seen = {}
+
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        self.seen |= {held.key: held for held in super().holders(claim.key)}
+        return answer
+
+    def holders(self, key=None):
+        return [held for held in self.seen.values() if key in (None, held.key)]
+
+
+class ListsTheNameAsItIs(LocMemBackend):
+    def acquire(self, claim, wait):
+        self.names = {**getattr(self, "names", {}), claim.key: claim.name}
+        return super().acquire(claim, wait)
+
+    def holders(self, key=None):
+        return [replace(held, name=self.names[held.key]) for held in super().holders(key)]
+
+
+class ListsTextOfItsHolder(LocMemBackend):
+    def holders(self, key=None):
+        return [replace(held, holder=json.dumps(held.holder)) for held in super().holders(key)]
+
+
+class ClearsWhatIsFree(LocMemBackend):
+    def clear(self, key, if_version=None):
+        return super().clear(key, if_version) or int(if_version is None)
+
+
+class CountsMilliseconds(LocMemBackend):
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        return answer or Busy(free_in=30_000.0)
+
+
+class HasNoFence(LocMemBackend):
+    def acquire(self, claim, wait):
+        return super().acquire(claim, wait) and Grant(claim)
+
+
+class SaysTrue(LocMemBackend):
+    def acquire(self, claim, wait):
+        return bool(super().acquire(claim, wait))
+
+
+class WaitsUnasked(OnFiles):
+    def acquire(self, claim, wait):
+        sleep(min(wait, 2))
+        return super().acquire(claim, wait)
+
+
+class DoesNotWait(OnFiles):
+    blocks = True
+
+
+class KeepsNoOrder(OnFiles):
+    queues = True
+
+
 class CountsFromOne(LocMemBackend):
     def __init__(self, *, alias, location=None):
         super().__init__(alias=alias)
@@ -178,6 +282,14 @@ class WaitsForTooLong(LocMemBackend):
 
 BREAKS = [
     *((wrong, "does_not_answer") for wrong in (SaysBusy, SaysLost, SaysReleased, SaysFree)),
+    (ForOneProcess, "many_processes"),
+    *((wrong, "who_holds") for wrong in (ListsTheNameAsItIs, ListsTextOfItsHolder)),
+    (ListsWhatHasExpired, "has_expired"),
+    (ClearsWhatIsFree, "changed_hands"),
+    (CountsMilliseconds, "refused_to_another"),
+    (HasNoFence, "free_lock_is_granted"),
+    *((wrong, "backend_that_blocks") for wrong in (WaitsUnasked, DoesNotWait)),
+    (KeepsNoOrder, "waiters_are_served_in_order"),
     (CountsFromOne, "data_was_lost"),
     (ReleasesByFence, "lost_answer"),
     (GrantsAgainForTheRest, "whole_ttl_again"),
@@ -188,11 +300,22 @@ BREAKS = [
     (WaitsForTooLong, "stays_held"),
 ]
 
+# What the suite says besides that it failed.
+SAYS = [
+    (Hangs, "does_not_answer", "Hangs.acquire() still hangs after 6.0 s: give requests a time"),
+    (RaisesItsOwnError, "does_not_answer", "it must raise BackendError"),
+    (KeepsAMutexOverForks, "fork_amid", "has to be replaced in after_fork()"),
+    (CannotList, "flags_promise", "lists = True, but no clear()"),
+    (ListsAllLocks, "who_holds", "it must be the one claim under this key"),
+    (SaysTrue, "refused_to_another", "said True: it must be a Grant, a Busy or None"),
+]
+
 
 @pytest.fixture
-def suite(settings, tmp_path):
+def suite(settings, tmp_path, monkeypatch):
     """Return what makes the suite of a class here, and the one case whose name has some words."""
     OnFiles.directory = tmp_path
+    monkeypatch.setattr(processes, "CHILD_LIVES", 4)
 
     def make(backend, words, broken=Unreachable):
         path = f"{backend.__module__}.{backend.__name__}"
@@ -224,6 +347,15 @@ def test_the_suite_fails_a_backend_that_breaks_a_promise(suite, wrong, words):
         case()
 
 
-@pytest.mark.parametrize("words", sorted({words for _, words in BREAKS}))
+@pytest.mark.parametrize(("wrong", "words", "text"), SAYS)
+def test_the_suite_says_what_is_wrong(suite, wrong, words, text):
+    case = suite(wrong, words, broken=wrong if issubclass(wrong, Unreachable) else Unreachable)
+
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        case()
+
+
+@pytest.mark.parametrize("words", sorted({words for _, words, *_ in BREAKS + SAYS}))
 def test_the_suite_passes_a_backend_that_keeps_the_promise(suite, words):
-    suite(LocMemBackend if words != "child_process" else OnFiles, words)()
+    of_processes = words in ("child_process", "many_processes", "fork_amid")
+    suite(OnFiles if of_processes else LocMemBackend, words)()

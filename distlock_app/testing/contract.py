@@ -12,7 +12,9 @@ from ..primitives.timing import monotonic
 from .claims import a_claim
 from .faults import FaultContract
 from .people import PeopleContract
+from .processes import ProcessContract
 from .sharing import SharingContract
+from .suite import lacking
 
 # Names that backends have folded, cut, quoted or taken for something else; all are different.
 NASTY_NAMES = [
@@ -28,7 +30,7 @@ NASTY_NAMES = [
 ]
 
 
-class LockBackendContract(SharingContract, FaultContract, PeopleContract):
+class LockBackendContract(SharingContract, FaultContract, ProcessContract, PeopleContract):
     """The promises of a backend: subclass it, name an alias of DISTLOCK, run it with pytest.
 
         class TestMyBackend(LockBackendContract):
@@ -38,20 +40,31 @@ class LockBackendContract(SharingContract, FaultContract, PeopleContract):
     tested if the class has `broken()` and `lose_data()`: only its author can break the server.
     """
 
+    def test_it_has_the_methods_that_its_flags_promise(self) -> None:
+        missing = lacking(self.backend)
+
+        assert not missing, f"{', '.join(missing)}: write it, or set the flag to False"
+
     def test_a_free_lock_is_granted(self) -> None:
         claim = a_claim(self.name())
 
         grant = self.backend.acquire(claim, 0)
 
-        assert grant
+        assert isinstance(grant, Grant)
         assert grant.claim == claim
+        assert (grant.fence is not None) is self.backend.fences, "a fence, if `fences` is set"
         assert self.backend.release(grant) is True
 
     def test_a_held_lock_is_refused_to_another_owner(self) -> None:
         name = self.name()
         grant = self.take(name)
 
-        assert not self.take(name)
+        refusal = self.take(name)
+
+        assert not refusal
+        if (free_in := self.free_in(refusal)) is not None:
+            ttl = grant.claim.ttl
+            assert ttl / 2 < free_in < 2 * ttl, "seconds until the claim in the way ends"
         self.backend.release(grant)
 
     def test_the_same_owner_is_granted_again_with_the_same_fence(self) -> None:

@@ -169,6 +169,19 @@ class SharingContract(Suite):
                 assert self.backend.clear(key) == 2
                 assert self.take(name)
 
+    def test_waiters_are_served_in_order_of_arrival(self) -> None:
+        self.needs_a_queue()
+        name = self.name()
+        grant = self.take(name)
+        waiters = [Waiter(self.backend, name, fair=True) for _ in range(4)]
+
+        while waiters:
+            first, *waiters = waiters
+            self.backend.release(grant)
+            for other in reversed(waiters):
+                assert other.waits(), "it overtook one who came before"
+            grant = first.granted()
+
     def test_nobody_overtakes_a_waiter_of_another_kind(self) -> None:
         self.needs_a_queue()
         for kind in self.kinds():

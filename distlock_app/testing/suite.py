@@ -8,6 +8,10 @@ from time import sleep
 from typing import Any
 from unittest import SkipTest
 
+from django.core.exceptions import ImproperlyConfigured
+
+from ..backends.base import BaseLockBackend
+from ..claims import Busy, Grant
 from ..core.registry import registry
 from ..primitives.timing import monotonic
 from .claims import a_claim
@@ -24,11 +28,19 @@ WITHOUT = {
     "lists": "it cannot list its locks",
 }
 
+# The methods behind a flag.
+PROMISED = {
+    "lists": ("holders", "clear"),
+    "latches": ("count_down", "counted"),
+    "prolongs": ("prolong",),
+}
+
 
 class Suite:
     """The base of the suite's parts."""
 
     alias = "default"
+    patience = 10.0  # seconds in which a waiter has to notice what it waits for
 
     @property
     def backend(self) -> Any:
@@ -41,20 +53,25 @@ class Suite:
 
     def teardown_method(self) -> None:
         """Take away what the test still holds."""
-        for holding in list(self.backend.holders() if self.backend.lists else ()):
-            if holding.name.startswith("contract-"):
-                self.backend.clear(holding.key)
+        try:
+            backend = self.backend
+        except ImproperlyConfigured:
+            return  # as the test has said
+        if backend.lists and not lacking(backend):
+            for holding in list(backend.holders()):
+                if holding.name.startswith("contract-"):
+                    backend.clear(holding.key)
 
     @staticmethod
     def eventually(attempt: Any, *, within: float) -> Any:
         """Return the first true answer of `attempt`, or fail after `within` seconds."""
-        deadline, pause = monotonic() + within, 0.002
+        deadline, pause, answer = monotonic() + within, 0.002, None
         while monotonic() < deadline:
             if answer := attempt():
                 return answer
             sleep(uniform(0, pause))  # tries at the same time get in each other's way
             pause = min(2 * pause, 0.1)
-        raise AssertionError(f"still nothing after {within} s")
+        raise AssertionError(f"still {answer!r} after {within} s")
 
     def needs(self, *flags: str) -> None:
         """Skip the test for a backend without one of `flags`."""
@@ -64,4 +81,30 @@ class Suite:
 
     def take(self, name: str, **fields: Any) -> Any:
         """Try once to take the lock; return the answer."""
-        return self.backend.acquire(a_claim(name, **fields), 0)
+        answer = self.backend.acquire(a_claim(name, **fields), 0)
+        assert isinstance(answer, Grant) or not answer, (
+            f"acquire() said {answer!r}: it must be a Grant, a Busy or None"
+        )
+        return answer
+
+    def free_in(self, answer: Any) -> float | None:
+        """Return what a Busy says of the time for which the lock stays held."""
+        return answer.free_in if isinstance(answer, Busy) else None
+
+    def only_holding(self, key: str) -> Any:
+        """Return what is listed of a lock that has one holder."""
+        found = list(self.backend.holders(key))
+        assert [held.key for held in found] == [key], (
+            f"holders({key!r}) listed {found}: it must be the one claim under this key"
+        )
+        return found[0]
+
+
+def lacking(backend: Any) -> list[str]:
+    """Return the methods that its flags promise and that it does not have."""
+    return [
+        f"{flag} = True, but no {verb}()"
+        for flag, verbs in PROMISED.items()
+        for verb in verbs
+        if getattr(backend, flag) and getattr(type(backend), verb) is getattr(BaseLockBackend, verb)
+    ]

@@ -1,0 +1,127 @@
+"""The part of the backends' suite about processes: exclusion between them, and forks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from random import uniform
+from time import sleep
+from unittest import SkipTest
+
+from .claims import a_claim
+from .suite import Suite
+
+# Seconds after which a child process that does not end is ended.
+CHILD_LIVES = 60
+
+
+class ProcessContract(Suite):
+    """What a backend keeps in several processes; see LockBackendContract."""
+
+    def test_one_of_many_processes_has_it_at_a_time(self) -> None:
+        if self.backend.local:
+            raise SkipTest("it does not exclude other processes")
+        name = self.name()
+
+        with mmap.mmap(-1, 1) as counter:  # which the children share
+
+            def work() -> None:
+                for _ in range(10):
+                    claim = a_claim(name)
+                    grant = self.eventually(lambda c=claim: self.backend.acquire(c, 0), within=50)
+                    seen = counter[0]
+                    sleep(0.0005)
+                    counter[0] = seen + 1
+                    self.backend.release(grant)
+
+            self._join([self._fork(work) for _ in range(4)])
+
+            assert counter[0] == 40, "two processes had it at a time"
+
+    def test_a_child_process_leaves_to_its_parent_what_the_parent_has(self) -> None:
+        name = self.name()
+        held = self.take(name)
+
+        def work() -> None:
+            assert bool(self.take(name)) is self.backend.local
+            self._use_it()
+
+        child = self._fork(work)
+        try:
+            self._use_it()  # with a shared connection, one would read the answers of the other
+        finally:
+            self._join([child])
+
+        assert self.backend.extend(held, 30) is True
+        assert self.backend.release(held) is True
+
+    def test_a_fork_amid_the_requests_of_other_threads_harms_neither_process(self) -> None:
+        done, errors = threading.Event(), []
+
+        def work() -> None:
+            try:
+                while not done.is_set():
+                    assert self.backend.release(self.take(self.name())) is True
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        children = []
+        try:
+            for _ in range(5):
+                sleep(uniform(0.01, 0.03))
+                children.append(self._fork(self._use_it))
+        finally:
+            try:
+                self._join(children)
+            finally:
+                done.set()
+                for thread in threads:
+                    thread.join(CHILD_LIVES)
+
+        assert errors == [], "the parent could not go on while a child lived"
+
+    def _use_it(self) -> None:
+        for _ in range(20):
+            name = self.name()
+            grant = self.eventually(lambda n=name: self.take(n), within=self.patience)
+            assert not self.take(name)
+            assert self.backend.release(grant) is True
+            assert self.backend.release(grant) is False
+
+    def _fork(self, work: Callable[[], None]) -> int:
+        """Let a child process do it, and then close its backend; return its pid."""
+        if not hasattr(os, "fork"):
+            raise SkipTest("there is no fork() here")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork() beside other threads
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(CHILD_LIVES)
+                work()
+                self.backend.close()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        return child
+
+    @staticmethod
+    def _join(children: list[int]) -> None:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert -signal.SIGALRM not in codes, (
+            f"a child process hung for {CHILD_LIVES} s: what it inherited (a connection, an open "
+            "file, a mutex that another thread held) has to be replaced in after_fork()"
+        )
+        assert not any(codes), "a child process failed: its traceback is in the captured stderr"
