@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import threading
+from contextlib import aclosing
 from functools import partial, wraps
 from urllib.request import urlopen
 
@@ -13,7 +16,7 @@ from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.models import AnonymousUser, User
 from django.db import connection, connections, transaction
-from django.http import HttpResponse, StreamingHttpResponse
+from django.http import FileResponse, HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
 from django.utils.decorators import method_decorator
@@ -22,8 +25,18 @@ from django.utils.translation import override
 from django.views.decorators.csrf import csrf_exempt
 from django.views.generic import View
 
-from distlock_app import BackendError, Lock, LockError, LockLost, current_hold, locked_view
+from distlock_app import (
+    BackendError,
+    Lock,
+    LockError,
+    LockLost,
+    NotHeld,
+    assert_locked,
+    current_hold,
+    locked_view,
+)
 from distlock_app.core.registry import registry
+from distlock_app.core.releasing import releaser
 from distlock_app.decorators.atomic_requests import mark
 from distlock_app.testing import held_elsewhere, lose
 from tests.app.models import Counter
@@ -501,6 +514,31 @@ async def async_stream(request):
     return StreamingHttpResponse(body())
 
 
+@on_locmem("stream")
+def checking_stream(request):
+    def body():
+        for _ in range(2):
+            assert_locked("stream", using="locmem")
+            yield b"inside "
+
+    return StreamingHttpResponse(body())
+
+
+@on_locmem("stream")
+async def async_checking_stream(request):
+    async def body():
+        for _ in range(2):
+            assert_locked("stream", using="locmem")
+            yield b"inside "
+
+    return StreamingHttpResponse(body())
+
+
+@on_locmem("stream")
+def download(request):
+    return FileResponse(io.BytesIO(b"ab"))
+
+
 def hiding(view):
     def wrapper(request, *args, **kwargs):
         return view(request, *args, **kwargs)
@@ -722,6 +760,7 @@ def test_a_stream_keeps_the_lock_until_it_is_closed(client):
     assert holders() == []
 
 
+@pytest.mark.django_db
 def test_a_stream_that_is_closed_early_gives_up_its_lock():
     answer = post(stream)
     next(iter(answer))
@@ -740,6 +779,65 @@ def test_an_async_stream_keeps_the_lock_until_it_is_closed():
 
     assert asyncio.run(main()) == [b"a", b"stream"]
     assert holders() == []
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("view", [stream, download])
+def test_a_worker_whose_response_is_still_sent_does_not_take_its_lock_again(view):
+    first = post(view)  # as waitress sends a file: on another thread, while this one goes on
+
+    assert post(view).status_code == 423
+    next(iter(first))
+    assert post(view).status_code == 423
+
+    first.close()
+    assert holders() == []
+
+
+@pytest.mark.django_db
+def test_a_file_is_left_to_the_server_under_a_lock():
+    answer = post(download)
+
+    assert answer.file_to_stream.read() == b"ab"
+    answer.close()
+
+
+@pytest.mark.django_db
+def test_each_step_of_a_stream_is_inside_its_lock():
+    async def main():
+        answer = await async_checking_stream(AsyncRequestFactory().post("/"))
+        async with aclosing(answer.streaming_content) as parts:
+            return [part async for part in parts], await sync_to_async(answer.close)()
+
+    answer = post(checking_stream)
+
+    assert b"".join(answer) == b"inside inside "
+    with pytest.raises(NotHeld):
+        assert_locked("stream", using="locmem")
+    answer.close()
+    assert asyncio.run(main()) == ([b"inside "] * 2, None)
+    assert holders() == []
+
+
+@pytest.mark.parametrize("using", ["locmem", ("locmem", "locmem-two")])
+def test_a_stream_that_nobody_closes_gives_up_its_lock_when_it_is_dropped(using, settings, caplog):
+    settings.DISTLOCK = {**settings.DISTLOCK, "locmem-two": settings.DISTLOCK["locmem"]}
+
+    @locked_view("stream", using=using)
+    def view(request):
+        return StreamingHttpResponse(iter([b"a", b"b"]))
+
+    answer = post(view)
+    body = iter(answer)
+    next(body)
+    del answer
+
+    assert holders() != []  # a middleware may have put the body into a response of its own
+    del body
+    gc.collect()
+    releaser.drain()
+    assert holders() == []
+    assert not caplog.records
 
 
 # Transactions

@@ -11,7 +11,6 @@ from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.db import transaction
 from django.views.generic import View
 
-from ..core.hold import Hold
 from ..core.in_transaction import begun_under_lock, database_of
 from ..core.lock import Lock
 from ..errors import BackendError, LockBusy
@@ -22,6 +21,7 @@ from .busy import LOCKED, answer, log_unavailable
 from .drf import as_the_view_sees_it
 from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of, visitor
 from .options import F, check_is_function, check_lock_options, sorted_out
+from .streams import kept_while_streaming
 
 
 @overload
@@ -152,7 +152,7 @@ class _Guard:
             except BaseException as error:
                 hold.leave(error)
                 raise
-            if not _kept_while_streaming(response, hold):
+            if not kept_while_streaming(response, hold):
                 hold.leave(None)
             return response
 
@@ -186,7 +186,7 @@ class _Guard:
             except BaseException as error:
                 await hold.aleave(error)
                 raise
-            if not _kept_while_streaming(response, hold):
+            if not kept_while_streaming(response, hold):
                 await hold.aleave(None)
             return response
 
@@ -301,11 +301,3 @@ def _is_async(view: Any) -> bool:
     # method_decorator(..., name="dispatch") presents a bound method, in a partial.
     owner = getattr(getattr(view, "func", view), "__self__", None)
     return iscoroutinefunction(view) or bool(getattr(owner or view, "view_is_async", False))
-
-
-def _kept_while_streaming(response: Any, hold: Hold) -> bool:
-    """Whether the response keeps the hold until the server closes it."""
-    if not getattr(response, "streaming", False):
-        return False
-    response._resource_closers.append(partial(hold.leave, None))
-    return True

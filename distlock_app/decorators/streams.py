@@ -1,0 +1,80 @@
+"""Streamed responses of a locked view: they keep its lock until they are closed, or dropped."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+from weakref import finalize
+
+from ..errors import NotHeld
+
+
+def kept_while_streaming(response: Any, hold: Any) -> bool:
+    """Whether the response keeps the hold until the server closes it.
+
+    Only the steps of its body are inside the lock: the thread may serve other requests before the
+    server has sent the rest, and these must not take the lock again.
+    """
+    if not getattr(response, "streaming", False):
+        return False
+    keeper = _Keeper(hold)
+    response._resource_closers.append(keeper.close)
+    hold.enter(inside=False)
+    if getattr(response, "file_to_stream", None) is None:  # the server may send a file by itself
+        kind = _AsyncBody if response.is_async else _Body
+        response._iterator = kind(response._iterator, keeper)
+    return True
+
+
+class _Keeper:
+    """What the response and its body have of the hold; the last of them gives it up."""
+
+    def __init__(self, hold: Any) -> None:
+        self.hold = hold
+        # No __del__: with a cycle of the response and its body, that of the hold may come first.
+        self._dropped = finalize(self, _give_up, hold)
+        self._dropped.atexit = False
+
+    def close(self) -> None:
+        self._dropped.detach()
+        self.hold.leave(None)
+
+
+def _give_up(hold: Any) -> None:
+    """Release it in the background: the request was cancelled on the way to the server."""
+    for one in hold if isinstance(hold, tuple) else (hold,):
+        if not one.released:
+            with suppress(NotHeld):  # in a child of fork()
+                one.abandon()
+
+
+class _Body:
+    def __init__(self, body: Any, keeper: _Keeper) -> None:
+        self._body = body
+        self._keeper = keeper
+
+    def __iter__(self) -> _Body:
+        return self
+
+    def __next__(self) -> Any:
+        self._keeper.hold.enter()
+        try:
+            return next(self._body)
+        finally:
+            self._keeper.hold.enter(inside=False)
+
+
+class _AsyncBody:
+    def __init__(self, body: Any, keeper: _Keeper) -> None:
+        self._body = body
+        self._keeper = keeper
+
+    def __aiter__(self) -> _AsyncBody:
+        return self
+
+    async def __anext__(self) -> Any:
+        self._keeper.hold.enter()
+        try:
+            return await anext(self._body)
+        finally:
+            self._keeper.hold.enter(inside=False)
