@@ -257,8 +257,8 @@ class GrantsAgainForTheRest(LocMemBackend):
 class WakesNobody(LocMemBackend):
     poll_max = 3600.0
 
-    def _wake(self, grant):
-        return True
+    def _wake(self, grants, but=""):
+        pass
 
 
 class SaysTooLate(WakesNobody):
