@@ -7,7 +7,7 @@ import pytest
 from distlock_app.backends import locmem
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant
-from tests.engines import interrupted_at, interrupted_everywhere
+from tests.engines import interrupted_everywhere
 from tests.redis_workers import Waiter, claim, left_waiting
 
 
