@@ -102,8 +102,10 @@ class OnFiles(LocMemBackend):
         self.ours = set()
 
     def _is_ours(self, claim):
-        path = self.directory / claim.key
-        return path.exists() and path.read_text() == claim.owner
+        try:
+            return (self.directory / claim.key).read_text() == claim.owner
+        except FileNotFoundError:
+            return False
 
 
 class ClosesItsParentsSession(OnFiles):
