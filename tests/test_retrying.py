@@ -20,7 +20,7 @@ from django.test import RequestFactory, TestCase
 
 from distlock_app.errors import RetriesExhausted, StaleObjectError
 from distlock_app.etags import PreconditionFailed, require_match
-from distlock_app.guards import retrying
+from distlock_app.guards.optimistic import retrying
 from distlock_app.optimistic import retry_on_conflict
 from distlock_app.pessimistic import retry_on_deadlock
 from distlock_app.signals import version_conflict

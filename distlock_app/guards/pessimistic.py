@@ -1,31 +1,19 @@
-"""Row locks: `for_update` and `next_unlocked` with bounded waits, `retry_on_deadlock`."""
+"""Row locks: `for_update` and `next_unlocked` with bounded waits."""
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError
 
 from ..errors import LockBusy, LockTimeout
-from ..primitives.calls import path_of
 from ..primitives.timing import Deadline, full_jitter
-from .retrying import (
-    ATTEMPTS,
-    MAX_PAUSE,
-    PAUSE,
-    F,
-    M,
-    calling_again,
-    code_of,
-    in_transaction,
-    was_sacrificed,
-)
+from .retrying import M, code_of
 
 WAIT = 3.0
 # Pauses between tries, in seconds, where the timeouts of the server are whole seconds.
@@ -137,49 +125,6 @@ else:
 
     class LockingManager(models.Manager.from_queryset(LockingQuerySet)):
         """The manager with these methods."""
-
-
-@overload
-def retry_on_deadlock(
-    function: F, *, attempts: int = ..., pause: float = ..., max_pause: float = ...
-) -> F: ...
-@overload
-def retry_on_deadlock(
-    function: None = None, *, attempts: int = ..., pause: float = ..., max_pause: float = ...
-) -> Callable[[F], F]: ...
-def retry_on_deadlock(
-    function: Any = None,
-    *,
-    attempts: int = ATTEMPTS,
-    pause: float = PAUSE,
-    max_pause: float = MAX_PAUSE,
-) -> Any:
-    """Call the function again when the database aborted its transaction in favour of another one.
-
-    That is a deadlock or a serialization failure (1213, 1020, SQLSTATE 40P01, 40001), or a
-    SQLite file that another connection wrote. Between the calls full-jitter pauses, in seconds,
-    double from `pause` to `max_pause`; the last error is raised as it is. A lock timeout (1205,
-    LockTimeout) is not retried: the caller has already waited.
-
-    Raise TransactionManagementError if a transaction is open: only its outermost block can
-    begin again. Works on `async def` as well.
-    """
-    options: dict[str, Any] = {"attempts": attempts, "pause": pause, "max_pause": max_pause}
-    if function is None:
-        return functools.partial(retry_on_deadlock, **options)
-
-    def begin() -> None:
-        if in_transaction():
-            raise TransactionManagementError(
-                f"{path_of(function)}() is decorated with retry_on_deadlock, and cannot be "
-                "retried inside an open transaction: decorate what opens the outermost atomic()"
-            )
-
-    def raise_final(error: Exception, attempt: int) -> None:
-        if attempt == attempts or not was_sacrificed(error):
-            raise error
-
-    return calling_again(function, OperationalError, raise_final, begin=begin, **options)
 
 
 def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:

@@ -11,9 +11,9 @@ from django.db.models.fields.related import lazy_related_operation
 from django.db.models.signals import class_prepared
 from django.dispatch import receiver
 
-from ..retrying import Retrying
 from .fields import VersionField
 from .querysets import VersionedManager, VersionedQuerySet, with_versions
+from .retrying import Retrying
 from .rollbacks import watch_read
 from .saving import MISSING, GuardedSave, put, row_of
 

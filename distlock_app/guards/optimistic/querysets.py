@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import NotSupportedError, connections, models, router, transaction
 
-from ..retrying import M, Retrying
+from ..retrying import M
 from .fields import AnyVersionField
+from .retrying import Retrying
 from .rollbacks import watch_rows
 
 if TYPE_CHECKING:
