@@ -381,6 +381,13 @@ def test_a_long_text_is_compared_but_not_carried(offer: Offer) -> None:
     assert [(c.old, c.theirs) for c in form.conflict.changes] == [("(a long text)", "short")]
 
 
+@pytest.mark.parametrize("key", ["sha256", "upload"])
+def test_json_data_is_shown_whatever_its_keys(offer: Offer, key: str) -> None:
+    form = OfferForm(instance=offer)
+
+    assert shown(form, "text", {key: "abc"}) == str({key: "abc"})
+
+
 def test_a_password_is_compared_but_neither_carried_nor_shown(offer: Offer) -> None:
     class SecretForm(VersionedModelForm):
         class Meta:

@@ -21,6 +21,8 @@ from django.utils.translation import gettext
 
 # Of a longer text only a digest is kept: it can be compared, but not shown.
 LONGEST = 20_000
+# The keys of what stands for a value: nobody's JSON data has them.
+DIGEST, UPLOAD = "distlock_sha256", "distlock_upload"
 
 
 class Encoder(DjangoJSONEncoder):
@@ -54,7 +56,7 @@ def key_of(value: Any, field: Any) -> Any:
         return ""
     text = json.dumps(value, cls=Encoder, sort_keys=True)
     if len(text) > LONGEST:
-        return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+        return {DIGEST: hashlib.sha256(text.encode()).hexdigest()}
     return json.loads(text)
 
 
@@ -76,11 +78,10 @@ def shown(form: Any, name: str, key: Any) -> str:
     field = form.fields[name]
     if withheld(field) and key not in ("", None):
         return "••••••••"
-    match key:
-        case {"sha256": _} if len(key) == 1:
-            return gettext("(a long text)")
-        case {"upload": file_name} if len(key) == 1:
-            return str(file_name)
+    if isinstance(key, dict) and DIGEST in key:
+        return gettext("(a long text)")
+    if isinstance(key, dict) and UPLOAD in key:
+        return str(key[UPLOAD])
     keys = key if isinstance(key, list) else [key]
     if isinstance(field, forms.ModelChoiceField):
         return _rows(field, keys)

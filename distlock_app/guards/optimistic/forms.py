@@ -18,7 +18,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from .form_values import key_of, shown, withheld
+from .form_values import DIGEST, UPLOAD, key_of, shown, withheld
 
 if TYPE_CHECKING:
     _ModelForm = forms.ModelForm[Any]
@@ -133,7 +133,7 @@ class VersionedModelForm(_ModelForm):
         if key == "" or not withheld(self.fields[name]):
             return key
         salt = f"distlock_app.forms/{self.instance.pk}/{name}"  # so that equal secrets differ
-        return {"sha256": salted_hmac(salt, json.dumps(key), algorithm="sha256").hexdigest()}
+        return {DIGEST: salted_hmac(salt, json.dumps(key), algorithm="sha256").hexdigest()}
 
     # The token: a version, and the values that the form showed.
 
@@ -209,7 +209,7 @@ class VersionedModelForm(_ModelForm):
             if isinstance(self.fields[name], forms.FileField) and not value:
                 return self._current.get(name) if value is None else ""
             if isinstance(value, File) and not isinstance(value, FieldFile):
-                return {"upload": value.name}  # never the stored one, whatever its name
+                return {UPLOAD: value.name}  # never the stored one, whatever its name
             return self._key(name, value)
         return self[name].data
 
