@@ -155,7 +155,10 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         return HttpResponseRedirect(f"../change/?{query.urlencode()}".rstrip("?"))
 
     def get_object(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Raise _Unseen for an object to delete that has another version than the page showed."""
+        """Raise _Unseen for an object to delete that has another version than the page showed.
+
+        Here, because `delete()` is guarded by the version of this very object.
+        """
         obj = super().get_object(request, *args, **kwargs)
         if (
             obj is None
