@@ -27,11 +27,13 @@ def sorted_out(
     `first`, the positional argument of a decorator, may be any of them; `options`: whether the
     decorator got others than `name`.
     """
-    if first is None or isinstance(first, str):
-        if first is not None and name is not None:
+    if first is None:
+        return None, name, None
+    if isinstance(first, str):
+        if name is not None:
             raise TypeError("pass a template or name=, not both")
-        return first, name, None
-    if getattr(first, "__name__", "") == "<lambda>" and name is None:
+        return first, None, None
+    if name is None and getattr(first, "__name__", "") == "<lambda>":
         return None, first, None
     if name is not None or options:
         # Ambiguous: it may be the naming function or the decorated one.
