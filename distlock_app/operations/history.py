@@ -91,13 +91,17 @@ class _Writer:
         self._pending, self._hurry, self._done = (threading.Event() for _ in range(3))
         self._noted: Counter[tuple[str, str]] = Counter()
 
+    @property
+    def _running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def note(self, **event: Any) -> None:
         """Remember an event."""
         self._waiting.append(event)
         self._pending.set()
-        if self._thread is None or not self._thread.is_alive():
+        if not self._running:
             with self._starting, suppress(RuntimeError):  # no thread to be had
-                if self._thread is None or not self._thread.is_alive():
+                if not self._running:
                     self._thread = threading.Thread(
                         target=self._run, name="distlock-history", daemon=True
                     )
@@ -105,7 +109,7 @@ class _Writer:
 
     def flush(self, within: float = AT_EXIT) -> None:
         """Wait so many seconds at most until everything is written."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._running:
             done = self._done = threading.Event()
             self._hurry.set()
             self._pending.set()
@@ -131,13 +135,10 @@ class _Writer:
             done.set()
 
     def _write(self) -> None:
-        events: list[dict[str, Any]] = []
-        with suppress(IndexError):
-            while True:
-                events.append(self._waiting.popleft())
         # Of a hot lock only as many as will be kept.
         last: dict[tuple[str, str], deque[LockEvent]] = {}
-        for event in events:
+        for _ in range(len(self._waiting)):
+            event = self._waiting.popleft()
             name, key = event["name"], event.get("key") or key_of(event["name"])
             row = LockEvent(**{**event, "name": shown(name), "key": key})
             last.setdefault((row.alias, row.key), deque(maxlen=kept() or 1)).append(row)
