@@ -46,8 +46,7 @@ def chart_of(events: Iterable[LockEvent], holdings: Iterable[Holding]) -> Chart 
     """Return the chart of these events and holdings; None if none has a duration."""
     now = timezone.now()
     events = list(events)
-    clears = [e for e in events if e.event == LockEvent.CLEARED and e.fence is not None]
-    cleared = {e.fence: e.at for e in clears}
+    cleared = _cleared(events)
     timed = [e for e in events if e.seconds]
     ends = [e for e in timed if e.event in LockEvent.ENDS]
     waits = [_before(e.at, e.seconds) for e in timed if e.event in LockEvent.WAITS]
@@ -63,6 +62,12 @@ def chart_of(events: Iterable[LockEvent], holdings: Iterable[Holding]) -> Chart 
     ]
     overlap = any(e.event == LockEvent.LOST and e.fence not in cleared for e in ends)
     return Chart(begin, end, panels, overlap)
+
+
+def _cleared(events: Iterable[LockEvent]) -> dict[int | None, datetime]:
+    """Return for each fencing token that was cleared when that was."""
+    clears = [e for e in events if e.event == LockEvent.CLEARED and e.fence is not None]
+    return {e.fence: e.at for e in clears}
 
 
 def _before(end: datetime, seconds: float | None) -> Span:
