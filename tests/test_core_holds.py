@@ -14,7 +14,7 @@ import warnings
 import pytest
 from django.db import connection, transaction
 
-from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all_of
+from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all_of, locked
 from distlock_app.core import entered
 from distlock_app.core.registry import registry
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
@@ -325,7 +325,8 @@ class Interrupter:
 
     def __call__(self, frame, event, arg):
         code = frame.f_code
-        if event not in ("call", "c_return") or "distlock_app" not in code.co_filename:
+        ours = "distlock_app" in code.co_filename or "contextlib" in code.co_filename
+        if event not in ("call", "c_return") or not ours:
             return
         if code.co_name in ("__del__", "__repr__"):
             return
@@ -350,6 +351,15 @@ def with_nested():
     with Lock("a", wait=0):
         with Lock("a", wait=0):
             pass
+
+
+def with_generator():
+    @locked("a", wait=0)
+    def numbers():
+        yield 1
+        yield 2
+
+    assert list(numbers()) == [1, 2]
 
 
 def with_receivers():
@@ -385,6 +395,7 @@ OPEN = ("__exit__", "call")
         with_lock,
         with_group,
         with_nested,
+        with_generator,
         with_receivers,
         pytest.param(in_transaction, marks=pytest.mark.django_db(transaction=True)),
     ],

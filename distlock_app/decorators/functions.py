@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from functools import wraps
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -179,12 +179,16 @@ def _coroutine(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
 def _generator(function: Any, lock: LockOf, on_busy: OnBusy) -> Any:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(lock(args, kwargs))
-            except LockBusy as busy:
-                return (yield from answer_busy(on_busy, busy, args, kwargs) or ())
-            return (yield from function(*args, **kwargs))
+        entered = False
+        try:  # no ExitStack: an interrupt inside of it would leave the lock taken
+            with lock(args, kwargs):
+                entered = True
+                return (yield from function(*args, **kwargs))
+        except LockBusy as error:
+            if entered:
+                raise
+            busy = error
+        return (yield from answer_busy(on_busy, busy, args, kwargs) or ())
 
     return wrapper
 

@@ -1,4 +1,4 @@
-"""`retry_on_conflict` and `retry_on_deadlock`: their pauses, and which errors deserve another try."""
+"""`retry_on_conflict`, `retry_on_deadlock`: pauses, and which database errors deserve a retry."""
 
 from __future__ import annotations
 
