@@ -219,7 +219,8 @@ def test_tasks_hand_over_too(engine):
 
 def test_every_field_of_a_claim_is_handed_over_or_made_anew():
     # A latch is no lock: nobody holds it.
-    assert {f.name for f in fields(Claim)} == {*FIELDS, "key", "holder", "wake", "renew", "latch"}
+    made_anew = {"key", "holder", "wake", "blocking", "renew", "latch"}
+    assert {f.name for f in fields(Claim)} == {*FIELDS, *made_anew}
 
 
 @pytest.mark.parametrize("using", ["default", "redis"])
@@ -243,3 +244,9 @@ def test_a_value_has_one_bucket():
     assert bucket("item", "7") == bucket("item", 7) == "item:2"
     with pytest.raises(ValueError, match="1 or more"):
         bucket("item", 7, buckets=0)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"text"])
+def test_what_is_no_text_cannot_be_resumed(text):
+    with pytest.raises(TypeError, match=r"takes the text of Hold.dump\(\), not"):
+        Lock.resume(text)

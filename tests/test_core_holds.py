@@ -557,3 +557,18 @@ def test_people_are_told_of_a_ttl_of_its_own_and_of_a_lock_that_is_not_renewed()
 
     assert {"host", "pid", "thread"} <= set(usual.holder)
     assert own.holder == {**usual.holder, "ttl": 7, "renew": False}
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_a_release_that_a_signal_handler_breaks_off_is_made_all_the_same(engine, kind):
+    hold = Lock("a").acquire()
+
+    def broken_off():
+        del engine.before["release"]
+        raise kind("a time limit")
+
+    engine.before["release"] = broken_off
+    with pytest.raises(kind, match="a time limit"):
+        hold.release()
+
+    assert not Lock("a").locked()

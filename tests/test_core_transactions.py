@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from distlock_app import (
     current_hold,
     locked,
 )
-from distlock_app.core import entered
+from distlock_app.core import entered, lease
 from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
 from distlock_app.primitives import transactions
@@ -757,6 +758,21 @@ def test_an_interrupt_as_the_with_ends_rolls_its_block_back(engine, monkeypatch)
     assert not connection.in_atomic_block
     assert not Lock("a").locked()
     assert stored() == 0
+
+
+def test_an_interrupt_as_a_release_begins_to_wait_for_the_rollback_leaves_no_lock(
+    engine, monkeypatch
+):
+    def interrupted():
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with transaction.atomic(), Lock("a"):
+            monkeypatch.setattr(lease, "set", interrupted, raising=False)
+
+    gc.collect()
+    until(lambda: not Lock("a").locked())
 
 
 def test_a_lease_that_an_open_transaction_will_release_cannot_be_handed_over(engine):

@@ -525,3 +525,10 @@ def test_a_waiter_that_is_woken_before_it_first_sleeps_does_not_sleep():
     assert waker.wait(30) is given
     assert monotonic() - began < 15
     assert waker.wait(0.01) is None
+
+
+def test_a_backend_may_say_that_the_lock_was_free_a_moment_ago(engine, monkeypatch):
+    monkeypatch.setattr(engine, "acquire", lambda claim, wait: Busy(free_in=-0.2))
+
+    with pytest.raises(LockTimeout):
+        Lock("a").acquire(wait=0.1)

@@ -10,7 +10,7 @@ from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
 
-from ..errors import BackendError, LockLost, NotHeld, Terminated
+from ..errors import BackendError, LockError, LockLost, NotHeld, Terminated
 from ..primitives import transactions
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
@@ -60,9 +60,9 @@ class Ending(Entered):
                     self._check_loss()
                 if lock_released.receivers:
                     send(lock_released, lease_facts(self._lease))
-        except Exception:
+        except LockError:
             raise
-        except BaseException:  # Ctrl-C: the process may end before a worker could do it
+        except BaseException:  # Ctrl-C, a time limit: the process may end before a worker does it
             with suppress(Exception):
                 if (not self.released and self._begin_release()) or self._lease.ended:
                     self._lease.backend.release(self._lease.grant)
@@ -281,7 +281,7 @@ def give_back(lease: Lease) -> None:
 
 def release_at_end(lease: Lease, block: int) -> None:
     """Release `lease` after the last commit, unless it was taken again meanwhile."""
-    lease.open_transactions.discard(block)
+    lease.transaction_ended(block)
     try:
         if not lease.end_if_unused():
             return
@@ -300,7 +300,7 @@ def release_at_end(lease: Lease, block: int) -> None:
 
 def drop_at_end(lease: Lease, block: int) -> None:
     """Have `lease` released after the last rollback; runs in a finalizer."""
-    lease.open_transactions.discard(block)
+    lease.transaction_ended(block)
     if not lease.open_transactions:
         releaser.release_later(lease, partial(end_claim, lease))
 

@@ -21,6 +21,13 @@ def packed(alias: str, grant: Grant, **options: Any) -> str:
     return signing.dumps([alias, claim, grant.fence, session], salt=SALT)
 
 
+def parts_of(text: str) -> list[str]:
+    """Return what `unpacked` takes: one part for each alias of the lock."""
+    if not isinstance(text, str):
+        raise TypeError(f"Lock.resume() takes the text of Hold.dump(), not {text!r}")
+    return text.split(" ")
+
+
 def unpacked(text: str) -> tuple[str, dict[str, Any], int | None, Any]:
     """Return alias, options of the lock, fencing token and session, or raise ValueError."""
     try:

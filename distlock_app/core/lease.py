@@ -216,6 +216,11 @@ class Lease:
                 self._callbacks = tuple(x for x in self._callbacks if x[0]() is not hold)
             return answer
 
+    def transaction_ended(self, block: int) -> None:
+        """Wait for this one no longer; the release may have been interrupted before it did."""
+        if block in self.open_transactions:
+            self.open_transactions.discard(block)
+
     def enter(self, hold: Any, *, inside: bool) -> None:
         """Record that the running thread or task is inside the `with` of a hold, or no longer."""
         with self.lock:

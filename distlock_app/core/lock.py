@@ -22,7 +22,7 @@ from ..signals import asend, lock_acquired, lock_busy, lock_failed, send
 from .acquiring import UNSET, Attempt
 from .entered import WithBlock
 from .groups import AllOf, Holds
-from .handover import unpacked
+from .handover import parts_of, unpacked
 from .hold import Hold
 from .limits import LONG_TTL, check_max_hold, checked_ttl, checked_wait
 from .offloading import in_thread
@@ -221,13 +221,13 @@ class Lock(WithBlock[Hold]):
         Raise LockLost if it is too late, ValueError for an invalid text, and BackendError if the
         backend does not answer: then try again.
         """
-        parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
+        parts = [cls._resuming(part, renew, max_hold) for part in parts_of(text)]
         return _resumed(parts, [_take_over(attempt, grant) for attempt, grant in parts])
 
     @classmethod
     async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Like `resume`, without blocking the event loop."""
-        parts = [cls._resuming(part, renew, max_hold) for part in text.split(" ")]
+        parts = [cls._resuming(part, renew, max_hold) for part in parts_of(text)]
         for attempt, _ in parts:
             if attempt.lock.release != "now":
                 await transactions.check_caller(attempt.lock.name)
@@ -239,7 +239,7 @@ class Lock(WithBlock[Hold]):
     @classmethod
     def _not_resumed(cls, text: str, error: BackendError) -> Hold:
         """Give up what nobody will resume, once its backend is back; raise `error`, or ON_DOWN."""
-        parts = [cls._resuming(part, True, None) for part in text.split(" ")]
+        parts = [cls._resuming(part, True, None) for part in parts_of(text)]
         for attempt, grant in parts:
             releaser.give_back(attempt.backend, grant)
         holds = [attempt.opened(grant.claim, error) for attempt, grant in parts]

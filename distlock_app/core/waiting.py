@@ -189,7 +189,7 @@ def _pause(
         pause = backend.poll_max
     else:
         pause = full_jitter(attempt, base=backend.poll_min, cap=backend.poll_max)
-    return pause if free_in is None else min(pause, free_in + AFTER_EXPIRY)
+    return pause if free_in is None else min(pause, max(0.0, free_in) + AFTER_EXPIRY)
 
 
 def busy_error(name: str, wait: float | None, free_in: float | None = None) -> LockBusy:
