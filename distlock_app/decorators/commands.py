@@ -257,6 +257,7 @@ class _Termination:
 
 
 def held_by(lock: Lock) -> str:
+    """Return who holds the lock, for a terminal."""
     try:
         holding = lock.holders()[0]
     except Exception:  # by now it may be free or its backend down: report the rest

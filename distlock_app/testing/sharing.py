@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from time import sleep
@@ -28,6 +29,10 @@ class SharingContract(Suite):
         if not self.backend.limits:
             self.needs("shares")
         return [READER] * bool(self.backend.shares) + [PERMIT] * bool(self.backend.limits)
+
+    def each_kind(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yield each of these kinds, with the name of a lock for it."""
+        return ((kind, self.name()) for kind in self.kinds())
 
     def needs_a_queue(self) -> None:
         """Skip the test for a backend whose tries leave no place in a queue."""
@@ -85,8 +90,7 @@ class SharingContract(Suite):
                 assert self.take(name, **second), (first, second)
 
     def test_each_of_several_holders_has_its_own_claim(self) -> None:
-        for kind in self.kinds():
-            name = self.name()
+        for kind, name in self.each_kind():
             claims = [a_claim(name, **kind) for _ in range(2)]
             first, second = [self.backend.acquire(claim, 0) for claim in claims]
 
@@ -105,8 +109,7 @@ class SharingContract(Suite):
 
     def test_the_claim_of_one_of_several_holders_expires_alone(self) -> None:
         self.needs("expires")
-        for kind in self.kinds():
-            name = self.name()
+        for kind, name in self.each_kind():
             kept = self.take(name, **kind)
             dead = self.take(name, ttl=0.3, **kind)
 
@@ -122,8 +125,7 @@ class SharingContract(Suite):
 
     def test_the_claim_of_one_of_several_holders_may_end_sooner(self) -> None:
         self.needs("expires", "lists")
-        for kind in self.kinds():
-            name = self.name()
+        for kind, name in self.each_kind():
             kept, left = self.take(name, ttl=60, **kind), self.take(name, ttl=60, **kind)
 
             assert self.backend.end_in(left, 0.1) is True
@@ -135,8 +137,7 @@ class SharingContract(Suite):
 
     def test_the_last_of_several_holders_to_expire_frees_it(self) -> None:
         self.needs("expires")
-        for kind in self.kinds():
-            name = self.name()
+        for kind, name in self.each_kind():
             asked_at = monotonic()
             self.take(name, ttl=0.5, **kind)
             self.take(name, ttl=0.1, **kind)
@@ -147,8 +148,7 @@ class SharingContract(Suite):
 
     def test_holders_list_each_of_several_and_clear_takes_one_away(self) -> None:
         self.needs("lists")
-        for kind in self.kinds():
-            name = self.name()
+        for kind, name in self.each_kind():
             first, second = self.take(name, **kind), self.take(name, **kind)
             key = first.claim.key
             what = "shared" if kind is READER else "permit"
@@ -184,8 +184,7 @@ class SharingContract(Suite):
 
     def test_nobody_overtakes_a_waiter_of_another_kind(self) -> None:
         self.needs_a_queue()
-        for kind in self.kinds():
-            name = self.name()
+        for kind, name in self.each_kind():
             held = self.take(name, **kind)
             writer = Waiter(self.backend, name)
             late = Waiter(self.backend, name, **kind)
@@ -200,8 +199,7 @@ class SharingContract(Suite):
 
     def test_all_who_fit_are_let_in_at_once_in_order_of_arrival(self) -> None:
         self.needs_a_queue()
-        for kind in self.kinds():
-            name = self.name()
+        for kind, name in self.each_kind():
             writer = self.take(name)
             first, second = (Waiter(self.backend, name, **kind) for _ in range(2))
             behind = Waiter(self.backend, name)
