@@ -1,4 +1,4 @@
-"""Every exception that this app raises."""
+"""Classes of all exceptions that this app raises; who raises one writes its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a hold ends: by release, at the end of its `with` or transaction, or dropped."""
+"""How a hold ends: by `release()`, `with`, commit or rollback of a transaction, or dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ways a lease ends other than the caller's `release()`: later, at a commit, or by loss.
+"""Releases that no caller waits for, in worker threads with retries; and the end of lost leases.
 
 Requests go to a few worker threads per backend, so that a backend that hangs does not delay the
 others, and renewals do not wait for releases. Failed releases are retried until the claim expires.

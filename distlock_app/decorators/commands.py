@@ -1,4 +1,4 @@
-"""`locked_command`: management commands that run one at a time across all hosts."""
+"""`locked_command`: management commands that run one at a time on all hosts; exit 75 if busy."""
 
 from __future__ import annotations
 

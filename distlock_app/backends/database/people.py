@@ -1,4 +1,4 @@
-"""What people and cron jobs do with the lock table: list, clear, prolong, purge."""
+"""What people and cron jobs do with the lock table: list, clear, prolong, purge rows long free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases of etcd (its own time limits): granted with time to spare, and reused."""
+"""Leases of etcd: reused; how long a crashed holder's lock lives on, a little more than its ttl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Redis a LOCATION means: connections and their time limits, as CACHES describes them."""
+"""Which Redis a LOCATION means: how to connect, with which timeouts, as CACHES or a URL says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connections to one Redis server, or to the master that Sentinels name: requests, errors."""
+"""Pool of connections to a Redis server or Sentinel master: keeps idle ones; requests, errors."""
 
 from __future__ import annotations
 

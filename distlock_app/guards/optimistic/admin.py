@@ -1,4 +1,4 @@
-"""`VersionedAdmin`: the admin page that shows a conflict when two people edit one object."""
+"""`VersionedAdmin`: versioned forms in the admin: its conflict page, inlines, lists, deletions."""
 
 from __future__ import annotations
 

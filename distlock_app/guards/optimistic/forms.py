@@ -1,4 +1,4 @@
-"""`VersionedModelForm`: refuses to save if the row has changed since the form was shown."""
+"""`VersionedModelForm`: if another user saved meanwhile, refuses and shows what they changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a versioned object is saved: on condition of its version; and the error of a conflict."""
+"""Saves a versioned object if its version is current; else words and raises StaleObjectError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manage.py distlock`: its options and their defaults; clear a lock, purge, run a program.
+"""`manage.py distlock`: options, defaults (age of rows to purge); clear, purge, run a program.
 
 Exit codes: 0 done; 1 `show`, `clear`: it is free, or has another version; 2 usage; 69 a backend is
 down or cannot be used, or cannot list its locks (`show`, `clear`); 75 `run`: another owner

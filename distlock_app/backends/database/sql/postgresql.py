@@ -1,4 +1,4 @@
-"""The SQL of the lock table on PostgreSQL.
+"""The SQL of the lock table on PostgreSQL: one statement locks a row and takes it; its queue.
 
 clock_timestamp(), never now(): the latter is the start of the transaction, which may have waited.
 """

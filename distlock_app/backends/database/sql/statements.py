@@ -1,4 +1,4 @@
-"""The statements of the lock table that are alike in every dialect but for a few words.
+"""Statements of the lock table that dialects share: extend, release, list, clear, but not take.
 
 A dialect has its words in `words`; they may contain each other. Parameters are %(named)s.
 """
