@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import pytest
 
 from distlock_app.backends import locmem
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant
-from tests.engines import interrupted_everywhere
+from tests.engines import interrupted_at, interrupted_everywhere
 from tests.redis_workers import Waiter, claim, left_waiting
 
 
@@ -162,6 +165,61 @@ def test_a_signal_handler_may_change_what_is_listed_or_cleared():
     interrupted_everywhere([locmem], steps)
 
 
+def test_an_interrupted_release_happened_or_did_not():
+    for at in itertools.count(-2):  # Python 3.12 and 3.13 trace opcodes only from then on
+        backend = LocMemBackend(alias="locmem")
+        first = backend.acquire(claim("a"), 0)
+        waiter = Waiter(backend, "a")
+        waiter.ask()
+
+        done = interrupted_at(at, locmem, backend.release, first)
+
+        assert len(owners(backend)) == 1
+        backend.release(first)
+        second = waiter.ask()
+        assert second and second.fence > first.fence
+        assert backend.release(second) is True and backend._states == {}
+        if done and at > 0:
+            break
+
+    assert at > 20
+
+
+def test_the_lock_passes_hundreds_of_waiters_that_are_gone(backend, monkeypatch):
+    monkeypatch.setattr(locmem, "HEARD_LATELY", 3600)
+
+    def gone(grant):
+        raise RuntimeError("Event loop is closed")
+
+    first = backend.acquire(claim("a"), 0)
+    for _ in range(sys.getrecursionlimit() // 2):
+        backend.acquire(claim("a", wake=gone), 30)
+    living = Waiter(backend, "a")
+    living.ask()
+
+    assert backend.release(first) is True
+
+    assert living.granted().claim is living.claim
+
+
+def test_what_expired_and_nobody_uses_again_is_forgotten(backend):
+    held = backend.acquire(claim("held"), 0)
+
+    for number in range(5000):
+        backend.acquire(claim(f"left {number}", ttl=1e-6), 0)
+        backend.count_down(claim(f"counted {number}", ttl=1e-6, latch=True, limit=2))
+
+    assert len(backend._states) <= len(backend._shards) * locmem.SWEEP_EVERY
+    assert held.claim.key in backend._states
+
+
+def test_a_change_among_thousands_of_locks_copies_few(backend):
+    grants = [backend.acquire(claim(f"lock {number}"), 0) for number in range(10_000)]
+
+    assert max(map(len, backend._shards.values())) < 100
+    assert len(backend._states) == len(grants)
+
+
 def test_latches_that_nobody_counted_down_are_forgotten(backend):
     for number in range(50):
         backend.acquire(claim(f"waited for {number}", latch=True, limit=1), 0)
@@ -171,4 +229,4 @@ def test_latches_that_nobody_counted_down_are_forgotten(backend):
     backend.release(Grant(waiter.claim))
     backend.count_down(claim("counted", latch=True, limit=1))
 
-    assert list(backend._latches) == [claim("counted").key]
+    assert list(backend._states) == [claim("counted").key]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
 from time import time_ns
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ..claims import Busy, Claim, Grant, Holding
 from ..primitives import identity, names
@@ -19,8 +17,10 @@ from .base import BaseLockBackend
 
 # A waiter polls at least every `poll_max`; one that has not for longer has died.
 HEARD_LATELY = 3.0
+# When a shard has so many more locks, it is worthwhile to look for expired ones.
+SWEEP_EVERY = 8
 
-AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
@@ -37,43 +37,115 @@ class _Waiter:
     heard: float
 
 
-@dataclass(slots=True)
 class _State:
-    held: dict[str, _Held] = field(default_factory=dict)  # by owner
-    queue: dict[str, _Waiter] = field(default_factory=dict)  # by owner, in order of arrival
+    """One lock, or one latch: its holders or the parties that counted down, and its waiters.
 
-
-@dataclass(slots=True)
-class _Latch:
-    counted: set[str] = field(default_factory=set)  # owners
-    waiting: dict[str, Claim] = field(default_factory=dict)  # by owner
-    until: float = 0.0
-
-
-def _alone(method: AnyMethod) -> AnyMethod:
-    """Let one thread at a time run the method, but allow a signal handler of that thread.
-
-    The handler finishes before the interrupted method continues, so that method may find changes
-    between any two steps. So a waiter leaves the queue only when it holds the lock, and empty
-    objects are checked again before they are dropped; a handler drops nothing, because it may
-    be in use.
+    A change is made to a copy, which lacks what has expired since the last one.
     """
 
-    @wraps(method)
-    def alone(self: LocMemBackend, *args: Any, **options: Any) -> Any:
-        with self._lock:
-            depth = self._depth
-            self._depth += 1
-            try:
-                answer = method(self, *args, **options)
-            finally:
-                self._depth = depth
-        while self._woken and not depth:
-            with suppress(IndexError):  # another thread has taken it
-                self._wake(self._woken.popleft())
-        return answer
+    __slots__ = ("counted", "counted_until", "fences", "granted", "held", "now", "queue")
 
-    return cast("AnyMethod", alone)
+    def __init__(self, last: _State | None, fences: Iterator[int]) -> None:
+        self.fences = fences
+        self.now = now = monotonic()
+        self.granted: dict[str, Grant] = {}  # by owner: what this change granted to waiters
+        self.held: dict[str, _Held] = {}  # by owner
+        self.queue: dict[str, _Waiter] = {}  # by owner, in order of arrival
+        self.counted: frozenset[str] = frozenset()  # owners
+        self.counted_until = 0.0
+        if last is None:
+            return
+        for owner, held in last.held.items():
+            if held.until > now:
+                self.held[owner] = held
+        self.queue.update(last.queue)
+        if last.counted_until > now:
+            self.counted, self.counted_until = last.counted, last.counted_until
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        """Take the lock or pass the latch; else stay in the queue, unless this is the last try."""
+        if claim.owner in self.held:
+            self.extend(claim, claim.ttl)
+            return Grant(claim, self.held[claim.owner].fence)
+        self.queue[claim.owner] = _Waiter(claim, self.now)
+        self.hand_over()
+        if claim.owner in self.granted:
+            return self.granted.pop(claim.owner)
+        if wait == 0:
+            del self.queue[claim.owner]
+            self.hand_over()  # later waiters may fit
+        ends = [held.until for held in self.held.values()]
+        return Busy(free_in=min(ends) - self.now if ends else None)
+
+    def extend(self, claim: Claim, ttl: float) -> bool:
+        """Let the claim end no sooner than `ttl` seconds from now; return whether it is held."""
+        held = self.held.get(claim.owner)
+        return held is not None and self.end_in(claim, max(ttl, held.until - self.now))
+
+    def end_in(self, claim: Claim, ttl: float) -> bool:
+        """Let the claim end `ttl` seconds from now; return whether it is held."""
+        held = self.held.get(claim.owner)
+        if held is None:
+            return False
+        self.held[claim.owner] = replace(held, until=self.now + ttl)
+        return True
+
+    def release(self, claim: Claim) -> bool:
+        """End the claim, or leave the queue; return whether the claim was held."""
+        held = self.held.pop(claim.owner, None)
+        self.queue.pop(claim.owner, None)
+        if self.queue:
+            self.hand_over()
+        return held is not None
+
+    def clear(self, if_version: str | None) -> int:
+        """Take away all claims, or the one of this version; return how many."""
+        owners = [o for o, held in self.held.items() if if_version in (None, str(held.fence))]
+        for owner in owners:
+            del self.held[owner]
+        self.hand_over()
+        return len(owners)
+
+    def count_down(self, claim: Claim) -> int:
+        """Count the owner for the latch; return how many are counted."""
+        self.counted |= {claim.owner}
+        self.counted_until = max(self.counted_until, self.now + claim.ttl)
+        self.hand_over()
+        return len(self.counted)
+
+    def hand_over(self) -> None:
+        """Grant the lock to as many from the head of the queue as fit, passing over the dead."""
+        while self.queue:
+            owner, waiter = next(iter(self.queue.items()))
+            claim = waiter.claim
+            lives = self.now - waiter.heard <= HEARD_LATELY
+            if lives and (self.held or claim.latch) and not self.fits(claim):
+                return
+            del self.queue[owner]
+            if lives and claim.latch:
+                self.granted[owner] = Grant(claim)
+            elif lives:
+                fence = next(self.fences)
+                self.held[owner] = _Held(claim, fence, self.now, self.now + claim.ttl)
+                self.granted[owner] = Grant(claim, fence, asked_at=self.now)
+
+    def fits(self, claim: Claim) -> bool:
+        """Return whether the claim can be held beside those that are held now."""
+        if claim.latch:
+            return len(self.counted) >= claim.limit
+        others = [held.claim for held in self.held.values()]
+        if claim.shared:
+            return all(other.shared for other in others)
+        return len(others) < claim.limit and all(other.limit > 1 for other in others)
+
+
+class _Shard(dict[str, _State]):
+    """The locks and latches whose keys begin with the same two digits, without free ones.
+
+    It is never changed: a change makes the next version, and so copies a 256th of all locks.
+    """
+
+    next: _Shard | None = None
 
 
 class LocMemBackend(BaseLockBackend):
@@ -95,186 +167,127 @@ class LocMemBackend(BaseLockBackend):
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         super().__init__(alias=alias, location=location)
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._states: dict[str, _State] = {}
-        self._latches: dict[str, _Latch] = {}
-        self._fence = 0
-        self._woken: deque[Grant] = deque()  # waiters to wake, once no method runs
+        self._start()
+
+    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
+        return self._change(claim.key, _State.acquire, claim, wait)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        return self._move_end(grant, ttl, at_least=True)
+        return self._change(grant.claim.key, _State.extend, grant.claim, ttl)
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
-        return self._move_end(grant, ttl, at_least=False)
+        return self._change(grant.claim.key, _State.end_in, grant.claim, ttl)
 
-    @_alone
+    def release(self, grant: Grant) -> bool:
+        return self._change(grant.claim.key, _State.release, grant.claim)
+
+    def clear(self, key: str, if_version: str | None = None) -> int:
+        return self._change(key, _State.clear, if_version)
+
+    def count_down(self, claim: Claim) -> int:
+        return self._change(claim.key, _State.count_down, claim)
+
     def counted(self, key: str) -> int:
-        return len(self._latch(key).counted)
-
-    def holders(self, key: str | None = None) -> Iterable[Holding]:
-        with self._lock:
-            now = monotonic()
-            return [
-                self._holding(held, len(state.queue), now)
-                for held_key, state in list(self._states.items())
-                if key is None or key == held_key
-                for held in list(state.held.values())
-                if held.until > now
-            ]
-
-    def queue(self, key: str) -> list[Mapping[str, Any]]:
-        with self._lock:
-            state = self._states.get(key)
-            waiters = list(state.queue.values()) if state else []
-        return [identity.holder_fields(waiter.claim.holder) for waiter in waiters]
+        return len(self._current(key).counted)
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        with self._lock:
-            state = self._states.get(key)
-            held = list(state.held.values()) if state else []
-            claims = [h.claim for h in held if str(h.fence) == version]
+        held = self._current(key).held.values()
+        claims = [one.claim for one in held if str(one.fence) == version]
         return any(self.extend(Grant(claim), ttl) for claim in claims)
 
+    def holders(self, key: str | None = None) -> Iterable[Holding]:
+        keys = list(self._states) if key is None else [key]
+        states = [self._current(key) for key in keys]
+        return [self._holding(held, state) for state in states for held in state.held.values()]
+
+    def queue(self, key: str) -> list[Mapping[str, Any]]:
+        waiters = self._current(key).queue.values()
+        return [identity.holder_fields(waiter.claim.holder) for waiter in waiters]
+
     def after_fork(self) -> None:
-        """Start empty: the parent's holds are invisible here, and not ours."""
+        self._start()  # empty: what the parent holds is not ours
+
+    def _start(self) -> None:
         self._lock = threading.RLock()
-        self._depth = 0
-        self._states = {}
-        self._latches = {}
-        self._woken.clear()
+        # A later process begins with a greater one: none grants a million locks a second.
+        self._fences = count(time_ns() // 1000)
+        self._shards = {f"{number:02x}": _Shard() for number in range(256)}
 
-    def _move_end(self, grant: Grant, ttl: float, *, at_least: bool) -> bool:
+    @property
+    def _states(self) -> dict[str, _State]:
+        """All locks and latches that are not free, by key."""
+        states: dict[str, _State] = {}
+        for digits in self._shards:
+            states |= self._shard(digits)
+        return states
+
+    def _shard(self, key: str) -> _Shard:
+        """Return the latest version of the shard of a key."""
+        shard = self._shards[key[:2]]
+        while shard.next is not None:
+            shard = shard.next
+        return shard
+
+    def _current(self, key: str) -> _State:
+        """Return a lock without what has expired."""
+        return _State(self._shard(key).get(key), self._fences)
+
+    def _change(
+        self,
+        key: str,
+        change: Callable[..., Answer],
+        *args: Any,
+        granted: list[Grant] | None = None,
+    ) -> Answer:
+        """Change one lock, and wake the waiters that were granted it; or add those to `granted`.
+
+        One thread at a time changes locks. But a signal handler may interrupt it in the same
+        thread, and lock or release, too: then `change` begins again with what the handler left.
+        """
+        digits = key[:2]
         with self._lock:
-            state = self._states.get(grant.claim.key)
-            held = state.held.get(grant.claim.owner) if state else None
-            if held is None or held.until <= monotonic():
-                return False
-            held.until = max(monotonic() + ttl, held.until if at_least else 0.0)
-            return True
+            while True:
+                shard = self._shards[digits]
+                state = _State(shard.get(key), self._fences)
+                answer = change(state, *args)
+                following = _Shard(shard)
+                following[key] = state
+                if not (state.held or state.queue or state.counted):
+                    del following[key]
+                elif len(following) > len(shard) and len(following) % SWEEP_EVERY == 0:
+                    self._sweep(following)
+                # One step for Python: no handler comes between the comparison and the change.
+                successor = vars(shard).setdefault("next", following)
+                self._shards[digits] = successor
+                if successor is following:
+                    break
+        if granted is not None:
+            granted += state.granted.values()
+        elif state.granted:
+            self._wake(list(state.granted.values()))
+        return answer
 
-    @_alone
-    def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
-        if claim.latch:
-            return self._pass(claim, wait)
-        state = self._states.setdefault(claim.key, _State())
-        now = monotonic()
-        held = state.held.get(claim.owner)
-        if held is not None and held.until > now:
-            held.until = max(held.until, now + claim.ttl)
-            return Grant(claim, held.fence)
-        state.queue.setdefault(claim.owner, _Waiter(claim, now)).heard = now
-        self._hand_over(claim.key, state, now, but=claim.owner)
-        if wait == 0 and state.queue.pop(claim.owner, None) is not None:
-            self._hand_over(claim.key, state, now)  # later waiters may fit
-        held = state.held.get(claim.owner)
-        if held is not None:
-            return Grant(claim, held.fence)
-        ends = min([h.until for h in list(state.held.values())], default=now)
-        return Busy(free_in=max(0.0, ends - now))
+    def _sweep(self, shard: _Shard) -> None:
+        """Forget what has expired and nobody used again."""
+        for key, last in list(shard.items()):
+            state = _State(last, self._fences)
+            if not (state.held or state.queue or state.counted):
+                del shard[key]
 
-    @_alone
-    def clear(self, key: str, if_version: str | None = None) -> int:
-        state = self._states.get(key)
-        if state is None:
-            return 0
-        now = monotonic()
-        live = [(o, str(h.fence)) for o, h in list(state.held.items()) if h.until > now]
-        owners = [owner for owner, fence in live if if_version in (None, fence)]
-        for owner in owners:
-            state.held.pop(owner, None)
-        self._hand_over(key, state, now)
-        return len(owners)
+    def _wake(self, granted: list[Grant]) -> None:
+        """Wake these waiters; one that is gone passes the lock on."""
+        while granted:
+            grant = granted.pop(0)
+            try:
+                if grant.claim.wake is not None:
+                    grant.claim.wake(grant)
+            except Exception:  # its event loop was closed, say
+                logger.exception(
+                    "a waiter for a lock could not be woken", extra=fields("not_woken", self.alias)
+                )
+                self._change(grant.claim.key, _State.release, grant.claim, granted=granted)
 
-    @_alone
-    def count_down(self, claim: Claim) -> int:
-        latch = self._latch(claim.key)
-        latch.counted.add(claim.owner)
-        latch.until = max(latch.until, monotonic() + claim.ttl)
-        if (counted := len(latch.counted)) >= claim.limit:
-            latch.waiting, passing = {}, latch.waiting
-            self._woken.extend(Grant(waiter) for waiter in passing.values())
-        return counted
-
-    def _latch(self, key: str) -> _Latch:
-        for old, latch in [] if self._depth > 1 else list(self._latches.items()):
-            expired = set(latch.counted)
-            if latch.until <= monotonic():
-                latch.counted -= expired
-                if not (latch.waiting or latch.counted):
-                    self._latches.pop(old, None)
-                    if latch.waiting or latch.counted:
-                        self._latches[old] = latch
-        return self._latches.setdefault(key, _Latch())
-
-    def _pass(self, claim: Claim, wait: float | None) -> Grant | Busy:
-        latch = self._latch(claim.key)
-        latch.waiting.pop(claim.owner, None)
-        if len(latch.counted) >= claim.limit:
-            return Grant(claim)
-        if wait != 0:
-            latch.waiting[claim.owner] = claim
-        return Busy()
-
-    @_alone
-    def release(self, grant: Grant) -> bool:
-        claim = grant.claim
-        if latch := self._latches.get(claim.key):
-            latch.waiting.pop(claim.owner, None)
-        state = self._states.get(claim.key)
-        if state is None:
-            return False
-        now = monotonic()
-        state.queue.pop(claim.owner, None)
-        held = state.held.pop(claim.owner, None)
-        self._hand_over(claim.key, state, now)
-        return held is not None and held.until > now
-
-    def _hand_over(self, key: str, state: _State, now: float, but: str = "") -> None:
-        """Grant the lock to as many from the head of the queue as fit; wake all `but` one."""
-        for owner in [o for o, h in list(state.held.items()) if h.until <= now]:
-            state.held.pop(owner, None)
-        for owner, waiter in list(state.queue.items()):
-            claim = waiter.claim
-            if now - waiter.heard > HEARD_LATELY:
-                state.queue.pop(owner, None)
-                continue
-            if not self._fits(state, claim):
-                break
-            held = _Held(claim, 0, now, now + claim.ttl)
-            if state.held.setdefault(owner, held) is not held:  # a signal handler gave it
-                continue
-            held.fence = self._fence = max(self._fence + 1, time_ns() // 1000)
-            state.queue.pop(owner, None)
-            if owner != but:
-                self._woken.append(Grant(claim, held.fence, asked_at=now))
-        if not (state.held or state.queue) and self._depth == 1:
-            self._states.pop(key, None)
-            if state.held or state.queue:
-                self._states[key] = state
-
-    @staticmethod
-    def _fits(state: _State, claim: Claim) -> bool:
-        if not state.held:
-            return True
-        held = [h.claim for h in list(state.held.values())]
-        if claim.shared:
-            return all(other.shared for other in held)
-        return 1 < claim.limit > len(held) and not any(
-            other.shared or other.limit == 1 for other in held
-        )
-
-    def _wake(self, grant: Grant) -> None:
-        try:
-            if grant.claim.wake is not None:
-                grant.claim.wake(grant)
-        except Exception:  # its event loop was closed, say: pass the grant on
-            logger.exception(
-                "a waiter for a lock could not be woken", extra=fields("not_woken", self.alias)
-            )
-            self.release(grant)
-
-    def _holding(self, held: _Held, waiters: int, now: float) -> Holding:
+    def _holding(self, held: _Held, state: _State) -> Holding:
         claim = held.claim
         return Holding(
             name=names.shown(claim.name),
@@ -283,8 +296,8 @@ class LocMemBackend(BaseLockBackend):
             version=str(held.fence),
             kind="shared" if claim.shared else "permit" if claim.limit > 1 else "exclusive",
             fence=held.fence,
-            expires_in=held.until - now,
-            held_for=now - held.since,
-            waiters=waiters,
+            expires_in=held.until - state.now,
+            held_for=state.now - held.since,
+            waiters=len(state.queue),
             holder=identity.holder_fields(claim.holder),
         )

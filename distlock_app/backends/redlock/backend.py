@@ -94,7 +94,6 @@ class RedlockBackend(ForPeople):
             b"%d" % stamp,
             *(waiting or ask_time),
         )
-
         self._ask_or_undo(request, claim, stamp, *waiting)
         yes = [line.split() for line in request.yes.values()]
         no = [line.split() for line in request.no.values()]
@@ -117,7 +116,6 @@ class RedlockBackend(ForPeople):
         if fences.count(fence) >= self._quorum.majority:
             return fence
         request = self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
-
         self._ask_or_undo(request, claim, stamp)
         if not request.won:
             raise self._quorum.failure(request)
