@@ -151,13 +151,12 @@ class Hold(Ending):
                 " permits share their row"
             )
         connection: Any = connections[backend.using]
-        blocks = connection.atomic_blocks
         if transactions.is_manual(connection):
             raise LockError(
                 f"pin() needs autocommit on {backend.using!r}: Django does not tell when a"
                 " transaction under manual management ends"
             )
-        if all(getattr(block, "_from_testcase", False) for block in blocks):
+        if not transactions.in_own_block(connection):
             raise LockError(f"pin() needs a transaction: open atomic() on {backend.using!r} first")
         if not transactions.is_open(connection):  # in a TestCase, which ends too late
             self.extend()
