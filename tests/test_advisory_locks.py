@@ -40,7 +40,7 @@ def test_a_wait_outlasts_what_the_server_says_meanwhile(engine, monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
     holder, first, second = (engine(alias="logged", location="default") for _ in range(3))
     try:
-        assert holder.acquire(a_claim("logged"), 0)
+        grant = holder.acquire(a_claim("logged"), 0)
         answers = [first.acquire(a_claim("logged", wake=lambda grant: None), 0.1)]
         began = time.monotonic()
         answers.append(second.acquire(a_claim("logged", wake=lambda grant: None), 2))
@@ -49,6 +49,7 @@ def test_a_wait_outlasts_what_the_server_says_meanwhile(engine, monkeypatch):
         else:  # behind the first one in the server's queue
             assert not select.select([answers[1].wake_fd], [], [], 1)[0]
         assert not any(answers)
+        assert holder.release(grant)
     finally:
         answers = None
         for backend in holder, first, second:
