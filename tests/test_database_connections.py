@@ -12,9 +12,11 @@ from django.db import connection, connections, transaction
 
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database import connections as table_connections
+from distlock_app.backends.sessions.link import ServerError
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
+from distlock_app.primitives.names import Made
 from distlock_app.testing.claims import Waiter
 from tests.app.models import Counter
 from tests.database_workers import claim, connection_id, grab
@@ -32,6 +34,10 @@ def backend():
     backend = DatabaseBackend(alias="default", location="locks")
     yield backend
     backend.close()
+
+
+OWN_NUMBER = {"mysql": "CONNECTION_ID()", "postgresql": "pg_backend_pid()"}.get(connection.vendor)
+TYPES = {int: "bigint", float: "float8"}
 
 
 def kill(number):
@@ -114,6 +120,32 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(backend, verb):
 
 
 @on_server
+def test_a_release_whose_connection_was_killed_just_before_frees_the_lock(backend):
+    held = grab(backend, "a")
+    session = held.session.session
+    kill(session.cursor.execute(f"SELECT {OWN_NUMBER}").fetchone()[0])
+
+    assert backend.release(held) is True
+
+    assert not backend._sessions.parked
+    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+
+
+@on_server
+def test_values_are_quoted_whatever_they_are(backend):
+    texts = ["'\\\"%s; -- /*é\U0001f600", "", Made("'", template="'"), claim("a").owner]
+    numbers = [0, -(2**63), 2**63 - 1, 0.25]
+
+    def echo(session):
+        for value in [*texts, *numbers, None]:
+            kind = f"::{TYPES.get(type(value), 'text')}" * (connection.vendor == "postgresql")
+            row = session.cursor.execute(f"SELECT %(value)s{kind}", {"value": value}).fetchone()
+            assert row[0] in (value, str(value)), value
+
+    backend._ask(echo)
+
+
+@on_server
 @pytest.mark.parametrize("verb", ["acquire", "extend", "release", "release_to_next"])
 def test_an_answer_lost_after_the_commit_does_no_harm(backend, monkeypatch, verb):
     held = grab(backend, "a")
@@ -168,7 +200,7 @@ def test_an_interrupt_in_the_middle_leaves_no_row_locked(backend, monkeypatch):
     dialect = backend._sessions.dialect
     real = dialect.acquire
 
-    def interrupted(cursor, *args):
+    def interrupted(cursor, *args, **options):
         if connection.vendor != "sqlite":
             cursor.execute("BEGIN")
             cursor.execute(f"SELECT * FROM {dialect.table_name} FOR UPDATE")
@@ -348,4 +380,4 @@ def test_a_missing_table_is_an_error_that_says_so(backend, monkeypatch):
     with pytest.raises(BackendError, match="nothing") as raised:
         backend.look(claim("a"))
 
-    assert isinstance(raised.value.__cause__, connection.Database.Error)
+    assert isinstance(raised.value.__cause__, (ServerError, connection.Database.Error))

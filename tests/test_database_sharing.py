@@ -16,7 +16,7 @@ from django.utils import timezone
 
 from distlock_app import Latch, Lock, LockBusy, lock_in_transaction
 from distlock_app.backends.database import DatabaseBackend, members
-from distlock_app.backends.database.requests import Contended
+from distlock_app.backends.database.connections import Contended
 from distlock_app.claims import Grant
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
@@ -216,7 +216,7 @@ def test_waiters_of_all_kinds_come_in_as_they_arrived():
 def waiters_of(name):
     from distlock_app.core.registry import registry
 
-    queues = registry["locks"].backend._sessions.queues._queues
+    queues = registry["locks"].backend._sessions.queues.by_key
     return [waiter for queue in list(queues.values()) for waiter in list(queue.waiters)]
 
 

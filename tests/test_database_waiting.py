@@ -21,7 +21,10 @@ from django.db.transaction import atomic
 
 from distlock_app import BackendError, Lock, LockTimeout
 from distlock_app.backends.database import DatabaseBackend, sql
+from distlock_app.backends.database import backend as database_backend
 from distlock_app.backends.database import connections as database_connections
+from distlock_app.backends.database.connections import QueuedConnection
+from distlock_app.backends.sessions import link
 from distlock_app.backends.sessions.queues import ASKING
 from distlock_app.claims import Busy, Grant
 from distlock_app.core import waiting
@@ -122,7 +125,7 @@ def in_queue(number=1, within=DEADLINE):
 
 def in_line(sessions, number):
     """Wait until so many wait in this process, one of them on the server."""
-    queues = sessions.queues._queues
+    queues = sessions.queues.by_key
     eventually(lambda: sum(len(queue.waiters) for queue in list(queues.values())) == number)
     in_queue(min(number, 1))
 
@@ -196,6 +199,7 @@ def test_a_release_of_a_lock_that_was_held_for_long_calls_the_waiter_after_it(
     backend, sessions, monkeypatch
 ):
     monkeypatch.setattr(database_connections, "IDLE", 0.0)
+    monkeypatch.setattr(database_backend, "RECENT", 0.0)
     held = grab(backend, "a")
     refused = registry["locks"].backend.acquire(claim("a"), 30)
     in_queue()
@@ -585,7 +589,7 @@ def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, sessi
 
 
 def test_beyond_its_connections_a_process_polls(backend, sessions, monkeypatch):
-    monkeypatch.setattr(sessions, "_slots", deque([None]))
+    monkeypatch.setattr(sessions, "slots", deque([None]))
     monkeypatch.setattr(sessions, "_queue", 1)
     held = grab(backend, "a")
     waiters = [Waiter() for _ in range(3)]
@@ -602,15 +606,15 @@ def test_beyond_its_connections_a_process_polls(backend, sessions, monkeypatch):
 def test_a_server_without_connections_to_spare_gets_back_those_of_the_queue(backend, monkeypatch):
     held = grab(backend, "a")
     sessions = backend._sessions
-    real, refused = sessions._connect, []
+    real, refused = sessions._new, []
 
-    def full():
+    def full(wrapper):
         if sessions.parked:
             refused.append(True)
             raise OperationalError("too many connections")
-        return real()
+        return real(wrapper)
 
-    monkeypatch.setattr(sessions, "_connect", full)
+    monkeypatch.setattr(sessions, "_new", full)
 
     assert backend.extend(held, 30) is True
 
@@ -630,11 +634,12 @@ def test_with_queue_0_nothing_stays_with_claims():
     assert backend.release(held) is True
     if connection.vendor == "postgresql":  # a pooler may lend this session to others
         [session] = backend._sessions._idle
-        session.cursor.execute(
-            "SELECT name FROM pg_settings WHERE source = 'session' AND name LIKE ANY (%s)",
-            [["lock_timeout", "statement_timeout", "default_transaction%", "tcp_keep%"]],
-        )
-        assert session.cursor.fetchall() == []
+        with session.wrapper.cursor() as cursor:  # not in a transaction, as ours would be
+            cursor.execute(
+                "SELECT name FROM pg_settings WHERE source = 'session' AND name LIKE ANY (%s)",
+                [["lock_timeout", "statement_timeout", "default_transaction%", "tcp_keep%"]],
+            )
+            assert cursor.fetchall() == []
     backend.close()
 
 
@@ -869,36 +874,46 @@ def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, sessions):
     assert min(took) < 0.8
 
 
-@pytest.mark.skipif(connection.vendor != "postgresql", reason="mysqlclient has a read_timeout")
-def test_a_server_that_is_frozen_is_an_error_in_time(backend, monkeypatch):
+@pytest.mark.parametrize("queue", [8, 0])
+def test_a_server_that_is_frozen_is_an_error_in_time(queue, monkeypatch):
+    backend = DatabaseBackend(alias="default", location="locks", queue=queue)
     with proxy_to(int(connections["locks"].settings_dict["PORT"])) as proxy:
         frozen = {**connections["locks"].settings_dict, "HOST": "127.0.0.1", "PORT": proxy.port}
         monkeypatch.setattr(connections["locks"], "settings_dict", frozen)
         backend.ping()
-        monkeypatch.setattr(sql.postgresql, "ANSWER_WAIT", 0.5)
+        monkeypatch.setattr(link, "ANSWER_WAIT", 0.5)
         proxy.silent = True
 
-        with pytest.raises(BackendError, match="did not answer"):
+        with pytest.raises(BackendError, match=r"no answer within 0\.5 s"):
             backend.acquire(claim("a"), 0)
+    backend.close()
+
+
+SLOW_INSERTS = {
+    "mysql": [
+        "CREATE TRIGGER nap BEFORE INSERT ON distlock_app_distlock"
+        " FOR EACH ROW SET @slept = SLEEP(0.4)",
+    ],
+    "postgresql": [
+        "CREATE FUNCTION nap() RETURNS trigger LANGUAGE plpgsql"
+        " AS 'BEGIN PERFORM pg_sleep(0.4); RETURN NEW; END'",
+        "CREATE TRIGGER nap BEFORE INSERT ON distlock_app_distlock"
+        " FOR EACH ROW EXECUTE FUNCTION nap()",
+    ],
+}
+FAST_INSERTS = {"mysql": "DROP TRIGGER nap", "postgresql": "DROP FUNCTION nap() CASCADE"}
 
 
 @pytest.fixture
 def slow_inserts():
     """Let the server take its time to write a new row, as a busy disk does."""
     with connections["locks"].cursor() as cursor:
-        cursor.execute(
-            "CREATE FUNCTION nap() RETURNS trigger LANGUAGE plpgsql"
-            " AS 'BEGIN PERFORM pg_sleep(0.4); RETURN NEW; END'"
-        )
-        cursor.execute(
-            "CREATE TRIGGER nap BEFORE INSERT ON distlock_app_distlock"
-            " FOR EACH ROW EXECUTE FUNCTION nap()"
-        )
+        for statement in SLOW_INSERTS[connection.vendor]:
+            cursor.execute(statement)
         yield
-        cursor.execute("DROP FUNCTION nap() CASCADE")
+        cursor.execute(FAST_INSERTS[connection.vendor])
 
 
-@pytest.mark.skipif(connection.vendor != "postgresql", reason="signals wait for other drivers")
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError])
 def test_a_release_does_not_overtake_a_request_that_a_signal_ended(backend, slow_inserts, raised):
     def interrupt(*_):
@@ -935,13 +950,14 @@ def test_an_owner_that_asks_again_closes_no_connection(backend):
 
 
 def test_a_claim_that_is_interrupted_just_as_it_is_kept_is_released(backend, monkeypatch):
-    asked, granted = claim("a"), backend._granted
+    asked, keep = claim("a"), QueuedConnection.keep
 
-    def interrupted(queued, answer):
-        granted(queued, answer)
+    def interrupted(queued, session):
+        keep(queued, session)
+        backend._sessions.queued[asked.key, asked.owner] = queued
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backend, "_granted", interrupted)
+    monkeypatch.setattr(QueuedConnection, "keep", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:  # its traceback keeps the connection
         backend.acquire(asked, 5)
 

@@ -178,8 +178,11 @@ class OnDatabase:
     def lock(self, session):
         """Return whether the queue lock could be taken."""
         queue = session.dialect.queue_of(self.claims[0].key)
-        of = {"mysql": "GET_LOCK(%s, 0)", "postgresql": "pg_try_advisory_lock(%s::bigint)"}
-        session.cursor.execute(f"SELECT {of[connection.vendor]}", [queue])
+        of = {
+            "mysql": "GET_LOCK(%(queue)s, 0)",
+            "postgresql": "pg_try_advisory_lock(%(queue)s::bigint)",
+        }
+        session.cursor.execute(f"SELECT {of[connection.vendor]}", {"queue": queue})
         return bool(session.cursor.fetchone()[0])
 
 

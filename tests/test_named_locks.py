@@ -9,7 +9,7 @@ from django.db import connection, connections
 
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.mysql import NamedLockBackend
-from distlock_app.backends.sessions.pool import ServerError
+from distlock_app.backends.sessions.link import ServerError
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
 from distlock_app.testing.claims import a_claim

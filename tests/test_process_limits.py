@@ -136,7 +136,7 @@ def test_a_hundred_waiting_threads_keep_to_the_sessions_of_the_lock_table(names)
 
 
 def standing(queues):
-    return sum(len(queue.waiters) for queue in list(queues._queues.values()))
+    return sum(len(queue.waiters) for queue in list(queues.by_key.values()))
 
 
 def served_in_order(lock, lined_up, *, count):

@@ -18,6 +18,7 @@ from django.test import override_settings
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.backends.sessions import backend as session_backend
 from distlock_app.backends.sessions import extending as session_extending
+from distlock_app.backends.sessions import link
 from distlock_app.backends.sessions import pool as session_pool
 from distlock_app.claims import Grant
 from distlock_app.core.limits import MAX_TTL
@@ -276,10 +277,10 @@ def test_a_server_that_dies_without_a_word_is_given_up_by_the_system(backend):
     """Else the process would ask it until the end of the ttl."""
     grant = backend.acquire(a_claim("a"), 0)
 
-    with socket.socket(fileno=os.dup(grant.session.fd)) as link:
-        limit = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    with socket.socket(fileno=os.dup(grant.session.fd)) as end:
+        limit = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
-    assert limit == session_pool.ANSWER_WAIT * 1000
+    assert limit == link.ANSWER_WAIT * 1000
     assert backend.release(grant)
 
 

@@ -18,9 +18,10 @@ from django.core.exceptions import ImproperlyConfigured
 from ..claims import Claim
 from ..primitives.names import KEY, is_key
 from .sessions.backend import SessionLocksBackend
+from .sessions.link import ANSWER_WAIT, MySQLLink, ServerError, Values
 from .sessions.lock_session import REPLICA, LockSession
 from .sessions.notes import note
-from .sessions.pool import ANSWER_WAIT, GRACE, LONG_WAITS, Rows, ServerError, Values
+from .sessions.pool import GRACE, LONG_WAITS
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})
@@ -66,7 +67,7 @@ Held = dict[str, tuple[int, str | None]]
 BATCH = 200
 
 
-class NamedLockSession(LockSession):
+class NamedLockSession(MySQLLink, LockSession):
     """A session on MySQL or MariaDB, spoken to through mysqlclient."""
 
     def adapt(self, settings: dict[str, Any]) -> None:
@@ -76,15 +77,14 @@ class NamedLockSession(LockSession):
         for wait in ("connect_timeout", "read_timeout", "write_timeout"):
             options.setdefault(wait, ANSWER_WAIT)
 
-    def descriptor(self) -> int:
-        if not hasattr(self.wrapper.connection, "send_query"):
+    def connect(self, connection: Any) -> None:
+        if not hasattr(connection, "send_query"):
             raise ImproperlyConfigured("NamedLockBackend needs mysqlclient")
-        fd = int(self.wrapper.connection.fileno())
+        super().connect(connection)
         # A server that died without a word: mysqlclient has no option for it. Only Linux has this,
         # and no Unix socket.
-        with suppress(AttributeError, OSError), socket.socket(fileno=os.dup(fd)) as link:
+        with suppress(AttributeError, OSError), socket.socket(fileno=os.dup(self.fd)) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ANSWER_WAIT * 1000)
-        return fd
 
     def begin(self) -> int:
         self.ask(f"SET SESSION time_zone = '+00:00', sql_mode = 'STRICT_ALL_TABLES' {LONG_WAITS}")
@@ -100,29 +100,6 @@ class NamedLockSession(LockSession):
         # With --sysdate-is-now no clock can be read after the lock was granted.
         self.reads_clock = not sysdate_is_now
         return int(number)
-
-    def send(self, question: str, values: Values) -> None:
-        connection = self.wrapper.connection
-        statement = question.encode()
-        try:
-            if values:
-                statement %= tuple(map(connection.literal, values))
-            connection.send_query(statement)
-        except self.wrapper.Database.Error as error:
-            raise _server_error(error) from error
-
-    def receive(self) -> Rows:
-        connection = self.wrapper.connection
-        try:
-            connection.read_query_result()
-            result = connection.store_result()
-        except self.wrapper.Database.Error as error:
-            trouble = _server_error(error)
-            # The client's own errors, which end the session, have numbers from 2000.
-            self.awaiting_reply = trouble.code is None or 2000 <= trouble.code < 3000
-            raise trouble from error
-        self.awaiting_reply = False
-        return [] if result is None else list(result.fetch_row(0))
 
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
         if self.ttl != claim.ttl:
@@ -245,7 +222,3 @@ class NamedLockBackend(SessionLocksBackend[NamedLockSession]):
                 hint="Let LOCATION name a database alias that always connects to the same node.",
                 id="distlock_app.W032",
             )
-
-
-def _server_error(error: Exception) -> ServerError:
-    return ServerError(error.args[0] if error.args else None, str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from django.core import checks
@@ -12,9 +13,10 @@ from django.db import connections
 
 from ..claims import Claim
 from .sessions.backend import SessionLocksBackend
+from .sessions.link import ANSWER_WAIT, PostgreSQLLink, ServerError, Value, Values
 from .sessions.lock_session import REPLICA, LockSession
 from .sessions.notes import NOTE, note
-from .sessions.pool import ANSWER_WAIT, GRACE, Rows, ServerError, Value, Values
+from .sessions.pool import GRACE
 
 # Lock timeout; deadlock.
 BUSY = frozenset({"55P03", "40P01"})
@@ -23,15 +25,6 @@ BUSY = frozenset({"55P03", "40P01"})
 MAX_TIMEOUT = 2**31 - 1
 
 NOW_US = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
-
-# Prepared, as a note makes each statement a new one to the server. Columns are computed from left
-# to right: the time is that of the lock.
-STATEMENTS = {
-    "try": f"SELECT pg_try_advisory_lock{{mode}}($1::bigint), {NOW_US}",
-    "wait": "SELECT set_config('lock_timeout', $2, true),"
-    f" pg_advisory_lock{{mode}}($1::bigint), {NOW_US}",
-    "unlock": "SELECT pg_advisory_unlock{mode}($1::bigint)",
-}
 
 # Limits of a role or a database must not end our waits (the last exists from version 17 on), and
 # what else the server says while we wait would look like its answer.
@@ -79,8 +72,10 @@ AROUND = (
 )
 
 
-class AdvisoryLockSession(LockSession):
+class AdvisoryLockSession(PostgreSQLLink, LockSession):
     """A session on PostgreSQL, spoken to through libpq as psycopg wraps it."""
+
+    limit = 0.0  # of the server for a wait, in seconds
 
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]
@@ -91,93 +86,55 @@ class AdvisoryLockSession(LockSession):
         options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
         options["application_name"] = APPLICATION
 
-    def descriptor(self) -> int:
-        if not hasattr(self.wrapper.connection, "pgconn"):
+    def connect(self, connection: Any) -> None:
+        if not hasattr(connection, "pgconn"):
             raise ImproperlyConfigured("AdvisoryLockBackend needs psycopg 3, not psycopg2")
-        self._pq = self.wrapper.connection.pgconn
-        return int(self._pq.socket)
+        super().connect(connection)
 
     def begin(self) -> int:
-        self._prepared: set[str] = set()
         ((pid, _, recovers, _),) = self.ask(BEGIN)
-        if recovers == "t":
+        if recovers:
             raise ServerError(None, REPLICA)
         with suppress(ServerError):
             self.ask(NOTICE_THE_DEAD)
         return int(pid)
 
-    def send(self, question: str, values: Values) -> None:
-        try:
-            self._pq.send_query_params(question.encode(), [str(v).encode() for v in values])
-            while self._pq.flush():  # what does not fit into the socket's buffer
-                self.heard(0.01)
-        except self.wrapper.Database.Error as error:
-            raise ServerError(None, str(error)) from error
-
-    def receive(self) -> Rows:
-        rows: Rows = []
-        refused = None
-        try:
-            self._pq.consume_input()
-            while True:
-                while self._pq.is_busy():
-                    if not self.heard(ANSWER_WAIT):
-                        raise ServerError(None, "half an answer")
-                    self._pq.consume_input()
-                result = self._pq.get_result()
-                if result is None:
-                    break
-                if message := result.error_message:
-                    code = result.error_field(ord("C")) or b""
-                    refused = ServerError(code.decode(), message.decode())
-                for row in range(result.ntuples):
-                    cells = [result.get_value(row, column) for column in range(result.nfields)]
-                    rows.append(tuple([None if x is None else x.decode() for x in cells]))
-        except self.wrapper.Database.Error as error:
-            raise ServerError(None, str(error)) from error
-        self.awaiting_reply = False
-        if refused:
-            raise refused
-        return rows
-
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
         if self.ttl != claim.ttl:
             self.keep(claim.ttl)
-        if wait > 0:
-            statement = self._execute("wait", claim, f", '{max(1, round(wait * 1000))}'")
-        else:
-            statement = self._execute("try", claim)
-        statement = f"{note(claim)} {statement}"
+        if wait > 0 and self.limit != wait:
+            limit = max(1, round(wait * 1000))
+            self.ask(f"{self.note()} SELECT set_config('lock_timeout', $1, false)", limit)
+            self.limit = wait
+        # Prepared, as a note makes each statement a new one to the server. Columns are computed
+        # from left to right: the time is that of the lock.
+        verb = f"pg{'_try' * (wait == 0)}_advisory_lock{'_shared' * claim.shared}"
+        lock = f"SELECT {verb}($1::bigint), {NOW_US}"
+        name = self.prepared.get(lock) or self.prepare_once(lock)
+        take = f"{note(claim)} EXECUTE {name}({_number(claim.key)})"
         try:
-            rows, began = self.wait(statement, wait + ANSWER_WAIT)
+            ((locked, fence),), began = self.wait(take, wait + ANSWER_WAIT)
         except ServerError as error:
             if error.code in BUSY:
                 # It may have been granted just as the wait ended; the session keeps it then.
                 self.ask("SELECT pg_advisory_unlock_all()")
                 return None
             raise
-        *_, locked, fence = rows[0]
-        return None if locked == "f" else (int(fence), began)
+        return None if locked is False else (fence, began)
 
     def question(self, claim: Claim) -> tuple[str, Values]:
         # Not the lock but the session: behind a pooler, another process of the server would answer.
         return f"{note(claim, self.fence)} SELECT pg_backend_pid() = $1::int", (self.number,)
 
     def unlock(self, claim: Claim) -> bool:
-        return self.ask(self._execute("unlock", claim)) == [("t",)]
-
-    def _execute(self, verb: str, claim: Claim, more: str = "") -> str:
-        """Return the statement that executes a prepared one for this claim."""
-        mode = "_shared" if claim.shared else ""
-        name = f"distlock_{verb}{mode}"
-        if name not in self._prepared:
-            self.ask(f"PREPARE {name} AS {STATEMENTS[verb].format(mode=mode)}")
-            self._prepared.add(name)
-        return f"EXECUTE {name}({_number(claim.key)}{more})"
+        unlock = f"SELECT pg_advisory_unlock{'_shared' * claim.shared}($1::bigint)"
+        if unlock not in self.prepared:
+            self.prepare_once(unlock)
+        return self.ask(unlock, _number(claim.key)) == [(True,)]
 
     def keep(self, ttl: float) -> None:
         statement = f"{self.note()} SELECT set_config('idle_session_timeout', $1, false)"
-        self.ask(statement, _timeout(ttl))
+        self.ask(statement, min(round((ttl + GRACE) * 1000), MAX_TIMEOUT))
         self.ttl = ttl
 
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -187,15 +144,15 @@ class AdvisoryLockSession(LockSession):
             said = NOTE.search(query or "")
             # Untold, it is the one that was asked for; there are but 64 bits to compare.
             found = said[2] if said else key or ""
-            if found.startswith(f"{int(upper):08x}{int(lower):08x}"):
+            if found.startswith(f"{upper:08x}{lower:08x}"):
                 yield {
-                    "number": int(pid),
+                    "number": pid,
                     "key": found,
                     "kind": "shared" if mode == "ShareLock" else "exclusive",
                     "note": query,
-                    "now_us": int(now_us),
-                    "since_us": int(since_us) if since_us else None,
-                    "waiters": int(waiters),
+                    "now_us": now_us,
+                    "since_us": since_us,
+                    "waiters": waiters,
                     "holder": {"host": address, "who": f"session {pid}"},
                 }
 
@@ -230,7 +187,7 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
         other = self._lend()
         numbers = {session.ask("SELECT pg_backend_pid()")[0][0] for _ in range(3)}
         self._pool.give_back(other)
-        if numbers != {str(session.number)} or other.number == session.number:
+        if numbers != {session.number} or other.number == session.number:
             yield checks.Error(
                 f"DISTLOCK[{self.alias!r}]: {self.using!r} is behind a transaction pooler: locks "
                 "are lost or left behind.",
@@ -239,14 +196,11 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
             )
 
 
+@lru_cache(maxsize=1024)
 def _number(key: str) -> int:
     """Return the first 64 bits of a key as PostgreSQL's bigint."""
     number = int(key[:16], 16)
     return number - 2**64 if number >= 2**63 else number
-
-
-def _timeout(ttl: float) -> int:
-    return min(round((ttl + GRACE) * 1000), MAX_TIMEOUT)
 
 
 def _ours(key: str | None = None) -> tuple[Value, ...]:

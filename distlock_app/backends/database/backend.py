@@ -9,16 +9,17 @@ from typing import Any
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..sessions.pool import ConnectionLost, database_of
+from ..sessions.link import ConnectionLost
+from ..sessions.pool import database_of
 from ..sessions.queues import Waiter
 from . import members
 from .checks import refuse_wrong_options
-from .connections import QUEUE, QueuedConnection, Session, Sessions
+from .connections import QUEUE, RECENT, Contended, QueuedConnection, Session, Sessions
 from .extending import Extending
 from .in_transaction import InCallersTransaction
 from .people import ForPeople
-from .requests import Contended, claim_key_of
-from .sql.base import ROW_WAIT, Step
+from .requests import claim_key_of
+from .sql.base import Step
 
 
 class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
@@ -52,7 +53,6 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         refuse_wrong_options(alias, queue, poll_min, poll_max)
         self.poll_min, self.poll_max = poll_min, poll_max
         self._queue = queue
-        self._polls_until = 0.0
         give_up = weakref.WeakMethod(self._give_up)
         self._sessions = Sessions(
             self.using, queue, lambda queued: (give_up() or QueuedConnection.give_up)(queued)
@@ -66,13 +66,14 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         if claim.latch:
             return Grant(claim, fence=0) if self.counted(claim.key) >= claim.limit else Busy()
-        # Where an uncontended lock comes by, claim_key_of() and kind_of() are written out: each
-        # call counts.
-        queues, claim_key = self._sessions.queues, (claim.key, claim.owner)
-        waiter = queues.waiter_of(claim_key)
-        self._free_queue(claim_key)  # if it was granted before, and asks again
+        # Where an uncontended lock comes by, small functions are written out: each call counts.
+        sessions, claim_key = self._sessions, (claim.key, claim.owner)
+        queues = sessions.queues
+        waiter = queues.waiter_of(claim_key) if queues.by_key else None
+        if len(sessions.slots) < self._queue:  # some connections stay with claims
+            self._free_queue(claim_key)  # if it was granted before, and asks again
         if wait != 0:
-            if waiter is None and queues.has_waiters(claim.key):
+            if waiter is None and claim.key in queues.by_key:
                 waiter = queues.enqueue(claim_key, claim.wake)
             if waiter is not None and not queues.leads(waiter):
                 return Busy(ticket=waiter, will_wake=True)
@@ -114,25 +115,33 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     def release(self, grant: Grant) -> bool:
         if grant.claim.latch:
             return False
-        claim_key = grant.claim.key, grant.claim.owner
-        waiter = self._sessions.queues.waiter_of(claim_key)
-        if waiter is not None:
-            self._sessions.queues.leave(waiter)
-        queued = self._sessions.unpark(claim_key)
-        again = partial(self._release_again, grant)
-        if queued is not None and queued.fresh:
-            release = partial(self._release_to_next, queued, grant.claim)
-            return self._ask(release, again=again, on=queued.session, urgent=True)
+        sessions, claim = self._sessions, grant.claim
+        claim_key = claim.key, claim.owner
+        if sessions.queues.by_key and (waiter := sessions.queues.waiter_of(claim_key)) is not None:
+            sessions.queues.leave(waiter)
+        queued = sessions.queued.pop(claim_key, None)
+        release = partial(_release, claim)
+        if queued is not None and (monotonic() < queued.since + RECENT or queued.fresh):
+            session: Any = queued.session
+            verb = session.dialect.release_to_next
+            try:
+                released: bool = self._attempt(session, verb, session.cursor, claim)
+                (queued.detach if released else queued.give_up)()
+                sessions.give_back(session)
+                return released
+            except ConnectionLost:
+                queued.give_up()
+                sessions.close_idle()
+                queued, release = None, partial(self._release_again, grant)
         if queued is not None:  # a server without connections to spare gets this one back
-            self._sessions.park(claim_key, queued)
-        release = partial(_release, grant.claim)
+            sessions.queued[claim_key] = queued
         try:
-            return self._ask(release, again=again, urgent=True)
+            return self._ask(release, again=partial(self._release_again, grant), urgent=True)
         finally:
             if queued is not None:
-                self._leave(grant.claim)  # after the row, for this calls the next one
+                self._leave(claim)  # after the row, for this calls the next one
             if grant.fence is None:  # given up: the process may end after this
-                self._sessions.queues.drop_dead()
+                sessions.queues.drop_dead()
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for the queue of this process, or at the deadline for this claim alone."""
@@ -151,14 +160,15 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
 
     def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; by polling if no connection may stay."""
-        may_stay = self._queues and monotonic() >= self._polls_until
-        queued = self._sessions.reserve() if may_stay else None
-        if queued is not None:
-            try:
-                return self._ask(partial(self._join_on, queued, waiter, claim, wait), within=wait)
-            finally:
-                if queued.session is None:
-                    queued.give_up()
+        if self._queues and monotonic() >= self._sessions.polls_until:
+            queued = QueuedConnection(self._sessions.slots)
+            if queued.slots is not None:  # fewer stay than may
+                try:
+                    join = partial(self._join_on, queued, waiter, claim, wait)
+                    return self._ask(join, within=wait)
+                finally:
+                    if queued.session is None:
+                        queued.give_up()
         answer = self._ask(lambda s: _try(s, claim, wait), within=wait)
         if isinstance(answer, Grant) or wait == 0 or not self._queues:
             return answer
@@ -172,15 +182,20 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         wait: float | None,
         session: Session,
     ) -> Grant | Busy:
-        if not (session.can_queue or session.queues()):
+        if not session.queues:
             return _try(session, claim, wait)
-        answer = _try(session, claim, wait, "join" if wait == 0 else "wait")
-        if isinstance(answer, Grant):
-            if claim.shared or claim.limit > 1:
-                return answer
-            queued.keep(session)
-            return self._granted(queued, answer)
-        return answer if wait == 0 else self._line_up(waiter, claim, answer, queued, session)
+        if claim.shared or claim.limit > 1:
+            answer = members.acquire(claim, session)
+        else:
+            step: Step = "join" if wait == 0 else "wait"
+            answer = session.dialect.acquire(session.cursor, claim, step, wait=wait)
+            if isinstance(answer, Grant):
+                queued.keep(session)
+                self._sessions.queued[claim.key, claim.owner] = queued
+                return Grant(claim, fence=answer.fence, session=queued)
+        if isinstance(answer, Grant) or wait == 0:
+            return answer
+        return self._line_up(waiter, claim, answer, queued, session)
 
     def _line_up(
         self,
@@ -199,10 +214,10 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         queue = waiter.queue
         if queued and session and queue is not None and queue.connection is None:
             # Before the request is sent: _give_up() ends a wait that it finds here.
-            queued.wake_fd = session.wrapper.connection.fileno()
+            queued.wake_fd = session.cursor.fd
             queued.keep(session)
             try:
-                session.dialect.line_up(session.wrapper, claim.key)
+                session.dialect.line_up(session.cursor, claim.key)
                 queues.attach(waiter, queued)
             except BaseException:  # interrupted: the server would go on waiting
                 self._give_up(queued)
@@ -216,7 +231,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         queues = self._sessions.queues
         session: Any = queued.session
         try:
-            answer = self._attempt(session, partial(self._take_turn_on, queued, claim, wait))
+            answer = self._attempt(session, self._take_turn_on, queued, claim, wait, session)
         except BaseException as error:
             queues.detach(waiter, queued)
             queued.give_up()
@@ -236,7 +251,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     ) -> Grant | Busy | None:
         if queued.wake_fd is not None:
             queued.wake_fd = None
-            if not session.dialect.called(session.wrapper):  # the server waited long enough
+            if not session.dialect.called(session.cursor):  # the server waited long enough
                 self._unlock(queued, session)  # granted just as the wait ended
                 return None
         return _try(session, claim, wait, "turn")
@@ -247,34 +262,11 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         That of a reader or a permit is freed at once, for the next one in the queue may fit, too.
         """
         claim = answer.claim
-        self._sessions.park((claim.key, claim.owner), queued)
+        self._sessions.queued[claim.key, claim.owner] = queued
         if claim.shared or claim.limit > 1:
             self._free_queue((claim.key, claim.owner))
             return answer
         return Grant(claim, fence=answer.fence, session=queued)
-
-    def _give_up(self, queued: QueuedConnection) -> None:
-        """Leave the server's queue."""
-        waiting = queued.session
-        try:
-            # Else the server would call a waiter that has gone. Again, if our first request
-            # overtook the ones before.
-            for _ in range(3):
-                if waiting is None or queued.called():
-                    break
-                self._ask(lambda s: s.dialect.leave(waiting.wrapper, s.cursor))
-                queued.called(within=0.3)
-            if waiting is not None and queued.called():
-                self._attempt(waiting, partial(self._unlock, queued))
-        except Exception:
-            pass  # The server ends the wait before long.
-        finally:
-            queued.give_up()
-
-    def _release_to_next(self, queued: QueuedConnection, claim: Claim, session: Session) -> bool:
-        released = session.dialect.release_to_next(session.cursor, claim)
-        (queued.detach if released else queued.give_up)()
-        return released
 
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""
@@ -288,11 +280,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
 def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
     if claim.shared or claim.limit > 1:
         return members.acquire(claim, session)
-    dialect, cursor = session.dialect, session.cursor
-    # A row in somebody's transaction would keep a short wait for longer than that.
-    looks = dialect.looks_first or (wait is not None and wait < ROW_WAIT)
-    refusal = dialect.look(cursor, claim) if looks else None
-    return dialect.acquire(cursor, claim, step) if refusal is None else refusal
+    return session.dialect.acquire(session.cursor, claim, step, wait=wait)
 
 
 def _release(claim: Claim, session: Session) -> bool:

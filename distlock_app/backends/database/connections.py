@@ -20,35 +20,46 @@ from __future__ import annotations
 
 import os
 import select
-import selectors
 import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from django.db import connections
+from django.db import Error as DatabaseError
+from django.db import InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from ...errors import BackendError
 from ...primitives.timing import monotonic
+from ..sessions.link import ConnectionLost, ReplyTimeout, ServerError
 from ..sessions.pool import Pool, PooledSession, inherited
 from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues
 from .sql import Dialect, dialect_for
+from .sql.base import ROW_WAIT
 
 # So many of a process stay with claims, unless the settings say otherwise.
 QUEUE = 8
+# Seconds without a queue after the server refused a connection.
+POLLS_FOR = 60.0
 # A connection that was idle for so many seconds is closed after the next request.
 IDLE = 60.0
+# After so many seconds it is looked at before a request: has the server ended it?
+RECENT = 0.5
+
+
+class Contended(BackendError):
+    """Others were changing the same rows for too long; trying again may help."""
 
 
 class Session(PooledSession):
-    """One autocommitting connection, and a cursor of its driver: Django's costs twice that."""
+    """One autocommitting connection, and a cursor: Django's costs twice what a driver's does."""
 
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int, dialect: Dialect) -> None:
         """Connect; raises Django's database errors."""
         self.dialect = dialect
         self.parked = False  # with a claim, see QueuedConnection
-        self.can_queue: bool | None = None  # not known yet
+        self.pid = os.getpid()
         super().__init__(wrapper, epoch)
 
     def adapt(self, settings: dict[str, Any]) -> None:
@@ -56,33 +67,51 @@ class Session(PooledSession):
 
     def prepare(self) -> None:
         with self.wrapper.wrap_database_errors:
-            self.cursor = self.dialect.begin(self.wrapper)
+            self.cursor: Any = self.dialect.begin(self.wrapper)
 
+    @cached_property
     def queues(self) -> bool:
-        """Return whether the server can queue the waiters of this session."""
-        if self.can_queue is None:
-            self.can_queue = self.dialect.can_queue(self.wrapper, self.cursor)
-        return self.can_queue
+        """Whether the server can queue the waiters of this session."""
+        return self.dialect.can_queue(self.wrapper, self.cursor)
+
+    def failed(self, error: BaseException) -> type[BackendError] | None:
+        """Close it, whatever the error; return what that is to the caller, None: not ours.
+
+        After a KeyboardInterrupt, too, its transaction may hold the row.
+        """
+        database = self.wrapper.Database
+        lost = getattr(self.cursor, "awaiting_reply", False)
+        try:
+            if isinstance(error, ReplyTimeout):
+                return BackendError
+            if not isinstance(error, (ServerError, database.Error, DatabaseError)):
+                if lost:  # Interrupted: no release may overtake the statement that is under way.
+                    self.cursor.heard(2 * ROW_WAIT)
+                return None
+            if self.dialect.contended(error):
+                return Contended
+            unsure = database.OperationalError, database.InterfaceError, InterfaceError
+            return ConnectionLost if lost or isinstance(error, unsure) else BackendError
+        finally:
+            self.close()
 
 
 class QueuedConnection:
     """A connection that stays with a claim, or with the waiters; dropping it closes that."""
 
-    __slots__ = ("__weakref__", "_slots", "pid", "session", "since", "wake_fd")
+    # Class defaults, also for what an interrupt left half made.
+    session: Session | None = None
+    wake_fd: int | None = None  # what a waiter waits on, as long as the server waits
+    since = 0.0
+    slots: deque[None] | None = None
 
     def __init__(self, slots: deque[None]) -> None:
-        """Take one of the `slots`; raises IndexError if there is none."""
-        self._slots: deque[None] | None = None
-        self.session: Session | None = None
-        self.wake_fd: int | None = None  # what a waiter waits on, as long as the server waits
-        self.since = 0.0
-        self.pid = os.getpid()
-        self._slots = slots
+        """Take one of the `slots`; None is left of them if there was none."""
+        self.slots = slots
         try:
             slots.pop()  # an interrupt after this gives it back
         except IndexError:
-            self._slots = None
-            raise
+            self.slots = None
 
     def keep(self, session: Session) -> None:
         """Let this connection stay."""
@@ -104,30 +133,27 @@ class QueuedConnection:
         """Return whether the server has answered."""
         return self.wake_fd is None or _readable(self.wake_fd, within)
 
-    def detach(self) -> None:
+    def detach(self) -> Session | None:
         """Leave the connection to others: it no longer has or wants the queue lock."""
         session, self.session = self.session, None
         if session is not None:
             session.parked = False
-        self._free()
+        slots, self.slots = self.slots, None
+        if slots is not None:
+            slots.append(None)
+        return session
 
     def give_up(self) -> None:
         """Close it: that calls the next one, whatever the state of the connection."""
-        session, self.session = self.session, None
+        session = self.detach()
         if session is not None:
             session.close()
-        self._free()
-
-    def _free(self) -> None:
-        slots, self._slots = self._slots, None
-        if slots is not None:
-            slots.append(None)
 
     def __del__(self) -> None:
-        # The interpreter ends, and the connection with it; or an interrupt came before __init__.
-        if inherited is None or not hasattr(self, "pid"):
+        # Nothing stays; or the interpreter ends, and the connection with it.
+        if self.slots is None or inherited is None:
             return
-        if self.pid == os.getpid():
+        if self.session is None or self.session.pid == os.getpid():
             self.give_up()
         else:
             inherited.append(self.session)
@@ -151,47 +177,42 @@ class Sessions(Pool[Session]):
         """The statements, filled in once for all connections of this process."""
         return dialect_for(connections[self.using])
 
-    def park(self, claim_key: Any, queued: QueuedConnection) -> None:
-        """Keep the connection of a grant findable, as long as its owner keeps it."""
-        self._queued[claim_key] = queued
-
-    def unpark(self, claim_key: Any) -> QueuedConnection | None:
-        """Return the connection of a grant, for this caller alone."""
-        return self._queued.pop(claim_key, None)
-
-    def reserve(self) -> QueuedConnection | None:
-        """Return a slot for a connection that will stay; None if as many stay as may."""
-        try:
-            return QueuedConnection(self._slots)
-        except IndexError:
-            return None
-
     @property
     def parked(self) -> int:
         """How many connections stay with claims, or are about to."""
-        return self._queue - len(self._slots)
-
-    def any_stay(self) -> bool:
-        """Return whether a connection stays with a claim, or with the waiters."""
-        return bool(self._queued or self.queues.connections())
+        return self._queue - len(self.slots)
 
     def holding(self, key: str) -> list[Any]:
         """Return the claims on `key` that hold the queue lock here."""
-        return [k for k in list(self._queued) if k[0] == key]
+        return [k for k in list(self.queued) if k[0] == key]
 
     def close(self) -> None:
         """Close also those that stay, but not those of waiters, which go when the wait ends."""
         self.close_idle()
-        for claim_key in list(self._queued):
-            if queued := self.unpark(claim_key):
+        for claim_key in list(self.queued):
+            if queued := self.queued.pop(claim_key, None):
                 queued.give_up()
 
     def _begin(self) -> None:
         super()._begin()
-        self._queued = weakref.WeakValueDictionary[Any, QueuedConnection]()
-        self._slots: deque[None] = deque([None] * self._queue)
+        # The connections of grants, by key and owner, as long as these are kept. Whoever takes one
+        # out has it for itself.
+        self.queued = weakref.WeakValueDictionary[Any, QueuedConnection]()
+        self.slots: deque[None] = deque([None] * self._queue)  # for connections that may stay
+        self.polls_until = 0.0  # by monotonic(): no connection stays with a claim until then
         self.queues = WaiterQueues(self._emptied)
         self.semaphore = FairSemaphore(ASKING)
+
+    def _connect(self) -> Session:
+        try:
+            return super()._connect()
+        except DatabaseError:
+            if not (self.queued or self.queues.connections()):  # no connection stays
+                raise
+        # The server may have no more connections to give: renewals come before the queue.
+        self.polls_until = monotonic() + POLLS_FOR
+        self.close()
+        return super()._connect()
 
     def _new(self, wrapper: BaseDatabaseWrapper) -> Session:
         if not self._queue:  # perhaps behind a pooler that lends sessions by the transaction
@@ -207,10 +228,6 @@ class Sessions(Pool[Session]):
 
 
 def _readable(file: Any, within: float) -> bool:
-    if hasattr(select, "poll"):  # an epoll of its own costs four system calls
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        return bool(poll.poll(within * 1000))
-    with selectors.DefaultSelector() as selector:
-        selector.register(file, selectors.EVENT_READ)
-        return bool(selector.select(within))
+    poll = select.poll()  # of its own: several threads may look
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(within * 1000))

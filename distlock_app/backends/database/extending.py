@@ -7,9 +7,9 @@ from functools import partial
 
 from ...claims import Claim, Grant
 from . import members
-from .connections import Session
+from .connections import Contended, Session
 from .members import kind_of
-from .requests import Contended, Requests, claim_key_of
+from .requests import Requests, claim_key_of
 from .sql.base import Pair
 
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
@@ -52,7 +52,7 @@ class Extending(Requests):
         return results
 
     def _leave(self, claim: Claim) -> None:
-        queued = self._sessions.unpark(claim_key_of(claim))
+        queued = self._sessions.queued.pop(claim_key_of(claim), None)
         if queued is not None:
             queued.give_up()
 

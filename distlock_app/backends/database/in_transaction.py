@@ -16,7 +16,8 @@ from ...primitives.names import checked_key, shown
 from ...primitives.timing import Deadline, full_jitter
 from ...primitives.transactions import fence_of
 from ..base import InTransaction
-from .requests import Contended, Requests, claim_key_of
+from .connections import Contended
+from .requests import Requests, claim_key_of
 from .sql import Dialect
 
 T = TypeVar("T")

@@ -25,8 +25,7 @@ from typing import Any
 from ...claims import Busy, Claim, Grant
 from ...primitives.names import shown
 from ...primitives.timing import Deadline
-from .connections import Session
-from .requests import Contended
+from .connections import Contended, Session
 from .sql.base import NO_ROW, ROW_WAIT, Decide, LockRow, T, busy
 
 # The owner of such a row, and the kind of its holdings. Owners of claims are hex digits.

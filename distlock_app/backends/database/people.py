@@ -71,7 +71,7 @@ class ForPeople(Requests, Purgeable):
         """Read live rows; each is begun by the number of processes that wait for its lock."""
         dialect, cursor = session.dialect, session.cursor
         rows = dialect.holders(cursor, first, last, **page)
-        if not (rows and self._queue and session.queues()):  # waiters poll: nobody knows of them
+        if not (rows and self._queue and session.queues):  # waiters poll: nobody knows of them
             return [(None, *row) for row in rows]
         waiting = dict(dialect.waiting(cursor))
         return [(waiting.get(dialect.queue_of(row[0]), 0), *row) for row in rows]

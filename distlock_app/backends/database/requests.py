@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from django.db import Error as DjangoDatabaseError
-from django.db import InterfaceError
+from django.db import Error as DatabaseError
 
 from ...claims import Claim
 from ...errors import BackendError
-from ...primitives.timing import monotonic
 from ..base import BaseLockBackend
-from ..sessions.pool import ConnectionLost
-from .connections import QueuedConnection, Session, Sessions
-from .sql.base import ANSWER_WAIT
+from ..sessions.link import ANSWER_WAIT, ConnectionLost
+from .connections import Contended, QueuedConnection, Session, Sessions
 
 T = TypeVar("T")
 
 # SQLite, MySQL and MariaDB, PostgreSQL.
 NO_TABLE = re.compile("no such table|Table .* doesn't exist|relation .* does not exist")
-
-# Seconds without a queue after the server refused a connection.
-POLLS_FOR = 60.0
-
-
-class Contended(BackendError):
-    """Others were changing the same rows for too long; trying again may help."""
 
 
 class Requests(BaseLockBackend):
@@ -36,7 +25,6 @@ class Requests(BaseLockBackend):
 
     using: str  # alias of DATABASES
     _sessions: Sessions
-    _polls_until: float  # by monotonic(): no connection stays with a claim until then
 
     def ping(self) -> None:
         self._ask(lambda s: s.dialect.ping(s.cursor))
@@ -52,7 +40,6 @@ class Requests(BaseLockBackend):
         work: Callable[[Session], T],
         *,
         again: Callable[[Session], T] | None = None,
-        on: Session | None = None,
         within: float | None = None,
         urgent: bool = False,
     ) -> T:
@@ -62,61 +49,35 @@ class Requests(BaseLockBackend):
         first attempt, it is harmless: every verb is checked by owner. Wait for a connection
         `within` so many seconds: `urgent` requests before the others.
         """
-        if on is not None:
-            try:
-                return self._attempt(on, work)
-            except ConnectionLost:
-                self._sessions.close_idle()
-                work = again or work
-        seconds = min(within or ANSWER_WAIT, ANSWER_WAIT)
-        if not self._sessions.semaphore.acquire(seconds, urgent=urgent):
+        sessions = self._sessions
+        if not sessions.semaphore.acquire(min(within or ANSWER_WAIT, ANSWER_WAIT), urgent=urgent):
             raise Contended(self._says("all connections of this process are busy"))
         try:
-            session = self._lend()
+            session = sessions.lend()
             try:
-                return self._attempt(session, work)
+                return self._attempt(session, work, session)
             except ConnectionLost:
                 if not session.kept:
                     raise
-            self._sessions.close_idle()
-            return self._attempt(self._lend(), again or work)
+            sessions.close_idle()
+            session = sessions.lend()
+            return self._attempt(session, again or work, session)
+        except DatabaseError as error:  # by connecting
+            raise BackendError(self._says(error)) from error
         finally:
-            self._sessions.semaphore.release()
+            sessions.semaphore.release()
 
-    def _attempt(self, session: Session, work: Callable[[Session], T]) -> T:
-        database = session.wrapper.Database
+    def _attempt(self, session: Session, work: Callable[..., T], *args: Any) -> T:
+        """Do `work` on this connection; close it if that raises, else give it back to be lent."""
         try:
-            answer = work(session)
+            answer = work(*args)
         except BaseException as error:
-            # Whatever it is: after a KeyboardInterrupt, too, its transaction may hold the row.
-            session.close()
-            if not isinstance(error, (database.Error, DjangoDatabaseError)):
+            if (kind := session.failed(error)) is None:
                 raise
-            kind: type[BackendError] = BackendError
-            if session.dialect.contended(error):
-                kind = Contended
-            elif isinstance(
-                error, (database.OperationalError, database.InterfaceError, InterfaceError)
-            ):
-                kind = ConnectionLost
             raise kind(self._says(error)) from error
         if not session.parked:
             self._sessions.give_back(session)
         return answer
-
-    def _lend(self) -> Session:
-        try:
-            return self._sessions.lend()
-        except DjangoDatabaseError as error:
-            if not self._sessions.any_stay():
-                raise BackendError(self._says(error)) from error
-        # The server may have no more connections to give: renewals come before the queue.
-        self._polls_until = monotonic() + POLLS_FOR
-        self._sessions.close()
-        try:
-            return self._sessions.lend()
-        except DjangoDatabaseError as error:
-            raise BackendError(self._says(error)) from error
 
     def _says(self, error: BaseException | str) -> str:
         hint = f" (run: manage.py migrate distlock_app --database={self.using})"
@@ -127,17 +88,37 @@ class Requests(BaseLockBackend):
 
         By a statement: the server frees nothing of a connection before it has noticed its end.
         """
-        queued = self._sessions.unpark(claim_key)
-        if queued is not None:
-            self._ask(partial(self._unlock, queued), on=queued.session)
+        queued = self._sessions.queued.pop(claim_key, None)
+        if queued is not None and queued.session is not None:
+            try:
+                self._attempt(queued.session, self._unlock, queued, queued.session)
+            except ConnectionLost:  # and the queue lock with it
+                queued.give_up()
 
     def _unlock(self, queued: QueuedConnection, session: Session) -> None:
-        if session is queued.session:  # else it had died, and the queue lock with it
-            if queued.wake_fd is not None:  # the answer to line_up() comes before that of unlock()
-                queued.wake_fd = None
-                session.dialect.called(session.wrapper)
-            session.dialect.unlock(session.cursor)
-            queued.detach()
+        if queued.wake_fd is not None:  # the answer to line_up() comes before that of unlock()
+            queued.wake_fd = None
+            session.dialect.called(session.cursor)
+        session.dialect.unlock(session.cursor)
+        queued.detach()
+
+    def _give_up(self, queued: QueuedConnection) -> None:
+        """Leave the server's queue."""
+        waiting = queued.session
+        try:
+            # Else the server would call a waiter that has gone. Again, if our first request
+            # overtook the ones before.
+            for _ in range(3):
+                if waiting is None or queued.called():
+                    break
+                self._ask(lambda s: s.dialect.leave(waiting.wrapper, s.cursor))
+                queued.called(within=0.3)
+            if waiting is not None and queued.called():
+                self._attempt(waiting, self._unlock, queued, waiting)
+        except Exception:
+            pass  # The server ends the wait before long.
+        finally:
+            queued.give_up()
 
     def _unless_contended(self, work: Callable[[Session], int]) -> int:
         try:

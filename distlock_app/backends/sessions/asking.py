@@ -9,21 +9,14 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
 from ...claims import Grant
 from ...errors import BackendError
 from ..base import BaseLockBackend
+from .link import ANSWER_WAIT, ReplyTimeout, ServerError
 from .lock_session import LockSession
-from .pool import (
-    ANSWER_WAIT,
-    ReplyTimeout,
-    ServerError,
-    ServerSession,
-    ServerSessions,
-    database_of,
-)
+from .pool import ServerSessions, database_of
 from .queues import ASKING, FairSemaphore
 
 T = TypeVar("T")
@@ -44,7 +37,9 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
                 f"DISTLOCK[{alias!r}]: {type(self).__name__} requires {self.vendor}, but the "
                 f"database {self.using!r} is {connections[self.using].vendor}"
             )
-        self._pool: ServerSessions[S] = ServerSessions(self.using, self.session_type)
+        title = f"{type(self).__name__} on {self.using!r}"
+        self._pool: ServerSessions[S] = ServerSessions(self.using, self.session_type, title)
+        self._lend = self._pool.lend
         self._begin()
 
     def _begin(self) -> None:
@@ -84,12 +79,6 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
                     self._pool.give_back(session)
                     return answer
 
-    def _lend(self) -> S:
-        try:
-            return self._pool.lend()
-        except (DjangoDatabaseError, ServerError, ReplyTimeout) as error:
-            raise BackendError(self._says(error)) from error
-
     def _stop(self, session: S) -> None:
         """Take a session out of the server's queue; it may get the lock for a moment."""
         with suppress(BackendError):
@@ -104,20 +93,4 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
         session.close()
 
     def _says(self, error: Any) -> str:
-        return f"{type(self).__name__} on {self.using!r}: {error}"
-
-
-class exclusive:
-    """The right to ask a session, which a heartbeat may have; raises ReplyTimeout."""
-
-    __slots__ = ("_session",)
-
-    def __init__(self, session: ServerSession) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        if not self._session.mutex.acquire(timeout=ANSWER_WAIT):
-            raise ReplyTimeout("the session is busy")
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._session.mutex.release()
+        return f"{self._pool.title}: {error}"

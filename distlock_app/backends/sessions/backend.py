@@ -11,11 +11,10 @@ from ...claims import Claim, Grant
 from ...errors import BackendError
 from ...primitives.threads import Gate
 from ...primitives.timing import Deadline, full_jitter, monotonic
-from .asking import exclusive
 from .extending import Extending
+from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
 from .people import ForPeople
-from .pool import ConnectionLost, ReplyTimeout, ServerError
 from .queues import Waiter, WaiterQueues
 
 S = TypeVar("S", bound=LockSession)
@@ -61,7 +60,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
                 return Grant(claim, fence, session=session)
         if wait == 0:
             return self._try(claim)
-        if claim.key in self._ahead or self._queues.has_waiters(claim.key):
+        if claim.key in self._ahead or claim.key in self._queues.by_key:
             return self._wait_in_queue(claim, Deadline(wait))
         began = monotonic()
         self._ahead.add(claim.key)
@@ -115,37 +114,42 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
             return self._take(claim, 0.0)
 
     def release(self, grant: Grant) -> bool:
+        claim = grant.claim
         with self._mutex:
-            session = self._session_of(grant)
-            if session is None:
-                waiter = self._queues.waiter_of((grant.claim.key, grant.claim.owner))
+            session = self._taken.get((claim.owner, claim.key))
+            if session is None or grant.session not in (None, session):
+                waiter = self._queues.waiter_of((claim.key, claim.owner))
                 if grant.session is None:
-                    self._note_given_up(grant.claim)
+                    self._note_given_up(claim)
                 if waiter is not None and waiter.wake is not None:
                     self._queues.leave(waiter)
                     waiter.wake(None)
                 return False
-            del self._taken[grant.claim.owner, grant.claim.key]
+            del self._taken[claim.owner, claim.key]
             waits = session.waits
             if waits:
                 session.hang_up()  # the thread that waits on it closes it
         if waits:
             self._stop(session)
             return False
+        was_ours = False
         try:
-            with exclusive(session):
-                was_ours = session.unlock(grant.claim)
-        except BaseException as error:
-            session.close()
-            if isinstance(error, ServerError):
-                return False  # a session that is gone took its lock with it
-            if isinstance(error, ReplyTimeout):
-                raise BackendError(self._says(error)) from error
-            raise
-        if was_ours:
-            self._pool.give_back(session)
-        else:
-            session.close()
+            if not session.mutex.acquire(blocking=False):
+                session.reserve()
+            try:
+                was_ours = session.unlock(claim)
+            finally:
+                session.mutex.release()
+        except ServerError:
+            pass  # a session that is gone took its lock with it
+        except ReplyTimeout as error:
+            raise BackendError(self._says(error)) from error
+        finally:
+            if was_ours:
+                session.claim = None
+                self._pool.give_back(session)
+            else:
+                session.close()
         return was_ours
 
     def close(self) -> None:
@@ -156,22 +160,8 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         self._begin()
 
     def _take(self, claim: Claim, timeout: float) -> Grant | None:
-        end = monotonic() + timeout
-        while True:
-            session = self._lend()
-            try:
-                return self._take_on(session, claim, timeout)
-            except ConnectionLost:
-                if not session.kept:
-                    raise
-                timeout = max(0.0, end - monotonic())
-
-    def _refuse_what_was_given_up(self, claim: Claim) -> None:
-        if self._given_up.pop((claim.owner, claim.key), None) is not None:
-            raise BackendError(self._says("the wait was given up"))
-
-    def _take_on(self, session: S, claim: Claim, timeout: float) -> Grant | None:
-        claim_key = (claim.owner, claim.key)
+        """Take the lock on a session of its own; on another one if an idle one had died."""
+        end, session, claim_key = monotonic() + timeout, self._lend(), (claim.owner, claim.key)
         try:
             with self._mutex:
                 if self._given_up:
@@ -190,23 +180,34 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
                 if granted is None and not given_up:
                     del self._taken[claim_key]
         except BaseException as error:
-            given_up = self._taken.get(claim_key) is not session
-            self._drop(session)
-            if isinstance(error, ServerError) and not given_up:
-                raise ConnectionLost(self._says(error)) from error
-            self._stop(session)  # before another one is opened
-            if isinstance(error, ServerError):  # release() hung up: it is not to line up again
-                raise BackendError(self._says("the wait was given up")) from error
-            if isinstance(error, ReplyTimeout):
-                raise BackendError(self._says(error)) from error
-            raise
+            self._fail(session, claim, error)
+            return self._take(claim, max(0.0, end - monotonic()))
         if given_up:
             session.close()
             raise BackendError(self._says("the wait was given up"))
         if granted is None:
+            session.claim = None
             self._pool.give_back(session)
             return None
         return Grant(claim, fence, asked_at=began, session=session)
+
+    def _fail(self, session: S, claim: Claim, error: BaseException) -> None:
+        """Close the session; raise what became of it, unless it may have died while it was idle."""
+        given_up = self._taken.get((claim.owner, claim.key)) is not session
+        refused = isinstance(error, ServerError)
+        self._drop(session)
+        if given_up or not refused:
+            self._stop(session)  # before another one is opened
+        if given_up and refused:  # release() hung up: it is not to line up again
+            raise BackendError(self._says("the wait was given up")) from error
+        if isinstance(error, ReplyTimeout) or (refused and not session.kept):
+            raise BackendError(self._says(error)) from error
+        if not refused:
+            raise error
+
+    def _refuse_what_was_given_up(self, claim: Claim) -> None:
+        if self._given_up.pop((claim.owner, claim.key), None) is not None:
+            raise BackendError(self._says("the wait was given up"))
 
     def _note_given_up(self, claim: Claim) -> None:
         now = monotonic()

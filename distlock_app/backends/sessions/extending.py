@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from ...claims import Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from .asking import SessionsBackend, exclusive
+from .asking import SessionsBackend
+from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
-from .pool import ReplyTimeout, ServerError
 
 S = TypeVar("S", bound=LockSession)
 
@@ -69,7 +69,8 @@ class Extending(SessionsBackend[S]):
     def _ask(self, session: S, claim: Claim, ttl: float) -> bool:
         """Ask whether the lock is still the session's; raise BackendError if there is no answer."""
         try:
-            with exclusive(session):
+            session.reserve()
+            try:
                 if not self._serves(session, claim):
                     return False
                 try:
@@ -81,6 +82,8 @@ class Extending(SessionsBackend[S]):
                     answer = self._after_error(session, error)
                 else:
                     answer = self._confirmed(session, rows)
+            finally:
+                session.mutex.release()
         except ReplyTimeout as error:
             raise BackendError(self._says(error)) from error
         except BaseException:
@@ -102,19 +105,21 @@ class Extending(SessionsBackend[S]):
             if not session.awaiting_reply and not session.heard(0):
                 if now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
                     return None
-            statement, values = session.question(claim)
-            session.begin_to_ask(statement, *values)
-        except ReplyTimeout as error:
-            return BackendError(self._says(error))
+            if session.awaiting_reply:
+                if not session.heard(0):
+                    return BackendError(self._says("still no answer"))
+                session.receive()  # it comes too late to be worth anything
+            session.send(*session.question(claim))
         except ServerError as error:
             return self._after_error(session, error)
         return True
 
     def _finish_beat(self, session: S, asked_at: float) -> bool | BackendError:
         try:
-            rows = session.finish_asking(asked_at)
+            rows = session.receive()
         except ServerError as error:
             return self._after_error(session, error)
+        session.asked_at = asked_at
         return self._confirmed(session, rows)
 
     def _after_error(self, session: S, trouble: ServerError) -> bool | BackendError:
@@ -131,7 +136,7 @@ class Extending(SessionsBackend[S]):
         return BackendError(self._says(trouble))
 
     def _confirmed(self, session: S, rows: Any) -> bool:
-        if bool(rows) and rows[0][0] in (1, "t"):
+        if bool(rows) and rows[0][0] == 1:
             return True
         self._drop(session)
         return False

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...claims import Claim
+from .link import Values
 from .notes import note
-from .pool import ServerSession, Values
+from .pool import ServerSession
 
 # Why a session is refused: another process may ask the primary, and get the same lock.
 REPLICA = "the server is a read-only replica: its locks do not exclude callers on the primary"

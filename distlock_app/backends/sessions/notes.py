@@ -22,22 +22,18 @@ NOTE = re.compile(
 )
 
 
-def tag_of(claim: Claim) -> str:
-    """Return what distinguishes one acquisition from the next, without its token."""
-    return hashlib.sha256(claim.owner.encode()).hexdigest()[:8]
-
-
 def note(claim: Claim, fence: int | None = None) -> str:
     """Return a comment for the statements of `claim`: people see it beside the session."""
-    name = _quoted(claim.name)
-    # ASCII JSON without an asterisk cannot end the comment; mysqlclient puts values for "%".
-    text = f"{name} {claim.holder}".replace("*", "\\u002a").replace("%", "\\u0025")
-    return f"/* distlock {tag_of(claim)} {claim.key} {fence or 0} {text} */"
+    # What distinguishes one acquisition from the next, without its token.
+    tag = hashlib.sha256(claim.owner.encode()).hexdigest()[:8]
+    return f"/* distlock {tag} {claim.key} {fence or 0} {_shown(claim.name, claim.holder)} */"
 
 
 @lru_cache(maxsize=1024)
-def _quoted(name: str) -> str:
-    return json.dumps(shown(name))
+def _shown(name: str, holder: str) -> str:
+    # ASCII JSON without an asterisk cannot end the comment; mysqlclient puts values for "%".
+    text = f"{json.dumps(shown(name))} {holder}"
+    return text.replace("*", "\\u002a").replace("%", "\\u0025")
 
 
 def from_note(statement: str | None, key: str) -> dict[str, Any]:

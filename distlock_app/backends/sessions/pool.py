@@ -1,33 +1,27 @@
-"""Database sessions of our own: kept while they are in demand, and asked.
-
-A question is sent, and its answer is waited for with poll(): so a wait on the server can be
-interrupted (Ctrl-C) or ended by another thread, and many sessions can be asked at once.
-"""
+"""Database sessions of our own, kept while they are in demand."""
 
 from __future__ import annotations
 
 import os
-import select
-import socket
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from math import inf
 from time import sleep
 from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import Error as DatabaseError
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ...claims import Claim
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-
-# Seconds to wait for the server's answer to a question that needs no wait.
-ANSWER_WAIT = 5
+from .link import ANSWER_WAIT, Link, ReplyTimeout, ServerError
 
 # The server ends a session that asked nothing for the ttl of its lock and so much longer: a
 # client that is cut off or stopped cannot keep a lock forever. Beyond the ttl, because the answer
@@ -41,15 +35,8 @@ IDLE = 15.0
 # MariaDB alone, those with a version from 5.7 on for MySQL alone.
 LONG_WAITS = "/*M! , max_statement_time = 0 */ /*!50708 , max_execution_time = 0 */"
 
-# How often a wait on the server notes that nothing has come yet, in seconds.
-LOOK = 1.0
-
 P = TypeVar("P", bound="PooledSession")
 S = TypeVar("S", bound="ServerSession")
-
-Rows = list[tuple[Any, ...]]
-Value = str | int | float
-Values = tuple[Value, ...]
 
 
 def database_of(alias: str, location: Any) -> str:
@@ -63,22 +50,6 @@ def database_of(alias: str, location: Any) -> str:
             f"(it has: {', '.join(connections)})"
         )
     return str(location)
-
-
-class ConnectionLost(BackendError):
-    """The connection, or the server, ended before the answer came."""
-
-
-class ServerError(Exception):
-    """The server refused a question, or the session is gone; `code` is the server's."""
-
-    def __init__(self, code: Any, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class ReplyTimeout(Exception):
-    """The server did not answer in time."""
 
 
 class PooledSession:
@@ -112,97 +83,35 @@ class PooledSession:
     def close(self) -> None:
         """Close it whatever its state; the server frees what it holds, and undoes the rest."""
         self.among.discard(self)
+        self.epoch = -1  # of no pool
         with suppress(Exception):  # closed before, by the server or by us
             self.wrapper.connection.close()
 
 
-class ServerSession(PooledSession):
-    """One session; one question at a time, by the thread that has its `mutex` or was lent it."""
+class ServerSession(PooledSession, Link):
+    """One session; asked by the thread that has its `mutex` or was lent it."""
 
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
         """Connect; raises Django's database errors, ServerError and ReplyTimeout."""
         self.mutex = threading.Lock()
         self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
-        self.asked_at = 0.0  # when the last question was asked that was answered
-        self.awaiting_reply = False
         self.claim: Claim | None = None  # what it holds, or waits for
         self.fence: int | None = None
         self.waits = False
         super().__init__(wrapper, epoch)
 
     def prepare(self) -> None:
-        self.fd = self.descriptor()
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
+        self.connect(self.wrapper.connection)
         self.number = self.begin()  # the session's, as the server counts
-
-    def descriptor(self) -> int:
-        """Return the number of the socket's file."""
-        raise NotImplementedError
 
     def begin(self) -> int:
         """Prepare the new session; return its number on the server."""
         raise NotImplementedError
 
-    def send(self, question: str, values: Values) -> None:
-        """Send one statement, its values apart, without waiting; raise ServerError."""
-        raise NotImplementedError
-
-    def receive(self) -> Rows:
-        """Return the whole answer, which has begun to arrive, or raise it as ServerError.
-
-        When it was read to its end no reply is expected.
-        """
-        raise NotImplementedError
-
-    def heard(self, seconds: float) -> bool:
-        """Wait until there is something to read, which may be the end of the session."""
-        return bool(self._poll.poll(seconds * 1000))
-
-    def ask(self, question: str, *values: Value) -> Rows:
-        """Return the rows that answer `question`; raise ServerError or ReplyTimeout."""
-        return self.wait(question, ANSWER_WAIT, *values)[0]
-
-    def wait(self, question: str, seconds: float, *values: Value) -> tuple[Rows, float]:
-        """Like `ask`, for a statement that waits; also return a time before the answer came."""
-        if self.awaiting_reply:
-            self._discard_reply()
-        asked_at = began = monotonic()
-        self.awaiting_reply = True
-        self.send(question, values)
-        end = began + seconds
-        while not self._poll.poll(1000 * min(LOOK, max(0.0, end - began))):
-            if began >= end:
-                raise ReplyTimeout(f"no answer within {seconds:g} s")
-            began = monotonic()
-        rows = self.receive()
-        self.asked_at = asked_at
-        return rows, began
-
-    def begin_to_ask(self, question: str, *values: Value) -> None:
-        """Send `question`, unless an earlier one is still unanswered (ReplyTimeout)."""
-        if self.awaiting_reply:
-            if not self.heard(0):
-                raise ReplyTimeout("still no answer")
-            self._discard_reply()  # it comes too late to be worth anything
-        self.awaiting_reply = True
-        self.send(question, values)
-
-    def finish_asking(self, asked_at: float) -> Rows:
-        """Return the answer, which has begun to arrive."""
-        rows = self.receive()
-        self.asked_at = asked_at
-        return rows
-
-    def _discard_reply(self) -> None:
-        if not self.heard(ANSWER_WAIT):
-            raise ReplyTimeout("still no answer")
-        self.receive()
-
-    def hang_up(self) -> None:
-        """End the session from another thread than the one that waits on it."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as end:
-            end.shutdown(socket.SHUT_RDWR)
+    def reserve(self) -> None:
+        """Wait for the right to ask, which a heartbeat may have; raise ReplyTimeout."""
+        if not self.mutex.acquire(timeout=ANSWER_WAIT):
+            raise ReplyTimeout("the session is busy")
 
 
 class Pool(Generic[P]):
@@ -212,6 +121,8 @@ class Pool(Generic[P]):
     and close() reaches all. A signal handler or a finalizer that locks in the middle of our own
     call gets another one.
     """
+
+    TIDY_ABOVE = 1  # when more than so many idle, it looks for how long
 
     def __init__(self, using: str) -> None:
         self.using = using
@@ -236,7 +147,8 @@ class Pool(Generic[P]):
             return
         session.used_at = monotonic()
         self._idle.append(session)
-        self._tidy()
+        if len(self._idle) > self._tidy_above:
+            self._tidy()
 
     def close(self) -> None:
         """Close what nobody uses, and what is lent as soon as it comes back."""
@@ -260,6 +172,7 @@ class Pool(Generic[P]):
     def _begin(self) -> None:
         self._idle: deque[P] = deque()
         self._open: set[P] = set()
+        self._tidy_above: float = self.TIDY_ABOVE
         weakref.finalize(self, _close_all, self._closed_at_the_end(), os.getpid())
 
     def _closed_at_the_end(self) -> Iterable[P]:
@@ -296,31 +209,29 @@ class Pool(Generic[P]):
 class ServerSessions(Pool[S]):
     """Sessions that are closed by a thread, before the server does it for their ttl."""
 
-    def __init__(self, using: str, kind: type[S]) -> None:
+    TIDY_ABOVE = 0
+
+    def __init__(self, using: str, kind: type[S], title: str) -> None:
+        """Open sessions of this `kind`; errors begin with `title`."""
         self._kind = kind
+        self.title = title
         super().__init__(using)
-
-    def give_back(self, session: S) -> None:
-        session.claim = None
-        super().give_back(session)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._sweeper: threading.Thread | None = None
 
     def _closed_at_the_end(self) -> Iterable[S]:
         return self._open
 
     def _new(self, wrapper: BaseDatabaseWrapper) -> S:
-        return self._kind(wrapper, self._epoch)
+        try:
+            return self._kind(wrapper, self._epoch)
+        except (DatabaseError, ServerError, ReplyTimeout) as error:
+            raise BackendError(f"{self.title}: {error}") from error
 
     def _tidy(self) -> None:
-        if self._sweeper is None:
-            self._sweeper = threading.Thread(target=self._sweep, name="distlock-idle", daemon=True)
-            try:
-                self._sweeper.start()
-            except RuntimeError:  # no thread to be had: the server will close them
-                self._sweeper = None
+        self._tidy_above = inf  # as long as the thread runs
+        try:
+            threading.Thread(target=self._sweep, name="distlock-idle", daemon=True).start()
+        except RuntimeError:  # no thread to be had: the server will close them
+            self._tidy_above = self.TIDY_ABOVE
 
     def _sweep(self) -> None:
         while (session := self._take_oldest()) is not None:
@@ -331,7 +242,7 @@ class ServerSessions(Pool[S]):
             else:
                 self._idle.appendleft(session)
                 sleep(left)
-        self._sweeper = None
+        self._tidy_above = self.TIDY_ABOVE
 
 
 def sever(fd: int) -> None:

@@ -42,6 +42,15 @@ class FairSemaphore:
 
     def acquire(self, within: float, *, urgent: bool = False) -> bool:
         """Wait for a turn, at most `within` seconds; `urgent`: before all waiters."""
+        if not self._queue:
+            try:
+                self._free.pop()
+                return True
+            except IndexError:
+                pass
+            except BaseException:  # interrupted after that
+                self.release()
+                raise
         turn = threading.Lock()
         turn.acquire()
         (self._queue.appendleft if urgent else self._queue.append)(turn)
@@ -128,26 +137,22 @@ class WaiterQueues:
         self._hangs = hangs
         # Reentrant: a signal handler may enqueue, or leave, in the middle of our own step.
         self._mutex = threading.RLock()
-        self._queues: dict[str, WaiterQueue] = {}
+        self.by_key: dict[str, WaiterQueue] = {}  # those that have waiters
         self._waiters: weakref.WeakValueDictionary[ClaimKey, Waiter] = weakref.WeakValueDictionary()
         self._worker = Worker("distlock-leaving", lambda jobs: self.drop_dead())
         self._pid = os.getpid()
 
     def waiter_of(self, claim_key: ClaimKey) -> Waiter | None:
         """Return the waiter of a claim, if it is in a queue."""
-        waiter = self._waiters.get(claim_key) if self._queues else None
+        waiter = self._waiters.get(claim_key) if self.by_key else None
         return None if waiter is None or waiter.queue is None else waiter
-
-    def has_waiters(self, key: str) -> bool:
-        """Return whether this process has waiters for this lock."""
-        return key in self._queues
 
     def enqueue(self, claim_key: ClaimKey, wake: Callable[[Any], None] | None) -> Waiter:
         """Add a waiter at the end of the queue; `wake` is called when it comes to lead it."""
         with self._mutex:
-            queue = self._queues.get(claim_key[0])
+            queue = self.by_key.get(claim_key[0])
             if queue is None:
-                queue = self._queues[claim_key[0]] = WaiterQueue(claim_key[0], self._on_drop)
+                queue = self.by_key[claim_key[0]] = WaiterQueue(claim_key[0], self._on_drop)
             waiter = self._waiters[claim_key] = Waiter(queue, wake)
             queue.waiters.append(weakref.ref(waiter))
             return waiter
@@ -206,12 +211,12 @@ class WaiterQueues:
 
     def drop_dead(self) -> None:
         """End the queues whose waiters were dropped, and wake the new first of each other."""
-        for queue in list(self._queues.values()):
+        for queue in list(self.by_key.values()):
             self._advance(queue)
 
     def connections(self) -> list[Any]:
         """Return the connections that wait on the server."""
-        return [q.connection for q in list(self._queues.values()) if q.connection is not None]
+        return [q.connection for q in list(self.by_key.values()) if q.connection is not None]
 
     def _give_up(self, waiter: Waiter) -> None:
         connection, waiter.connection = waiter.connection, None
@@ -229,8 +234,8 @@ class WaiterQueues:
             first = queue.first()
             if first is None:
                 connection, queue.connection = queue.connection, None
-                if self._queues.get(queue.key) is queue:
-                    del self._queues[queue.key]
+                if self.by_key.get(queue.key) is queue:
+                    del self.by_key[queue.key]
             elif not first.asked:
                 queue.seen_at = monotonic()
         if connection is not None:

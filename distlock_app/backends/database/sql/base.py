@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import shown
+from ...sessions.link import ServerError
 from .statements import Statements
 
 # Seconds to wait for a row that another transaction is just changing, which takes as long as a
 # commit; a longer one is a person's, in a console. MySQL knows no less than 1.
 ROW_WAIT = 1
-
-# Seconds to wait for the server's answer, unless the alias says otherwise: a path that was
-# cut without a word must not hang the renewal of every other lock.
-ANSWER_WAIT = 5
 
 # Seconds that a place in the queue is kept on the server. It bounds how long a waiter whose host
 # was cut off keeps its connection, and on PostgreSQL how long a waiter holds a snapshot.
@@ -66,7 +64,7 @@ Decide = Callable[[LockRow], tuple[T, LockRow | None]]
 
 
 class Cursor(Protocol):
-    """What is used of a driver's cursor (PEP 249)."""
+    """What is used of a driver's cursor (PEP 249), and of our own (cursors.py)."""
 
     connection: Any
     rowcount: int
@@ -99,12 +97,13 @@ class Dialect(Statements):
         super().__init__(table)
         self.table_name = table_name
         self.database = database
+        self._named = lru_cache(maxsize=4096)(lambda name, key: (shown(name), self.queue_of(key)))
 
     def adapt(self, settings: dict[str, Any]) -> None:
         """Change our copy of the alias's settings before it connects."""
 
-    def begin(self, wrapper: Any) -> Cursor:
-        """Prepare a new session of Django's; return the driver's cursor to use on it."""
+    def begin(self, wrapper: Any) -> Any:
+        """Prepare a new session of Django's; return the cursor to use on it."""
         raise NotImplementedError
 
     def cursor(self, wrapper: Any) -> Cursor:
@@ -126,19 +125,26 @@ class Dialect(Statements):
         cursor.execute(statement, asked)
         return cursor
 
-    def acquire(self, cursor: Cursor, claim: Claim, step: Step = "try") -> Grant | Busy:
+    def acquire(
+        self, cursor: Cursor, claim: Claim, step: Step = "try", *, wait: float | None = None
+    ) -> Grant | Busy:
         """Take the row if it is free, expired or ours; make it if there is none.
 
         With "join" and "wait" leave a row that is to be handed over to the queue, else take the
         queue lock, too; "wait" says that a refused caller will line up.
         """
+        # A row in somebody's transaction would keep a short wait for longer than that.
+        if self.looks_first or (wait is not None and wait < ROW_WAIT):
+            if (refusal := self.look(cursor, claim)) is not None:
+                return refusal
+        name, queue = self._named(claim.name, claim.key)
         asked = {
             "key": claim.key,
             "owner": claim.owner,
-            "name": shown(claim.name),
+            "name": name,
             "holder": claim.holder,
             "ttl_us": round(claim.ttl * 1e6),
-            "queue": self.queue_of(claim.key),
+            "queue": queue,
         }
         for _ in range(ROUNDS):
             answer = self.take(cursor, claim, asked, step)
@@ -192,13 +198,17 @@ class Dialect(Statements):
         """Free the queue lock that this session holds."""
         raise NotImplementedError
 
-    def line_up(self, wrapper: Any, key: str) -> None:
+    def line_up(self, cursor: Any, key: str) -> None:
         """Ask for the queue lock, without waiting for the answer."""
         raise NotImplementedError
 
-    def called(self, wrapper: Any) -> bool:
+    def called(self, cursor: Any) -> bool:
         """Read the answer to line_up(): is it our turn, or did the server stop waiting?"""
-        raise NotImplementedError
+        try:
+            ((answer, *_),) = cursor.receive()
+        except ServerError:
+            return False
+        return bool(answer)
 
     def leave(self, wrapper: Any, cursor: Cursor) -> None:
         """End the wait of a session, by the cursor of another one: closing it is noticed late."""
@@ -323,3 +333,9 @@ def busy(left_us: int) -> Busy:
 def refused(left_us: int) -> Busy:
     """Say the same to a try; a row that is free already is kept for the queue."""
     return busy(left_us) if left_us > 0 else Busy()
+
+
+def code_of(error: Any) -> Any:
+    """Return the server's code for an error of ours, or of a driver."""
+    codes = (getattr(error, name, None) for name in ("code", "sqlstate", "pgcode"))
+    return next((code for code in codes if code is not None), None) or next(iter(error.args), None)

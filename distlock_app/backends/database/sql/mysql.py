@@ -10,8 +10,10 @@ from typing import Any
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import key_of
+from ...sessions.link import ANSWER_WAIT, ServerError
 from ...sessions.pool import LONG_WAITS
-from .base import ANSWER_WAIT, QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Step, refused
+from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Step, code_of, refused
+from .cursors import MySQLCursor
 from .statements import Statements
 
 # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
@@ -124,8 +126,8 @@ class MySQL(Dialect):
         for wait in ("connect_timeout", "read_timeout", "write_timeout"):
             options.setdefault(wait, ANSWER_WAIT)
 
-    def begin(self, wrapper: Any) -> Cursor:
-        cursor: Cursor = wrapper.connection.cursor()
+    def begin(self, wrapper: Any) -> Any:
+        cursor: Any = wrapper.connection.cursor()
         # Strict: a value that does not fit is an error, never cut short or turned into zero.
         cursor.execute(
             f"SET SESSION innodb_lock_wait_timeout = {ROW_WAIT}, sql_mode = 'STRICT_ALL_TABLES',"
@@ -134,10 +136,11 @@ class MySQL(Dialect):
         if not self.database:  # by OPTIONS, or a file of the client's
             cursor.execute("SELECT DATABASE()")
             self.database = cursor.fetchone()[0]
-        return cursor
+        ours = hasattr(wrapper.connection, "send_query")  # not PyMySQL's
+        return MySQLCursor(wrapper.connection) if ours else cursor
 
     def contended(self, error: Exception) -> bool:
-        return bool(error.args) and error.args[0] in CROWDED
+        return code_of(error) in CROWDED
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)
@@ -175,11 +178,11 @@ class MySQL(Dialect):
         cursor.execute("DO RELEASE_ALL_LOCKS()")
 
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
-        if not hasattr(wrapper.connection, "send_query"):  # not mysqlclient
+        if not isinstance(cursor, MySQLCursor):
             return False
         try:
             cursor.execute("SELECT CONNECTION_ID(), GET_LOCK('distlock', 0), RELEASE_ALL_LOCKS()")
-        except wrapper.Database.Error:  # Galera
+        except ServerError:  # Galera
             return False
         # A proxy in between has numbers of its own, and may lend the session to others.
         return bool(cursor.fetchone()[0] == wrapper.connection.thread_id())
@@ -188,14 +191,8 @@ class MySQL(Dialect):
         # A server has one set of these names for all of its databases.
         return "distlock-q-" + key_of(f"{self.database}/{key}")
 
-    def line_up(self, wrapper: Any, key: str) -> None:
-        ask = f"SELECT GET_LOCK('{self.queue_of(key)}', {QUEUE_WAIT})"
-        wrapper.connection.send_query(ask.encode())
-
-    def called(self, wrapper: Any) -> bool:
-        wrapper.connection.read_query_result()
-        ((answer,),) = wrapper.connection.store_result().fetch_row()
-        return bool(answer)
+    def line_up(self, cursor: Any, key: str) -> None:
+        cursor.send(f"SELECT GET_LOCK('{self.queue_of(key)}', {QUEUE_WAIT})")
 
     def leave(self, wrapper: Any, cursor: Cursor) -> None:
         # Not the connection: that is closed before its thread has left the queue.
@@ -208,7 +205,8 @@ class MySQL(Dialect):
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
         asked = {"key": claim.key, "owner": claim.owner}
-        ours = self.execute(cursor, self.RELEASE_TO_NEXT, asked).rowcount == 1
+        cursor.execute(self.RELEASE_TO_NEXT, asked)
+        ours = cursor.rowcount == 1
         if ours and not cursor.lastrowid:
             self.evict(cursor, claim.key)
         return ours

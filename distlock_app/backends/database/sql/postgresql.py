@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import key_of
 from ....primitives.timing import Deadline
-from .base import ANSWER_WAIT, QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, refused
-from .postgresql_wait import wait_for_answer
+from ...sessions.link import ANSWER_WAIT
+from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, code_of, refused
+from .cursors import PooledCursor, PostgreSQLCursor
 
 # Serialization failure, deadlock, lock timeout or NOWAIT.
 CROWDED = frozenset({"40001", "40P01", "55P03"})
@@ -22,12 +22,25 @@ CROWDED = frozenset({"40001", "40P01", "55P03"})
 # The longest statement_timeout, in seconds: 24 days.
 LONGEST_WAIT = 2_147_483.0
 
-# A session that waits in a queue detects that its client has died. (Not on Windows.)
-NOTICE_THE_DEAD = """
+# For a session of our own. What else the server says while we wait would look like its answer, and
+# a session that waits in a queue is to detect that its client has died. (Not on Windows.)
+SETTINGS = f"""
+    SET lock_timeout = '{ROW_WAIT}s';
+    SET statement_timeout = '{QUEUE_WAIT}s';
+    SET client_min_messages = error;
+    SET tcp_keepalives_idle = 60;
+    SET tcp_keepalives_interval = 10;
+    SET default_transaction_isolation = 'read committed';
     DO $$ BEGIN
         PERFORM set_config('client_connection_check_interval', '2s', false);
     EXCEPTION WHEN OTHERS THEN NULL;
     END $$"""
+
+# For a session that a pooler lends by the transaction.
+BEGIN = f"""
+    BEGIN ISOLATION LEVEL READ COMMITTED;
+    SET LOCAL lock_timeout = '{ROW_WAIT}s';
+    SET LOCAL statement_timeout = '{ANSWER_WAIT}s'"""
 
 
 class PostgreSQL(Dialect):
@@ -91,20 +104,12 @@ class PostgreSQL(Dialect):
           FROM unnest(%(keys)s::text[], %(owners)s::text[]) AS ours (key, owner)
          WHERE lock.key = ours.key AND lock.owner = ours.owner
      RETURNING lock.key, lock.owner"""
+    # RETURNING is computed for a row that was ours when it was locked, and changed.
     RELEASE_TO_NEXT = """
-        WITH locked AS MATERIALIZED (
-            SELECT key
-              FROM {table}
-             WHERE key = %(key)s AND owner = %(owner)s
-               FOR UPDATE
-        ), called AS MATERIALIZED (
-            SELECT key, pg_advisory_unlock(%(queue)s::bigint) AS next FROM locked
-        )
-        UPDATE {table} AS lock
+        UPDATE {table}
            SET owner = '', expiry = {now}
-          FROM called
-         WHERE lock.key = called.key AND called.next IS NOT NULL
-     RETURNING called.next"""
+         WHERE key = %(key)s AND owner = %(owner)s
+     RETURNING pg_advisory_unlock(%(queue)s::bigint)"""
     EVICT = """
         SELECT pg_terminate_backend(pid, 300)
           FROM pg_locks
@@ -156,55 +161,32 @@ class PostgreSQL(Dialect):
         options.setdefault("connect_timeout", ANSWER_WAIT)
         options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
 
-    def begin(self, wrapper: Any) -> Cursor:
-        cursor: Cursor = wrapper.connection.cursor()
+    def begin(self, wrapper: Any) -> Any:
+        cursor: Any = wrapper.connection.cursor()
         # DISABLE_SERVER_SIDE_CURSORS is how Django is told of a pooler that lends sessions by
         # the transaction: neither settings nor prepared statements may be left on those.
-        kept = not wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-        self.kept = kept
-        if kept:
-            cursor.execute(f"SET lock_timeout = '{ROW_WAIT}s'")
-            cursor.execute(f"SET statement_timeout = '{QUEUE_WAIT}s'")
-            # What else the server says while we wait would look like its answer.
-            cursor.execute("SET client_min_messages = error")
-            cursor.execute("SET tcp_keepalives_idle = 60")
-            cursor.execute("SET tcp_keepalives_interval = 10")
-            cursor.execute("SET default_transaction_isolation = 'read committed'")
-            cursor.execute(NOTICE_THE_DEAD)
-        if hasattr(wrapper.connection, "prepare_threshold"):  # not psycopg2
-            # The driver's cursor: Django's may write the values into the statement's text.
-            # Prepared, at the first use, a statement costs 25 % less.
-            cursor = wrapper.Database.Cursor(wrapper.connection)
-            wrapper.connection.prepare_threshold = 0 if kept else None
-            wrapper.connection.wait = partial(wait_for_answer, wrapper.connection)
-        return cursor
-
-    def execute(self, cursor: Cursor, statement: str, asked: Named) -> Cursor:
-        connection: Any = cursor.connection
-        if self.kept or not connection.autocommit:  # or in the transaction of the caller
-            return super().execute(cursor, statement, asked)
-        with connection.cursor() as around:
-            around.execute(
-                f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '{ROW_WAIT}s';"
-                f" SET LOCAL statement_timeout = '{ANSWER_WAIT}s'"
-            )
-            cursor.execute(statement, asked)
-            around.execute("COMMIT")
-        return cursor
+        pooled = wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        if not pooled:
+            cursor.execute(SETTINGS)
+        around: Any = wrapper.connection.cursor()
+        if hasattr(wrapper.connection, "pgconn"):  # not psycopg2
+            cursor, around = (PostgreSQLCursor(wrapper.connection) for _ in range(2))
+            cursor.prepares = not pooled
+        return PooledCursor(cursor, around, BEGIN) if pooled else cursor
 
     def contended(self, error: Exception) -> bool:
-        return _code(error) in CROWDED
+        return code_of(error) in CROWDED
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)
-        self.kept = True
         joining = {"try": "true", "join": self.JOIN, "wait": self.JOIN, "turn": "true"}
         self._takes = {step: self.TAKE.replace("{may}", may) for step, may in joining.items()}
         joining |= dict.fromkeys(("join", "wait"), "pg_try_advisory_lock(%(queue)s::bigint)")
         self._inserts = {step: self.INSERT.replace("{may}", may) for step, may in joining.items()}
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
-        row = self.execute(cursor, self._takes[step], asked).fetchone()
+        cursor.execute(self._takes[step], asked)
+        row = cursor.fetchone()
         if row is None:
             return None
         fence, left_us = row
@@ -218,33 +200,28 @@ class PostgreSQL(Dialect):
         cursor.execute("SELECT pg_advisory_unlock_all()")
 
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
-        lent_by_transaction = wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-        return not lent_by_transaction and hasattr(wrapper.connection, "pgconn")  # not psycopg2
+        return isinstance(cursor, PostgreSQLCursor)  # not lent by the transaction
 
     def queue_of(self, key: str) -> int:
         # Hashed again: advisory locks on the same name may be another app's.
         return int(key_of(f"queue/{key}")[:16], 16) - 2**63
 
-    def line_up(self, wrapper: Any, key: str) -> None:
+    def line_up(self, cursor: Any, key: str) -> None:
         # The time for rows is not for this one; statement_timeout ends it.
-        ask = (
-            f"SELECT set_config('lock_timeout', '0', true), pg_advisory_lock({self.queue_of(key)})"
+        cursor.send(
+            "SELECT true, set_config('lock_timeout', '0', true),"
+            f" pg_advisory_lock({self.queue_of(key)})"
         )
-        wrapper.connection.pgconn.send_query(ask.encode())
-
-    def called(self, wrapper: Any) -> bool:
-        answered = False
-        while (result := wrapper.connection.pgconn.get_result()) is not None:
-            answered = result.status == wrapper.Database.pq.ExecStatus.TUPLES_OK
-        return answered
 
     def leave(self, wrapper: Any, cursor: Cursor) -> None:
         wrapper.connection.cancel()
 
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
-        asked = {"key": claim.key, "owner": claim.owner, "queue": self.queue_of(claim.key)}
-        row = self.execute(cursor, self.RELEASE_TO_NEXT, asked).fetchone()
+        _, queue = self._named(claim.name, claim.key)
+        asked = {"key": claim.key, "owner": claim.owner, "queue": queue}
+        cursor.execute(self.RELEASE_TO_NEXT, asked)
+        row = cursor.fetchone()
         if row is not None and not row[0]:
             self.evict(cursor, claim.key)
         return row is not None
@@ -257,8 +234,8 @@ class PostgreSQL(Dialect):
             cursor.execute(statement.replace("{nowait}", "NOWAIT" * (wait == 0)))
         except Exception as error:
             # Cancelled by a person, it says what it says after its time.
-            refused = _code(error) == "55P03" or (
-                _code(error) == "57014" and deadline.remaining() == 0
+            refused = code_of(error) == "55P03" or (
+                code_of(error) == "57014" and deadline.remaining() == 0
             )
             if not refused:
                 raise
@@ -273,10 +250,7 @@ class PostgreSQL(Dialect):
         return fence
 
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
-        keys, owners = zip(*pairs, strict=True)
-        asked = {"keys": list(keys), "owners": list(owners), "ttl_us": round(ttl * 1e6)}
+        # Hex digits, so these are arrays as PostgreSQL writes them.
+        keys, owners = ("{" + ",".join(column) + "}" for column in zip(*pairs, strict=True))
+        asked = {"keys": keys, "owners": owners, "ttl_us": round(ttl * 1e6)}
         return set(self.execute(cursor, self.EXTEND_PAIRS, asked).fetchall())
-
-
-def _code(error: Exception) -> str | None:
-    return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
