@@ -48,7 +48,7 @@ class ReplyTimeout(Exception):
 class Link:
     """One connection; one statement at a time, by one thread at a time."""
 
-    rowcount = 0  # of the last statement
+    rowcount = 0  # of the last change
     asked_at = 0.0  # when the last statement was sent that was answered
     awaiting_reply = False
 
@@ -108,7 +108,7 @@ ENDED = frozenset({*range(2000, 3000), 1053, 1927, 3169, 4031})
 class MySQLLink(Link):
     """MySQL or MariaDB, by mysqlclient. Values are %s, or %(named)s."""
 
-    lastrowid = 0  # LAST_INSERT_ID(...) of the last statement
+    lastrowid = 0  # LAST_INSERT_ID(...) of the last change
 
     def send(self, statement: str, values: Any = None) -> None:
         connection, query = self.connection, statement.encode()
@@ -136,8 +136,10 @@ class MySQLLink(Link):
             self.awaiting_reply = trouble.code is None or trouble.code in ENDED
             raise trouble from error
         self.awaiting_reply = False
+        if result is not None:
+            return list(result.fetch_row(0))
         self.rowcount, self.lastrowid = connection.affected_rows(), connection.insert_id()
-        return [] if result is None else list(result.fetch_row(0))
+        return []
 
 
 def _server_error(error: Exception) -> ServerError:
