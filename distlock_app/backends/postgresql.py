@@ -113,7 +113,8 @@ class AdvisoryLockSession(PostgreSQLLink, LockSession):
         name = self.prepared.get(lock) or self.prepare_once(lock)
         take = f"{note(claim)} EXECUTE {name}({_number(claim.key)})"
         try:
-            ((locked, fence),), began = self.wait(take, wait + ANSWER_WAIT)
+            # With values, if none: so the server takes it for one statement, whatever is in it.
+            ((locked, fence),), began = self.wait(take, wait + ANSWER_WAIT, ())
         except ServerError as error:
             if error.code in BUSY:
                 # It may have been granted just as the wait ended; the session keeps it then.
