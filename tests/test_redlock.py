@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -19,7 +20,7 @@ from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
-from tests.engines import interrupted_at, interrupted_everywhere
+from tests.engines import interrupted_at, interrupted_everywhere, running
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, claim, wait_for
 from tests.redlock_workers import Nodes, caches_of, quorum_at
@@ -682,6 +683,33 @@ def test_one_who_gives_up_lets_the_next_one_in(backend):
 
     assert next_one.event.wait(5), "not woken"
     assert next_one.ask()
+
+
+def test_a_backend_may_be_closed_while_threads_wait(backend):
+    grant = backend.acquire(claim("a"), 0)
+
+    with ExitStack() as stack:
+        for _ in range(3):
+            work = running(lambda: backend.release(wait_for(backend, 30, "a")))
+            stack.enter_context(work)
+        until(lambda: [held.waiters for held in backend.holders()] == [3])
+        time.sleep(0.2)  # one of them reads
+        backend.close()
+        backend.release(grant)
+
+
+def test_a_node_that_closes_every_subscription_is_not_asked_for_more_at_once(backend, nodes):
+    grant, closed = backend.acquire(claim("a"), 0), 0
+
+    with running(lambda: backend.release(wait_for(backend, 30, "a"))):
+        until(lambda: nodes.clients[0].client_list(_type="pubsub"))
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            closed += nodes.clients[0].client_kill_filter(_type="pubsub")
+            time.sleep(0.001)
+        backend.release(grant)
+
+    assert 1 <= closed < 6
 
 
 def test_waiters_are_served_while_two_nodes_are_frozen(backend, nodes):

@@ -113,6 +113,7 @@ class Subscriptions(Links, listening.Subscription):
         super().__init__(len(quorum.nodes))
         self._heard = [0.0] * len(quorum.nodes)
         self._pinged = [0.0] * len(quorum.nodes)  # and not heard since; 0: not so
+        self._rests_until = [0.0] * len(quorum.nodes)
         self._reconnect()
 
     def _reconnect(self) -> None:
@@ -120,7 +121,9 @@ class Subscriptions(Links, listening.Subscription):
         now = monotonic()
         for at, link in enumerate(self._links):
             if link is None:
-                self._open(at)
+                if now >= self._rests_until[at]:  # not one that is closed again and again
+                    self._rests_until[at] = now + LOOK_SECONDS
+                    self._open(at)
             elif self._pinged[at]:
                 if now - self._pinged[at] > 2 * LOOK_SECONDS:
                     self._drop(at)
@@ -137,7 +140,7 @@ class Subscriptions(Links, listening.Subscription):
             assert link is not None
             try:
                 lines = link.lines()
-            except OSError:
+            except (OSError, ValueError):  # such as that another thread closed it
                 self._drop(at)
                 continue
             self._heard[at], self._pinged[at] = monotonic(), 0.0
@@ -146,6 +149,12 @@ class Subscriptions(Links, listening.Subscription):
                 if len(line) == OWNER + KEY and line.isalnum():
                     text = line.decode()
                     self._listener.called(at, text[:OWNER], text[OWNER:])
+
+    def close(self) -> None:
+        # No more than that: another thread may be in the middle of receive().
+        for link in self._links:
+            if link is not None:
+                link.close()  # its shutdown() ends a poll() of that thread
 
     def _open(self, at: int) -> None:
         link = self._quorum.link_to(at)
