@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,9 +14,9 @@ from distlock_app.backends.redis import link, pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from tests.conftest import missing
-from tests.engines import until
+from tests.engines import running, until
 from tests.launching import free_port
-from tests.redis_workers import DEADLINE, Waiter, backend_at, claim
+from tests.redis_workers import DEADLINE, Waiter, backend_at, claim, wait_for
 from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -85,6 +86,19 @@ def test_every_kind_of_connection_has_a_time_limit(reached, verb):
     with pytest.raises(BackendError, match=r"did not answer: TimeoutError\.$"):
         backend.acquire(claim("a"), 0) if verb == "acquire" else backend.ping()
     server.resume()
+
+
+def test_every_kind_of_connection_may_be_closed_while_threads_wait(reached):
+    _, backend = reached
+    grant = backend.acquire(claim("a"), 0)
+
+    with ExitStack() as stack:
+        for waiters in range(1, 4):
+            work = running(lambda: backend.release(wait_for(backend, DEADLINE, "a")))
+            stack.enter_context(work)
+            until(lambda waiters=waiters: len(backend.queue(grant.claim.key)) == waiters)
+        backend.close()
+        backend.release(grant)
 
 
 def test_an_answer_may_arrive_in_pieces(backend):

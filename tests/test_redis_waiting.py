@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
 import pytest
+from redis.exceptions import RedisError
 
 from distlock_app import Lock
 from distlock_app.backends.redis import link
@@ -18,7 +20,7 @@ from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
 from distlock_app.core.waiting import acquiring, run
 from distlock_app.core.wakers import Waker
-from distlock_app.errors import LockTimeout
+from distlock_app.errors import BackendError, LockTimeout
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from tests.engines import interrupted_everywhere, running, until
@@ -577,7 +579,9 @@ def test_a_follower_takes_over_from_a_leader_that_is_stuck(own, monkeypatch):
     assert backend.release(grants[0])
 
 
-@pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "kind", [TimeoutError, RuntimeError, KeyboardInterrupt, ValueError, RedisError, BackendError]
+)
 def test_what_a_signal_handler_raises_ends_the_wait(redis_url, prefix, kind):
     lock = Lock(f"{prefix}-a", using="redis", wait=DEADLINE, reentrant=False)
 
@@ -585,9 +589,12 @@ def test_what_a_signal_handler_raises_ends_the_wait(redis_url, prefix, kind):
         raise kind("from a signal handler")
 
     def interrupted():
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(kind, match="from a signal handler"):
+        # Not while it subscribes: redis-py would take a TimeoutError for its own.
+        registry["redis"].backend._listener(key_of(lock.name)).ensure_subscribed()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(kind) as raised:
             lock.acquire()
+        assert raised.value.args == ("from a signal handler",)
 
     before = signal.signal(signal.SIGALRM, handler)
     held = threading.Event(), threading.Event()
@@ -601,12 +608,47 @@ def test_what_a_signal_handler_raises_ends_the_wait(redis_url, prefix, kind):
         with running(hold):
             assert held[0].wait(DEADLINE)
             interrupted()
-            waiters = [holding.waiters for holding in lock.holders()]
+            # Others than Ctrl-C let another thread leave the queue.
+            until(lambda: [holding.waiters for holding in lock.holders()] == [0])
             held[1].set()
     finally:
         signal.signal(signal.SIGALRM, before)
 
-    assert waiters == [0]
+
+@pytest.fixture
+def unreachable(own_redis, proxy):
+    """A backend with two connections, whose server is silent on all new ones."""
+    made = backend_at(proxy.url)
+    links = [made._pool._take() for _ in range(2)]
+    for kept in links:
+        made._pool._idle.append(kept)
+        kept.used = monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        proxy.lead_to(silent.getsockname()[1])
+        yield made
+        made.close()
+
+
+def test_nobody_waits_for_a_subscription_that_cannot_be_had(own, unreachable):
+    backend, _ = own
+    first = backend.acquire(claim("a"), 0)
+    began = monotonic()
+    with pytest.raises(LockTimeout):
+        wait_for(unreachable, 0.1, "a")
+    assert monotonic() - began < 3 < unreachable._recipe.connection_kwargs["socket_timeout"]
+
+    grants = []
+    with ExitStack() as stack:
+        for _ in range(2):
+            work = running(lambda: grants.append(wait_for(unreachable, DEADLINE, "a")))
+            stack.enter_context(work)
+        until(lambda: len(backend.queue(first.claim.key)) == 2)
+        time.sleep(1)
+        for freed in (first, None):
+            backend.release(freed or grants[0])
+            began = monotonic()
+            until(lambda number=1 if freed else 2: len(grants) == number)
+            assert monotonic() - began < 4
 
 
 def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch):

@@ -13,13 +13,19 @@ from typing import Any
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
-from .scripts import Script
+from .scripts import Script, pack
 
 # Bytes read at once: about a hundred answers.
 RECEIVED = 4096
 
 # Times that a script is loaded for one request: it may itself answer NOSCRIPT.
 MOST_LOADS = 3
+
+PING = pack(b"PING")
+
+
+class Broken(ConnectionError):
+    """A subscription is broken. A class of its own: no signal handler raises it."""
 
 
 class Link:
@@ -30,8 +36,13 @@ class Link:
         *("connection", "used"),
     )
 
-    def __init__(self, recipe: Any) -> None:
-        self.connection: Any = recipe.connection_class(**recipe.connection_kwargs)
+    def __init__(self, recipe: Any, within: float | None = None) -> None:
+        """Connect; `within`: seconds that no step may take, if that is less than in the recipe."""
+        kwargs = dict(recipe.connection_kwargs)
+        if within is not None:
+            for limit in ("socket_timeout", "socket_connect_timeout"):
+                kwargs[limit] = min(kwargs.get(limit) or within, within)
+        self.connection: Any = recipe.connection_class(**kwargs)
         self.connection.connect()  # not left to the first command: this one asks the sentinels
         self.used = 0.0  # when it was last returned to the pool; 0: new
         self._begun = b""  # of a line that is not complete
@@ -100,7 +111,10 @@ class Link:
 
     def ping(self) -> None:
         """Ask for a sign of life, a line that `lines` returns."""
-        self.connection.send_command("PING", check_health=False)
+        try:
+            self._socket.sendall(PING)  # redis-py would connect again what was closed meanwhile
+        except (OSError, ValueError) as error:
+            raise Broken from error
 
     def lines(self, seconds: float) -> list[bytes]:
         """Return the lines that come within so many seconds, for a subscription."""
@@ -108,16 +122,16 @@ class Link:
             # Not in the `try`: a signal handler may raise here, even a TimeoutError.
             if not self._poll.poll(seconds * 1000):
                 return []
-        if not self._kernel_limits:
-            self._socket.settimeout(seconds if self._poll is None else 0.0)
         try:
+            if not self._kernel_limits:
+                self._socket.settimeout(seconds if self._poll is None else 0.0)
             data: bytes = self._socket.recv(RECEIVED)
         except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
             return []
-        except OSError as error:
-            raise ConnectionError from error
+        except (OSError, ValueError) as error:  # such as that another thread closed it
+            raise Broken from error
         if not data:
-            raise ConnectionError("closed by the server")
+            raise Broken("closed by the server")
         *lines, self._begun = (self._begun + data).split(b"\r\n")
         return lines
 

@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 from redis.exceptions import RedisError
 
 from ...claims import Claim, Grant
-from ...errors import BackendError
 from ...primitives.logs import fields, logger
 from ...primitives.threads import Gate, started
 from ...primitives.timing import monotonic
+from .link import Broken
 
 # A subscription that is silent for so long is asked for a sign of life.
 HEARTBEAT = 0.5
@@ -28,6 +28,8 @@ ABSENT = 4 * HEARTBEAT
 IDLE_SECONDS = 60.0
 # First and longest pause between two attempts to subscribe.
 RETRY_MIN, RETRY_MAX = 0.05, 1.0
+# Longest step on the way to a subscription: a waiter can do without.
+SUBSCRIBE_SECONDS = 1.0
 
 
 class Waiter:
@@ -81,7 +83,7 @@ class Subscription:
     """An open subscription; `receive` and `close` are those of the backend."""
 
     def receive(self, seconds: float) -> None:
-        """Hand out the messages that come within so many seconds; raise if it is broken."""
+        """Hand out the messages that come within so many seconds; raise Broken if it is."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -108,6 +110,7 @@ class Listener(Generic[AnyWaiter]):
         self._needed = 0.0  # when a waiter last armed itself
         self._closed = False
         self._opening = threading.RLock()  # one thread subscribes
+        self._opens = False  # it does
         self._opened = 0.0
         self._retry_at, self._retry_pause = 0.0, RETRY_MIN
 
@@ -120,6 +123,8 @@ class Listener(Generic[AnyWaiter]):
         """Subscribe if need be; return whether that worked."""
         if self._subscription is not None:
             return True
+        if self._opens and self._retry_pause > RETRY_MIN:  # and failed before
+            return False
         with self._opening:
             pause = self._retry_at - monotonic()
             if self._subscription is not None:
@@ -129,10 +134,13 @@ class Listener(Generic[AnyWaiter]):
             time.sleep(max(0.0, pause))
             opened: Subscription | None = None
             try:
+                self._opens = True
                 opened = self._open()
             except (RedisError, OSError) as error:
                 self._not_subscribed(error)
                 return False
+            finally:
+                self._opens = False
             self._retry_pause = RETRY_MIN
             self._wake_all()  # messages to the subscription before this one are lost
             with self._lock:  # a signal handler may have been faster, or have closed all
@@ -219,9 +227,9 @@ class Listener(Generic[AnyWaiter]):
                 subscription.receive(min(left, HEARTBEAT))
                 self._looked = monotonic()
         except BaseException as error:
-            # What it has read may be lost. Not our errors are those of signal handlers.
+            # What it has read may be lost. All others are those of signal handlers.
             self._lose(subscription)
-            if not isinstance(error, (RedisError, BackendError, ValueError)):
+            if not isinstance(error, Broken):
                 raise
 
     def _follow(self, waiter: Waiter, seconds: float) -> None:

@@ -147,9 +147,9 @@ class Pool(Servers):
     def nodes(self) -> list[Pool]:
         return [self]
 
-    def connect(self) -> Link:
-        """Return a new connection for the caller alone."""
-        return self._connect()
+    def connect(self, within: float) -> Link:
+        """Return a new connection for the caller alone; no step takes more than `within` s."""
+        return self._connect(within)
 
     def close(self) -> None:
         while self._idle:
@@ -204,9 +204,9 @@ class Pool(Servers):
             return f"the master of {service!r}"
         return kwargs.get("path") or f"{kwargs.get('host')}:{kwargs.get('port', 6379)}"
 
-    def _connect(self) -> Link:
+    def _connect(self, within: float | None = None) -> Link:
         for _ in range(3):
-            link = Link(self._recipe)
+            link = Link(self._recipe, within)
             if self._ask_master is None:
                 return link
             # The Sentinels named its server before we reached it: it may have died meanwhile, lost

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from redis.exceptions import ConnectionError
-
 from ...claims import Busy, Claim, Grant
+from ...errors import BackendError
 from ...primitives.timing import monotonic
 from . import listening
-from .link import Link
+from .link import Broken, Link
 
 # What the clocks of two hosts may differ in rate (as in `timing.drift`).
 RATE_DRIFT = 0.01
@@ -67,7 +67,7 @@ class Waiter(listening.Waiter):
 class _Server(Protocol):
     demoted: int  # grows when it turns out to be a replica
 
-    def connect(self) -> Link: ...
+    def connect(self, within: float) -> Link: ...
 
 
 class Listener(listening.Listener[Waiter]):
@@ -141,8 +141,11 @@ class Listener(listening.Listener[Waiter]):
 
     def hand_out(self, text: bytes) -> None:
         """Take one message: "token key fence began ttl"."""
-        owner, key, fence, began, ttl_ms = text.decode().split(" ")
-        message = Message(int(fence), int(began), int(ttl_ms) / 1000, monotonic())
+        try:
+            owner, key, fence, began, ttl_ms = text.decode().split(" ")
+            message = Message(int(fence), int(began), int(ttl_ms) / 1000, monotonic())
+        except ValueError as error:  # half of one
+            raise Broken from error
         woken = []
         with self._lock:
             waiters = self._waiters.get((owner, key))
@@ -162,7 +165,8 @@ class Listener(listening.Listener[Waiter]):
                         self._waiters.drop(waiter.claim)
         could = [self._wake(waiter) for waiter in woken]
         if woken and not any(could):
-            self._refused(woken[0].grant(message))
+            with suppress(BackendError):  # its lease is short
+                self._refused(woken[0].grant(message))
 
     def _open(self) -> Subscription:
         return Subscription(self, self._server)
@@ -184,7 +188,7 @@ class Subscription(listening.Subscription):
         self._server = server
         self._demoted = server.demoted
         self._pinged = 0.0  # and silent since; 0: not so
-        self._link = server.connect()
+        self._link = server.connect(listening.SUBSCRIBE_SECONDS)
         try:
             self._link.subscribe(listener.channel)
         except BaseException:
@@ -194,10 +198,10 @@ class Subscription(listening.Subscription):
 
     def receive(self, seconds: float) -> None:
         if self._server.demoted != self._demoted:
-            raise ConnectionError("another server may be the master, which counts its own")
+            raise Broken("another server may be the master, which counts its own")
         # Looked at again: a process that was stopped finds its time over, not its answer.
         if not self._heard_in(seconds) and self._too_silent() and not self._heard_in(AGAIN):
-            raise ConnectionError("no answer to PING")
+            raise Broken("no answer to PING")
 
     def close(self) -> None:
         self._link.close()  # its shutdown() ends a recv() of another thread
