@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -696,6 +697,36 @@ def test_a_backend_may_be_closed_while_threads_wait(backend):
         time.sleep(0.2)  # one of them reads
         backend.close()
         backend.release(grant)
+
+
+def test_a_thread_that_is_interrupted_while_it_connects_stops_no_other(nodes, backend):
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(frame, event, arg):
+        if frame.f_code is threading.Thread.start.__code__:
+            raise Interrupt
+
+    def interrupted():
+        sys.settrace(interrupt)
+        with suppress(Interrupt):
+            backend.acquire(claim("of the interrupted"), 0)
+        sys.settrace(None)
+
+    with running(interrupted):
+        pass
+    backend.release(wait_for(backend, 5, "a"))
+    until(lambda: not any(node.opening for node in backend._quorum.nodes))
+
+
+def test_connecting_enters_no_condition(nodes, backend):
+    class Condition(threading.Condition):  # stays locked if a handler raises as it is entered
+        def __enter__(self):
+            raise AssertionError
+
+    backend._quorum._opened = Condition(backend._quorum._opened._lock)
+
+    assert backend.release(wait_for(backend, 5, "a"))
 
 
 def test_a_node_that_closes_every_subscription_is_not_asked_for_more_at_once(backend, nodes):

@@ -39,7 +39,9 @@ class Quorum:
         self.nodes = nodes
         self._timeout = max(node.timeout for node in nodes)
         self._idle: deque[NodeConnections] = deque()  # its append and pop are atomic: no lock
-        self._opened = threading.Condition()
+        # Entered by itself: a Condition stays locked if a signal handler raises as it is entered.
+        self._lock = threading.RLock()
+        self._opened = threading.Condition(self._lock)
         self._closed = False
 
     def ask(
@@ -136,7 +138,7 @@ class Quorum:
         """
         began = monotonic()
         tried: set[Node] = set()
-        with self._opened:
+        with self._lock:
             while missing := take():
                 urgent = len(missing) > spare
                 for node in missing:
@@ -171,7 +173,7 @@ class Quorum:
             why = "rejected the credentials"
         except Exception as error:  # whatever it is: threads wait for this one
             why = type(error).__name__
-        with self._opened:
+        with self._lock:
             if why:
                 node.failed(why)
             else:
