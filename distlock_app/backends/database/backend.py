@@ -121,7 +121,10 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             sessions.queues.leave(waiter)
         queued = sessions.queued.pop(claim_key, None)
         release = partial(_release, claim)
-        if queued is not None and (monotonic() < queued.since + RECENT or queued.fresh):
+        # While a lease lasts, nobody evicts its connection.
+        if queued is not None and (
+            (claim.ttl > RECENT and monotonic() < queued.since + RECENT) or queued.fresh
+        ):
             session: Any = queued.session
             verb = session.dialect.release_to_next
             try:
