@@ -235,24 +235,25 @@ def test_a_hand_over_on_redis_costs_few_calls(redis_lock):
 
 
 def test_a_hand_over_on_redis_costs_six_system_calls(redis_lock):
-    kinds, done = (socket.socket, type(select.poll())), []
+    kinds, tries = (socket.socket, type(select.poll())), []
 
     def tracer(frame, event, arg):
         if event == "c_call" and isinstance(arg.__self__, kinds):
-            done.append(arg.__name__)
+            tries[-1].append(arg.__name__)
 
     def count(work):
-        work()
-        before = sys.getprofile()
-        sys.setprofile(tracer)
-        try:
-            work()
-        finally:
-            sys.setprofile(before)
+        for _ in range(5):  # in some, a connection may be opened
+            before = sys.getprofile()
+            tries.append([])
+            sys.setprofile(tracer)
+            try:
+                work()
+            finally:
+                sys.setprofile(before)
 
     handed_over(replace(redis_lock, wait=30), count)
 
-    assert done == ["sendall", "recv", "poll", "recv", "sendall", "recv"]
+    assert min(tries, key=len) == ["sendall", "recv", "poll", "recv", "sendall", "recv"]
 
 
 def test_open_locks_of_other_tasks_cost_a_coroutine_nothing():

@@ -9,6 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from random import uniform
 from time import sleep
 from unittest import SkipTest
@@ -18,6 +19,8 @@ from .suite import Suite
 
 # Seconds after which a child process that does not end is ended.
 CHILD_LIVES = 60
+# Child processes that compete for one lock.
+CHILDREN = 4
 
 
 class ProcessContract(Suite):
@@ -28,9 +31,11 @@ class ProcessContract(Suite):
             raise SkipTest("it does not exclude other processes")
         name = self.name()
 
-        with mmap.mmap(-1, 1) as counter:  # which the children share
+        with mmap.mmap(-1, 1 + CHILDREN) as counter:  # which the children share
 
-            def work() -> None:
+            def work(number: int) -> None:
+                counter[1 + number] = 1
+                self.eventually(lambda: all(counter[1:]), within=50)  # all of them have begun
                 for _ in range(10):
                     claim = a_claim(name)
                     grant = self.eventually(lambda c=claim: self.backend.acquire(c, 0), within=50)
@@ -39,9 +44,9 @@ class ProcessContract(Suite):
                     counter[0] = seen + 1
                     self.backend.release(grant)
 
-            self._join([self._fork(work) for _ in range(4)])
+            self._join([self._fork(partial(work, number)) for number in range(CHILDREN)])
 
-            assert counter[0] == 40, "two processes had it at a time"
+            assert counter[0] == 10 * CHILDREN, "two processes had it at a time"
 
     def test_a_child_process_leaves_to_its_parent_what_the_parent_has(self) -> None:
         name = self.name()
