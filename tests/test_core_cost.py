@@ -22,6 +22,7 @@ from distlock_app.primitives.names import key_of
 from tests.engines import running, until
 
 PACKAGE = distlock_app.__path__[0]
+POLL = type(select.poll())
 
 
 def pair(lock):
@@ -70,6 +71,24 @@ def fewest(work, install, counted, *, warm=50, tries=7):
     with running(measure):
         pass
     return min(answers)
+
+
+def methods_called(work, *kinds, look=lambda called: None):
+    """Return which methods of objects of these kinds `work` calls in this thread, in order."""
+    done = []
+
+    def tracer(frame, event, arg):
+        if event == "c_call" and isinstance(arg.__self__, kinds):
+            done.append(arg.__name__)
+            look(arg.__self__)
+
+    before = sys.getprofile()
+    sys.setprofile(tracer)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return done
 
 
 def is_call(frame, event):
@@ -121,22 +140,9 @@ def test_a_lock_of_the_database_server_costs_few_calls_of_our_own(work):
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_lock_on_a_database_server_waits_for_two_answers_and_looks_at_nothing_else(number):
     lock = Lock("a", using=("default", settings.SERVER_LOCKS[settings.ENGINE][0])[number])
-    polls = type(select.poll())
-    done = []
-
-    def tracer(frame, event, arg):
-        if event == "c_call" and isinstance(arg.__self__, polls):
-            done.append(arg.__name__)
-
     block(lock)
-    before = sys.getprofile()
-    sys.setprofile(tracer)
-    try:
-        block(lock)
-    finally:
-        sys.setprofile(before)
 
-    assert done == ["poll", "poll"]
+    assert methods_called(lambda: block(lock), POLL) == ["poll", "poll"]
 
 
 def test_a_decorated_function_costs_little_more_than_a_block():
@@ -182,23 +188,13 @@ def test_a_lock_on_redis_costs_few_bytecodes(work, most, redis_lock):
 
 
 def test_a_lock_on_redis_costs_four_system_calls(redis_lock):
-    polls = type(select.poll())
-    done = []
-
-    def tracer(frame, event, arg):
-        if event == "c_call" and isinstance(arg.__self__, (socket.socket, polls)):
-            done.append(arg.__name__)
-            # With a time limit of Python's own, each would begin with a poll().
-            assert arg.__self__.gettimeout() is None
+    def look(called):
+        # With a time limit of Python's own, each would begin with a poll().
+        assert called.gettimeout() is None
 
     block(redis_lock)
-    before = sys.getprofile()
-    sys.setprofile(tracer)
-    try:
-        block(redis_lock)
-    finally:
-        sys.setprofile(before)
 
+    done = methods_called(lambda: block(redis_lock), socket.socket, POLL, look=look)
     assert done == ["sendall", "recv"] * 2
 
 
@@ -235,25 +231,12 @@ def test_a_hand_over_on_redis_costs_few_calls(redis_lock):
 
 
 def test_a_hand_over_on_redis_costs_six_system_calls(redis_lock):
-    kinds, tries = (socket.socket, type(select.poll())), []
+    def count(work):  # in some, a connection may be opened
+        return min((methods_called(work, socket.socket, POLL) for _ in range(5)), key=len)
 
-    def tracer(frame, event, arg):
-        if event == "c_call" and isinstance(arg.__self__, kinds):
-            tries[-1].append(arg.__name__)
+    done = handed_over(replace(redis_lock, wait=30), count)
 
-    def count(work):
-        for _ in range(5):  # in some, a connection may be opened
-            before = sys.getprofile()
-            tries.append([])
-            sys.setprofile(tracer)
-            try:
-                work()
-            finally:
-                sys.setprofile(before)
-
-    handed_over(replace(redis_lock, wait=30), count)
-
-    assert min(tries, key=len) == ["sendall", "recv", "poll", "recv", "sendall", "recv"]
+    assert done == ["sendall", "recv", "poll", "recv", "sendall", "recv"]
 
 
 def test_open_locks_of_other_tasks_cost_a_coroutine_nothing():

@@ -251,7 +251,7 @@ def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch
     clients = len(server.client_list())
     monkeypatch.setattr(redis_pool, "IDLE_SECONDS", 0.0)
     backend._pool._sweep_at = float("inf")
-    for link in [backend._pool._connect() for _ in range(9)]:  # as nine threads at once
+    for link in [backend._pool.connect() for _ in range(9)]:  # as nine threads at once
         backend._pool._idle.append(link)
 
     backend.ping()

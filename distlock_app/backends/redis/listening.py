@@ -297,6 +297,7 @@ class Listener(Generic[AnyWaiter]):
                 self._for_tasks = False
 
     def _lead_for_tasks(self) -> None:
+        # It leads or follows like a waiter, but has no claim: no message names it, and no loss.
         stands_in: Any = Waiter.__new__(Waiter)
         stands_in.armed, stands_in.gate = True, None
         needed = monotonic()

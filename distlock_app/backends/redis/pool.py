@@ -147,10 +147,6 @@ class Pool(Servers):
     def nodes(self) -> list[Pool]:
         return [self]
 
-    def connect(self, within: float) -> Link:
-        """Return a new connection for the caller alone; no step takes more than `within` s."""
-        return self._connect(within)
-
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
@@ -171,7 +167,7 @@ class Pool(Servers):
                 self.close()
                 link.close()
                 link = None
-                link = self._connect()
+                link = self.connect()
                 answers = link.talk(script, requests)
             keep = KEPT_AFTER.issuperset(map(type, answers))
             if self._replicas and script is not None and script.promises:
@@ -204,7 +200,8 @@ class Pool(Servers):
             return f"the master of {service!r}"
         return kwargs.get("path") or f"{kwargs.get('host')}:{kwargs.get('port', 6379)}"
 
-    def _connect(self, within: float | None = None) -> Link:
+    def connect(self, within: float | None = None) -> Link:
+        """Return a new connection for the caller alone; no step takes more than `within` s."""
         for _ in range(3):
             link = Link(self._recipe, within)
             if self._ask_master is None:
@@ -222,7 +219,7 @@ class Pool(Servers):
             try:
                 link = self._idle.pop()
             except IndexError:
-                return self._connect()
+                return self.connect()
             if monotonic() - link.used < TRUST_SECONDS or link.untouched():
                 if self._ask_master is None or self._leads_to_master(link):
                     return link

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from . import listening
-from .link import Broken, Link
+from .link import Broken
+from .pool import Pool
 
 # What the clocks of two hosts may differ in rate (as in `timing.drift`).
 RATE_DRIFT = 0.01
@@ -64,19 +65,13 @@ class Waiter(listening.Waiter):
         return Grant(self.claim, fence=message.fence, asked_at=asked_at, ttl=message.ttl or None)
 
 
-class _Server(Protocol):
-    demoted: int  # grows when it turns out to be a replica
-
-    def connect(self, within: float) -> Link: ...
-
-
 class Listener(listening.Listener[Waiter]):
     """The channel of this process at one server, and the claims that wait for a message on it."""
 
     def __init__(
         self,
         channel: str,
-        server: _Server,
+        server: Pool,
         refused: Callable[[Grant], Any],
         *,
         alias: str = "",
@@ -183,7 +178,7 @@ class Listener(listening.Listener[Waiter]):
 class Subscription(listening.Subscription):
     """A subscription to the channel of this process at one server."""
 
-    def __init__(self, listener: Listener, server: _Server) -> None:
+    def __init__(self, listener: Listener, server: Pool) -> None:
         self._listener = listener
         self._server = server
         self._demoted = server.demoted
