@@ -28,7 +28,7 @@ class Claim:
     renew: bool = True  # the core extends the grant; False: it must last for the ttl
     # A backend that can wake waiters calls this to end the caller's pause, from any thread and at
     # most once for each try that returned no grant: with a Grant if the claim is now held, or
-    # with None for "try again now".
+    # with None for "try again now". It raises RuntimeError if nobody is left to take the grant.
     wake: Callable[[Grant | None], None] | None = field(default=None, compare=False, repr=False)
     blocking: bool = False  # a thread waits, which calls Busy.pause instead, if there is one
 

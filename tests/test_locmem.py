@@ -31,6 +31,24 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
     assert backend.queue(first.claim.key) == []
 
 
+def test_an_exception_of_a_signal_handler_as_a_waiter_is_woken_takes_its_lock_from_nobody(backend):
+    class TimeLimit(Exception):
+        pass
+
+    def wake(grant):
+        waiter.append(grant)
+        raise TimeLimit
+
+    waiter = []
+    first = backend.acquire(claim("a"), 0)
+    assert not backend.acquire(claim("a", wake=wake), 30)
+
+    with pytest.raises(TimeLimit):
+        backend.release(first)
+
+    assert owners(backend) == [waiter[0].claim.owner]
+
+
 def owners(backend):
     """Return who holds anything."""
     return [owner for state in backend._states.values() for owner in state.held]

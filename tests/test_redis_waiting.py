@@ -462,6 +462,25 @@ def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
     assert "could not be woken" in caplog.text
 
 
+def test_what_a_signal_handler_raises_as_a_task_is_woken_takes_its_lock_from_nobody(
+    backend, caplog
+):
+    class TimeLimit(Exception):
+        pass
+
+    def wake(grant):
+        granted.append(grant)
+        raise TimeLimit
+
+    granted = []
+    first = backend.acquire(claim("a"), 0)
+    assert not backend.acquire(claim("a", wake=wake), 30)
+    backend.release(first)
+
+    until(lambda: "listening failed" in caplog.text)
+    assert backend.release(granted[0])
+
+
 def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
     first = backend.acquire(claim("a"), 0)
     with left_waiting(backend, "a"):

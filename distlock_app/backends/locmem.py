@@ -281,7 +281,7 @@ class LocMemBackend(BaseLockBackend):
             try:
                 if grant.claim.wake is not None:
                     grant.claim.wake(grant)
-            except Exception:  # its event loop was closed, say
+            except RuntimeError:  # its event loop was closed
                 logger.exception(
                     "a waiter for a lock could not be woken", extra=fields("not_woken", self.alias)
                 )

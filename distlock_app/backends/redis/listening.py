@@ -263,7 +263,7 @@ class Listener(Generic[AnyWaiter]):
         try:
             if claim.wake is not None:
                 claim.wake(self._grant_of(waiter))
-        except Exception:  # such as that its event loop was closed
+        except RuntimeError:  # its event loop was closed
             logger.exception(
                 "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
             )
