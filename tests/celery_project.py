@@ -6,12 +6,16 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from celery import Celery, shared_task
+from celery.contrib.testing.worker import start_worker
 from celery.signals import setup_logging, worker_ready
+from celery.worker import state
 
 from distlock_app import LockBusy, locked
 from tests.processes import say
@@ -69,6 +73,17 @@ def count(name: str) -> int:
 def stick() -> None:
     """Hold the lock until the task is ended from outside."""
     time.sleep(100)
+
+
+@contextmanager
+def worker_here() -> Iterator[None]:
+    """Let a worker of Celery with one thread run in this process."""
+    with start_worker(app, pool="solo", perform_ping_check=False):
+        yield
+        # It looks after each message and takes one more; without one, it looks after two seconds.
+        state.should_terminate = 0
+        for _ in range(2):
+            app.control.broadcast("ping")
 
 
 def work() -> None:

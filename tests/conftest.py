@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -61,6 +62,12 @@ ONCE = (
 OTHER_SERVERS = {"redis_server", "cluster_urls", "etcd_url", "zookeeper_url", "redlock_urls"}
 # The aliases whose locks are in the database of the run.
 OF_THE_DATABASE = frozenset(["default", "locks", "other", "named", "advisory"])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what `-m "... and not once"` leaves out anyway."""
+    left_out = "not once" in config.option.markexpr and collection_path.stem.startswith(ONCE)
+    return left_out or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,8 +42,10 @@ class Choice:
     @property
     def kept(self) -> str:
         """The lane whose servers run on in the end."""
-        kind = self.kinds & {"upstream", "coverage"} or {"new"}
-        return f"{min(kind)}-{self.databases[0]}" if self.keep else ""
+        if not self.keep:
+            return ""
+        usual = "once" if "sqlite" in self.databases else "new"
+        return f"{min(self.kinds & {'upstream', 'coverage'}, default=usual)}-{self.databases[0]}"
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -56,12 +58,12 @@ class Choice:
     def kinds(self) -> set[str]:
         """Which of LANES the run has."""
         if self.quick:
-            return {"new", "checks"}
+            return {"new", "once", "checks"}
         if self.upstream:
             return {"upstream"}
         if self.coverage:
             return {"coverage"}
-        few = {"new", "slow", "old", "checks"}
+        few = {"new", "once", "slow", "slow-once", "old", "checks"}
         return few if self.only else {*few, "lowest", "contract", "wheel"}
 
     @property
@@ -89,15 +91,17 @@ class Lane:
 FEW = "not slow and not crowd and not once"
 # Kind, database and marks of each lane, the longest first.
 LANES = (
-    ("slow", "sqlite", "slow"),
-    ("new", "sqlite", "not slow"),
+    ("once", "sqlite", "not slow and once"),
     ("lowest", "sqlite", "not slow and not crowd and once"),
+    ("slow-once", "sqlite", "slow and once"),
+    ("slow", "sqlite", "slow and not once"),
     ("new", "postgresql", "not slow and not once"),
     ("new", "mysql", "not slow and not once"),
     ("new", "mysql9", FEW),
     ("old", "postgresql", FEW),
     ("old", "mysql", "not slow and not once"),
     ("wheel", "sqlite", FEW),
+    ("new", "sqlite", "not slow and not once"),
     ("slow", "postgresql", "slow and not once"),
     ("slow", "mysql", "slow and not once"),
     ("old", "sqlite", FEW),
@@ -114,7 +118,8 @@ LANES = (
     ("upstream", "postgresql", FEW),
 )
 # Which pair runs it, if not the one of its own name.
-PAIR_OF = {"slow": "new", "checks": "new", "coverage": "new", "contract": "lowest"}
+NEW = dict.fromkeys(("once", "slow", "slow-once", "checks", "coverage"), "new")
+PAIR_OF = {**NEW, "contract": "lowest"}
 # What each pair leaves out; without it, or where it is not chosen, that is everything.
 LEFT_OUT = {
     "new": "on MySQL what is slow, starts processes, or needs no database",

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 import pytest
 from celery import signals as celery_signals
-from celery.contrib.testing.worker import start_worker
 from django.contrib.auth.models import User
 from django.db import transaction
 from django.test import Client
@@ -284,8 +283,7 @@ def worker(documented, django_db_setup, django_db_blocker):
     """A Celery worker in this process; return the tasks of docs/how-to/tasks.md."""
     with ExitStack() as stack:
         with django_db_blocker.unblock():  # it checks the models when it starts
-            app = celery_project.app
-            stack.enter_context(start_worker(app, pool="solo", perform_ping_check=False))
+            stack.enter_context(celery_project.worker_here())
         yield documented
 
 

@@ -33,9 +33,10 @@ def test_a_whole_run_has_both_lines_of_django_on_every_database():
         assert f"slow-{database} 3.13-6.1" in found
         assert f"old-{database} 3.11-5.2" in found
         assert f"contract-{database} 3.10-5.2" in found
+    assert {"once-sqlite 3.13-6.1", "slow-once-sqlite 3.13-6.1"} < set(found)
     assert {"new-mysql9 3.13-6.1", "lowest-sqlite 3.10-5.2", "wheel-sqlite 3.12-6.0"} < set(found)
     assert found[-1] == "checks 3.13-6.1"
-    assert len(found) == len(set(found)) == 16
+    assert len(found) == len(set(found)) == 18
 
 
 def test_a_run_names_the_pythons_and_pairs_that_it_does_not_have():
@@ -54,12 +55,14 @@ def test_without_a_second_old_python_the_first_runs_what_needs_no_database():
 
 
 def test_one_python_is_enough():
-    assert names(versions=["3.11"])[0] == "slow-sqlite 3.11-5.2"
+    assert names(versions=["3.11"])[0] == "once-sqlite 3.11-5.2"
     assert names(versions=[]) == []
 
 
-def test_a_quick_run_is_one_lane_and_the_checks():
-    assert names(parsed(["--quick"])) == ["new-sqlite 3.13-6.1", "checks 3.13-6.1"]
+def test_a_quick_run_has_one_python_and_the_checks():
+    assert names(parsed(["--quick"])) == [
+        f"{lane} 3.13-6.1" for lane in ("once-sqlite", "new-sqlite", "checks")
+    ]
 
 
 def test_only_one_database_has_both_lines_of_django():

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 
 import pytest
 from celery import Celery, group, shared_task
-from celery.contrib.testing.worker import start_worker
 from celery.worker.state import revoked
 from django.db import transaction
 from kombu.exceptions import OperationalError
@@ -30,7 +29,7 @@ from distlock_app.core.registry import registry
 from distlock_app.decorators.tasks import CARRIER
 from distlock_app.testing import held_elsewhere, override_locks
 from tests import engines
-from tests.celery_project import app
+from tests.celery_project import app, worker_here
 from tests.engines import until
 
 DEADLINE = 60
@@ -128,7 +127,7 @@ def locks_in_memory():
 @pytest.fixture
 def worker():
     """A worker of Celery with one thread, in this process; without it, messages wait."""
-    with start_worker(app, pool="solo", perform_ping_check=False):
+    with worker_here():
         yield
 
 

@@ -52,7 +52,7 @@ class FaultContract(Suite):
         self.lose_data()
 
         assert self.backend.extend(first, 30) is False
-        second = self.eventually(lambda: self.take(name), within=10)
+        second = self.eventually(lambda: self.take(name))
         if self.backend.fences:
             assert second.fence > first.fence
         assert self.backend.release(first) is False
@@ -65,7 +65,8 @@ class FaultContract(Suite):
         self.backend.release(Grant(claim))  # all that the core knows then
 
         # Soon: the server may not have noticed yet the end of the connection that asked first.
-        assert self.eventually(lambda: self.take(claim.name), within=claim.ttl / 3)
+        within = min(self.patience, claim.ttl / 3)
+        assert self.eventually(lambda: self.take(claim.name), within=within)
 
     def test_what_is_granted_again_lasts_for_a_whole_ttl_again(self) -> None:
         self.needs("expires")
@@ -76,7 +77,7 @@ class FaultContract(Suite):
 
         assert self.backend.acquire(claim, 0)
 
-        self.eventually(lambda: self.take(claim.name), within=10)
+        self.eventually(lambda: self.take(claim.name))
         assert monotonic() - asked_at >= 0.6 - 0.005
 
     def test_a_lock_that_is_waited_for_is_had_soon_after_the_release(self) -> None:

@@ -51,7 +51,7 @@ class PeopleContract(Suite):
         grant = self.take(self.name(), ttl=0.1)
         key = grant.claim.key
 
-        self.eventually(lambda: not list(self.backend.holders(key)), within=10)
+        self.eventually(lambda: not list(self.backend.holders(key)))
 
         assert key not in {holding.key for holding in self.backend.holders()}
 
@@ -96,7 +96,7 @@ class PeopleContract(Suite):
                 known in (None, total) for _, known in parts
             )
 
-        self.eventually(agree, within=10)
+        self.eventually(agree)
         for grant in held:
             self.backend.release(grant)
 

@@ -96,7 +96,7 @@ class ProcessContract(Suite):
     def _use_it(self) -> None:
         for _ in range(20):
             name = self.name()
-            grant = self.eventually(lambda n=name: self.take(n), within=self.patience)
+            grant = self.eventually(lambda n=name: self.take(n))
             assert not self.take(name)
             assert self.backend.release(grant) is True
             assert self.backend.release(grant) is False

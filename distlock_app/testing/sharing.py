@@ -131,7 +131,7 @@ class SharingContract(Suite):
             assert self.backend.end_in(left, 0.1) is True
 
             holders = partial(self.backend.holders, kept.claim.key)
-            self.eventually(lambda h=holders: len(list(h())) == 1, within=10)
+            self.eventually(lambda h=holders: len(list(h())) == 1)
             assert self.backend.extend(left, 60) is False
             assert self.backend.extend(kept, 60) is True
 

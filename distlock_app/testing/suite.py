@@ -40,7 +40,7 @@ class Suite:
     """The base of the suite's parts."""
 
     alias = "default"
-    patience = 10.0  # seconds in which a waiter has to notice what it waits for
+    patience = 10.0  # seconds in which all has to happen that is waited for
 
     @property
     def backend(self) -> Any:
@@ -62,9 +62,9 @@ class Suite:
                 if holding.name.startswith("contract-"):
                     backend.clear(holding.key)
 
-    @staticmethod
-    def eventually(attempt: Any, *, within: float) -> Any:
-        """Return the first true answer of `attempt`, or fail after `within` seconds."""
+    def eventually(self, attempt: Any, *, within: float | None = None) -> Any:
+        """Return the first true answer of `attempt`, or fail after `within` or `patience` s."""
+        within = self.patience if within is None else within
         deadline, pause, answer = monotonic() + within, 0.002, None
         while monotonic() < deadline:
             if answer := attempt():
