@@ -57,8 +57,6 @@ class Busy:
     free_in: float | None = None
     # A file descriptor that becomes readable when another try is worthwhile.
     wake_fd: int | None = None
-    # Kept by the core while the caller waits; dropping it leaves the queue.
-    ticket: Any = None
     # How a thread waits (Claim.blocking) for at most so many seconds: returns what was handed over.
     pause: Callable[[float], Grant | None] | None = None
     will_wake: bool = False  # claim.wake will be called when another try is worthwhile

@@ -248,6 +248,16 @@ class ReleasesByFence(LocMemBackend):
         return grant.fence is not None and super().release(grant)
 
 
+class StaysInLine(LocMemBackend):
+    def withdraw(self, claim):
+        pass
+
+
+class WithdrawsWhatItHolds(LocMemBackend):
+    def withdraw(self, claim):
+        self.release(Grant(claim))
+
+
 class GrantsAgainForTheRest(LocMemBackend):
     def acquire(self, claim, wait):
         state = self._states.get(claim.key)
@@ -295,6 +305,7 @@ BREAKS = [
     (CountsFromOne, "data_was_lost"),
     (ReleasesByFence, "lost_answer"),
     (GrantsAgainForTheRest, "whole_ttl_again"),
+    *((wrong, "waiter_that_withdraws") for wrong in (StaysInLine, WithdrawsWhatItHolds)),
     *((wrong, "child_process") for wrong in (ClosesItsParentsSession, KeepsItsParentsLocks)),
     (SharesAConnection, "child_process"),
     (WakesNobody, "after_the_release"),

@@ -52,6 +52,9 @@ class Scripted:
             raise answer
         return answer
 
+    def withdraw(self, claim):
+        pass
+
     def release(self, grant):
         self.asked.append("release")
         return True
@@ -69,26 +72,18 @@ def get(request):
     return acquired
 
 
-def test_a_ticket_of_a_queue_is_dropped_when_the_engine_fails(get):
-    class Ticket:
-        pass
+@pytest.mark.parametrize("wait", [0, 0.02])
+def test_a_claim_that_has_waited_is_withdrawn_at_its_time_limit(get, wait):
+    backend = Scripted(Busy())
+    backend.look = lambda claim: Busy()
+    withdrawn = []
+    backend.withdraw = withdrawn.append
+    waits = claim()
 
-    dropped = []
+    with pytest.raises(LockBusy):
+        get(backend, waits, wait, Waker())
 
-    def lined_up():
-        ticket = Ticket()
-        weakref.finalize(ticket, dropped.append, "ticket")
-        return Busy(ticket=ticket)
-
-    backend = Scripted(
-        lined_up,
-        BackendError("down"),
-        lambda: dropped.append("asked again") or Grant(claim()),
-    )
-
-    get(backend, claim(), 5, Waker())
-
-    assert dropped == ["ticket", "asked again"]
+    assert withdrawn == [waits] * bool(wait)
 
 
 def test_one_try_asks_once_and_leaves_nothing_behind(engine):

@@ -177,17 +177,18 @@ def test_only_the_first_in_the_queue_keeps_newcomers_out():
     ahead, behind = a_claim("a"), a_claim("a")
     first, second = (DatabaseBackend(alias="default", location="locks") for _ in range(2))
     assert take(first, **READER)
-    tickets = [first.acquire(ahead, 60)]
+    assert not first.acquire(ahead, 60)
     until(lambda: first.look(ahead) is None)  # called
 
-    tickets.append(second.acquire(behind, 60))
+    assert not second.acquire(behind, 60)
     assert second.look(behind) is not None
     assert take(first, **READER)
 
-    tickets.append(first.acquire(ahead, 60))
+    assert not first.acquire(ahead, 60)
     until(lambda: first.look(ahead) is not None and not take(first, **READER))
-    first.close()
-    second.close()
+    for backend, claim in (first, ahead), (second, behind):
+        backend.withdraw(claim)
+        backend.close()
 
 
 @on_server

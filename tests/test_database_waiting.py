@@ -72,7 +72,9 @@ def sessions():
     """The connections that stay with the claims of those who wait by `Lock(using="locks")`."""
     sessions = registry["locks"].backend._sessions
     yield sessions
-    sessions.queues.drop_dead()
+    for queue in list(sessions.queues.by_key.values()):
+        for waiter in list(queue.waiters):
+            sessions.queues.leave(waiter)
     eventually(lambda: not waiting_in(sessions))
 
 
@@ -145,6 +147,12 @@ def waiting_in(sessions):
     return sessions.queues.connections()
 
 
+def queued_in(sessions):
+    """Return the connection that waits for the only queue of this process."""
+    [queued] = waiting_in(sessions)
+    return queued
+
+
 def test_a_release_wakes_the_waiter(backend, sessions, only_told):
     held = grab(backend, "a")
     waiter = Waiter()
@@ -186,13 +194,14 @@ def test_waiters_are_served_in_order_of_arrival(backend, sessions, only_told):
 
 @on_mysql
 def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, short_statements):
-    held = grab(backend, "a")
+    held, wanted = grab(backend, "a"), claim("a")
 
-    refused = backend.acquire(claim("a"), 30)
+    assert not backend.acquire(wanted, 30)
 
-    assert not refused.ticket.queue.connection.called(within=0.5)
+    assert not queued_in(backend._sessions).called(within=0.5)
     assert backend.release(held) is True
-    assert refused.ticket.queue.connection.called(within=DEADLINE)
+    assert queued_in(backend._sessions).called(within=DEADLINE)
+    backend.withdraw(wanted)
 
 
 def test_a_release_of_a_lock_that_was_held_for_long_calls_the_waiter_after_it(
@@ -201,9 +210,9 @@ def test_a_release_of_a_lock_that_was_held_for_long_calls_the_waiter_after_it(
     monkeypatch.setattr(database_connections, "IDLE", 0.0)
     monkeypatch.setattr(database_backend, "RECENT", 0.0)
     held = grab(backend, "a")
-    refused = registry["locks"].backend.acquire(claim("a"), 30)
+    assert not registry["locks"].backend.acquire(claim("a"), 30)
     in_queue()
-    queued, release, early = refused.ticket.queue.connection, sql.base.Dialect.release, []
+    queued, release, early = queued_in(sessions), sql.base.Dialect.release, []
 
     def watched(*asked):
         early.append(queued.called(within=1.0))
@@ -219,12 +228,12 @@ def test_a_release_of_a_lock_that_was_held_for_long_calls_the_waiter_after_it(
 def test_a_newcomer_at_the_hand_over_does_not_overtake(long_handover, backend, sessions, only_told):
     held = grab(backend, "a")
     waiting_for = claim("a")
-    refused = registry["locks"].backend.acquire(waiting_for, 30)
+    assert not registry["locks"].backend.acquire(waiting_for, 30)
     in_queue()
     backend.release(held)
 
     assert isinstance(backend.acquire(claim("a"), 0), Busy)
-    assert refused.ticket.queue.connection.called(within=DEADLINE)
+    assert queued_in(sessions).called(within=DEADLINE)
     assert isinstance(registry["locks"].backend.acquire(waiting_for, 30), Grant)
 
 
@@ -262,20 +271,19 @@ def test_a_claim_that_comes_as_a_name_gets_its_row_is_not_called_too_early(
 
     in_queue()
     [(holder, held)] = [answer for answer in answers if answer[1]]
-    [(_, refused)] = [answer for answer in answers if not answer[1]]
+    [(waits, _)] = [answer for answer in answers if not answer[1]]
     assert holder.release(held) is True
-    assert refused.ticket.queue.connection.called(within=DEADLINE)
+    assert queued_in(waits._sessions).called(within=DEADLINE)
 
 
 def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_open_to_all(backend, sessions):
     held = grab(backend, "a")
-    hangs = registry["locks"].backend.acquire(claim("a"), 30)
+    assert not registry["locks"].backend.acquire(claim("a"), 30)
     in_queue()
     backend.release(held)
 
     taken = grab(backend, "a")
 
-    assert hangs.ticket is not None
     assert backend.release(taken) is True
 
 
@@ -283,12 +291,12 @@ def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_open_to_all(backen
 def test_a_wait_that_ended_as_it_was_granted_leaves_no_queue_lock(backend, sessions, monkeypatch):
     held, wanted = grab(backend, "a"), claim("a")
     waits = registry["locks"].backend
-    refused = waits.acquire(wanted, 30)
+    assert not waits.acquire(wanted, 30)
     in_queue()
     called = sql.PostgreSQL.called
     monkeypatch.setattr(sql.PostgreSQL, "called", lambda *args: called(*args) and False)
     backend.release(held)
-    assert refused.ticket.queue.connection.called(within=DEADLINE)
+    assert queued_in(sessions).called(within=DEADLINE)
 
     assert waits.release(waits.acquire(wanted, 30)) is True
 
@@ -300,12 +308,12 @@ def test_a_wait_that_ended_as_it_was_granted_leaves_no_queue_lock(backend, sessi
     eventually(lambda: queue_locks() == 0, within=5)
 
 
-@pytest.mark.parametrize("end", ["dropped", "last try", "release"])
+@pytest.mark.parametrize("end", ["withdraw", "last try", "release"])
 def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
     held = grab(backend, "a")
     waits = registry["locks"].backend
     wanted = claim("a")
-    refused = waits.acquire(wanted, 30)
+    assert not waits.acquire(wanted, 30)
     in_queue()
     assert sessions.parked == 1
 
@@ -313,14 +321,12 @@ def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
         assert not waits.acquire(wanted, 0)
     elif end == "release":
         assert waits.release(Grant(wanted)) is False
-    del refused
-
-    eventually(lambda: sessions.parked == 0)
-    backend.release(held)
-    if end == "dropped":  # which the server finds out
-        grab(backend, "a")
     else:
-        assert isinstance(backend.acquire(claim("a"), 0), Grant)
+        waits.withdraw(wanted)
+
+    assert sessions.parked == 0 and waiting_in(sessions) == []
+    backend.release(held)
+    grab(backend, "a")
 
 
 def test_a_waiter_that_was_called_and_gives_up_frees_the_queue_at_once(backend, sessions):
@@ -328,8 +334,8 @@ def test_a_waiter_that_was_called_and_gives_up_frees_the_queue_at_once(backend, 
     backend._free_queue((held.claim.key, held.claim.owner))  # the row stays leased
     waits = registry["locks"].backend
     wanted = claim("a")
-    refused = waits.acquire(wanted, 30)
-    queued = refused.ticket.queue.connection
+    assert not waits.acquire(wanted, 30)
+    queued = queued_in(sessions)
     session = queued.session
     assert queued.called(within=DEADLINE)
 
@@ -340,15 +346,26 @@ def test_a_waiter_that_was_called_and_gives_up_frees_the_queue_at_once(backend, 
     assert isinstance(backend.acquire(claim("a"), 0), Grant)
 
 
-def test_a_waiter_that_is_just_being_dropped_is_gone(backend, sessions, monkeypatch):
-    held = grab(backend, "a")
-    refused = registry["locks"].backend.acquire(claim("a"), 30)
-    monkeypatch.setattr(sessions.queues._worker, "put", lambda job: sessions.queues.drop_dead())
-
-    del refused
-
-    assert waiting_in(sessions) == []
+def test_a_waiter_that_was_interrupted_as_it_left_is_passed_over(backend, sessions):
+    held, left, wanted = grab(backend, "a"), claim("a"), claim("a")
+    waits = registry["locks"].backend
+    assert not waits.acquire(left, 30)
+    sessions.queues.waiter_of((left.key, left.owner)).queue = None
     backend.release(held)
+
+    eventually(lambda: waits.acquire(wanted, 30))
+
+    assert waits.release(Grant(wanted))
+
+
+def test_threads_that_share_an_owner_wait_at_one_place(sessions):
+    queues = sessions.queues
+
+    first = queues.enqueue(("key", "owner"), None)
+
+    assert queues.enqueue(("key", "owner"), None) is first
+    queues.leave(first)
+    assert not queues.by_key
 
 
 def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, sessions):
@@ -630,7 +647,7 @@ def test_with_queue_0_nothing_stays_with_claims():
     refused = backend.acquire(claim("a"), 30)
 
     assert held.session is None
-    assert refused.ticket is None
+    assert not refused and not backend._sessions.queues.by_key
     assert backend.release(held) is True
     if connection.vendor == "postgresql":  # a pooler may lend this session to others
         [session] = backend._sessions._idle
@@ -803,14 +820,13 @@ def test_a_former_holder_who_hangs_keeps_no_free_lock_from_others(backend):
 
 def test_a_first_waiter_that_hangs_is_passed_over_once(backend, sessions):
     held = grab(backend, "a")
-    hangs = registry["locks"].backend.acquire(claim("a"), 30)
+    assert not registry["locks"].backend.acquire(claim("a"), 30)
     in_queue()
     backend.release(held)
     backend.release(grab(backend, "a"))
 
     eventually(lambda: not tries(backend, 5))
 
-    assert hangs.ticket is not None
     assert tries(backend, 20) == []
 
 
@@ -860,7 +876,7 @@ def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, sessions):
     waits = registry["locks"].backend
     for _ in range(3):
         wanted = claim("a")
-        refusal = waits.acquire(wanted, 30)
+        assert not waits.acquire(wanted, 30)
         in_queue()
         with atomic(using="locks"):
             assert backend.pin(held, 30)
@@ -870,7 +886,6 @@ def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, sessions):
 
             took.append(monotonic() - began)
         assert isinstance(answer, Busy)
-        assert refusal.ticket is not None
     assert min(took) < 0.8
 
 

@@ -96,6 +96,13 @@ class BaseLockBackend:
         """
         return None
 
+    def withdraw(self, claim: Claim) -> None:
+        """Let the claim leave the queue, if it waits; never release it.
+
+        Called when a wait ends without a last try, or of a `stable` claim by an exception: others
+        of the same owner may hold the lock by now, and release() would end their claims.
+        """
+
     def look(self, claim: Claim) -> Busy | None:
         """Return None if another try is worthwhile, else Busy; a cheap check between tries."""
         return None

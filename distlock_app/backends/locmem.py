@@ -98,6 +98,11 @@ class _State:
             self.hand_over()
         return held is not None
 
+    def withdraw(self, claim: Claim) -> None:
+        """Leave the queue."""
+        self.queue.pop(claim.owner, None)
+        self.hand_over()
+
     def clear(self, if_version: str | None) -> int:
         """Take away all claims, or the one of this version; return how many."""
         owners = [o for o, held in self.held.items() if if_version in (None, str(held.fence))]
@@ -180,6 +185,10 @@ class LocMemBackend(BaseLockBackend):
 
     def release(self, grant: Grant) -> bool:
         return self._change(grant.claim.key, _State.release, grant.claim)
+
+    def withdraw(self, claim: Claim) -> None:
+        if claim.owner in self._current(claim.key).queue:
+            self._change(claim.key, _State.withdraw, claim)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         return self._change(key, _State.clear, if_version)

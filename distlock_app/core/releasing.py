@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
+from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
@@ -39,7 +40,7 @@ class Release:
     grant: Grant
     until: float  # by monotonic()
     lease: Lease | None = None  # its end is reported
-    ask: Callable[[], bool] | None = None  # instead of `release` of the backend
+    ask: Callable[[], Any] | None = None  # instead of `release` of the backend
     due: float | None = None
 
 
@@ -56,11 +57,12 @@ class Releaser:
         self._quiet = weakref.WeakKeyDictionary()
 
     def give_back(
-        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], bool] | None = None
+        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
     ) -> None:
-        """Release what may have been granted, except for a stable owner, which may own it again."""
-        if not grant.claim.stable:
-            self._give_back(backend, grant, ask)
+        """Release what may have been granted; a stable owner, who may own it again, only leaves."""
+        if grant.claim.stable:
+            ask = partial(backend.withdraw, grant.claim)
+        self._give_back(backend, grant, ask)
 
     def release_later(self, lease: Lease, ask: Callable[[], bool]) -> None:
         """Release `lease` unless it is taken again first. Never blocks; safe in a finalizer."""
@@ -101,7 +103,7 @@ class Releaser:
             sleep(0.001)
 
     def _give_back(
-        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], bool] | None = None
+        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
     ) -> None:
         release = Release(backend, grant, monotonic() + grant.claim.ttl, ask=ask)
         self._under_way.add(release)

@@ -72,17 +72,9 @@ def acquired(
             return answer, began
         if (exactly := _trusted(answer, asked_at)) is not None:
             return answer, exactly
-    steps = acquiring(backend, claim, wait, first=(asked_at, answer))
-    del answer  # it may hold a queue ticket, which only the steps may keep or drop
-    return _waited(backend, claim, steps, waker)
-
-
-def _waited(
-    backend: BaseLockBackend, claim: Claim, steps: Generator[Step, Any, Any], waker: Waker
-) -> tuple[Grant, float]:
     waiting[waker] = backend, claim.name
     try:
-        grant, began = run(steps, waker)
+        grant, began = run(acquiring(backend, claim, wait, first=(asked_at, answer)), waker)
         return grant, began
     finally:
         waiting.pop(waker, None)
@@ -104,7 +96,9 @@ def acquiring(
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
     tried = False  # not if too many others try
-    refusal: Any = None  # kept, because it may hold a queue ticket
+    refusal: Any = None  # by the last try: what to wait for
+    # Whether the backend stores something about a waiting claim that a last try removes.
+    keeps_place = backend.blocks or backend.pushes or backend.queues
     while True:
         last = (left := deadline.remaining()) == 0
         failures: list[LockError] = []
@@ -112,30 +106,28 @@ def acquiring(
             if first is not None:
                 asked_at, answer, was_try, first, last = *first, True, None, wait == 0
             else:
-                look = tried and not (last and _keeps_place(backend, refusal))
+                look = tried and not (last and keeps_place)
                 asked_at, answer, was_try = yield from _asking(backend, claim, left, look, tried)
             if was_try:
                 tried = not isinstance(answer, Seen)
                 answer = refusal = answer if tried else answer.busy
             # A locked row, say: another try would take as long again.
-            last = last or (deadline.remaining() == 0 and not _keeps_place(backend, refusal))
+            last = last or (deadline.remaining() == 0 and not keeps_place)
         except BackendError as error:
             if attempt == 0 or last:
                 raise
             failures, answer, refusal = [error], None, None
         free_in = getattr(answer, "free_in", None)
         if not answer and not last:
-            pause = _pause(backend, attempt, refusal, free_in, failed=bool(failures))
-            wake_fd, within = getattr(refusal, "wake_fd", None), getattr(refusal, "pause", None)
-            answer = yield Pause(deadline.cap(pause), wake_fd, within)
+            pause = _seconds(backend, attempt, refusal, free_in, failed=bool(failures))
+            answer = yield Pause(deadline.cap(pause), *_wakes(refusal))
         if answer:
             if (began := _trusted(answer, asked_at)) is not None:
                 return answer, began
             # The process or the network stalled for longer than the lease, which may be over.
             failures += yield from _giving_back(backend, answer)
         if last:
-            # Removed from the list: its traceback refers to this frame.
-            raise (failures or [busy_error(claim.name, wait, free_in)]).pop()
+            raise (yield from _giving_up(backend, claim, wait, failures, free_in))
         attempt += 1
 
 
@@ -157,18 +149,25 @@ def _asking(
     return asked_at, answer, True
 
 
-def _keeps_place(backend: BaseLockBackend, refusal: Any) -> bool:
-    """Whether the backend stores something about the waiting claim, which a last try removes."""
-    waits_there = backend.blocks or backend.pushes or backend.queues
-    return waits_there or getattr(refusal, "ticket", None) is not None
-
-
 def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
     try:
         yield Call(backend.release, (grant,))
     except BackendError as error:
         return [error]  # the same owner will be granted again
     return []
+
+
+def _giving_up(
+    backend: BaseLockBackend,
+    claim: Claim,
+    wait: float | None,
+    failures: list[LockError],
+    free_in: float | None,
+) -> Generator[Step, Any, LockError]:
+    if wait != 0:
+        yield Call(backend.withdraw, (claim,))
+    # Removed from the list: its traceback refers to a frame that refers to the list.
+    return failures.pop() if failures else busy_error(claim.name, wait, free_in)
 
 
 def _trusted(grant: Grant, asked_at: float) -> float | None:
@@ -178,7 +177,11 @@ def _trusted(grant: Grant, asked_at: float) -> float | None:
     return began if monotonic() < began + trusted_for(ttl) else None
 
 
-def _pause(
+def _wakes(refusal: Any) -> tuple[int | None, Callable[[float], Grant | None] | None]:
+    return getattr(refusal, "wake_fd", None), getattr(refusal, "pause", None)
+
+
+def _seconds(
     backend: BaseLockBackend, attempt: int, refusal: Any, free_in: float | None, *, failed: bool
 ) -> float:
     if backend.blocks and not failed:

@@ -9,7 +9,7 @@ from unittest import SkipTest
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
 from ..primitives.timing import monotonic
-from .claims import a_claim
+from .claims import Waiter, a_claim
 from .faults import FaultContract
 from .people import PeopleContract
 from .processes import ProcessContract
@@ -213,13 +213,30 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
         name = self.name()
         holder = self.take(name)
         waiter = a_claim(name, wake=lambda grant: None)
-        refusal = None if self.backend.blocks else self.backend.acquire(waiter, 5)
+        assert self.backend.blocks or not self.backend.acquire(waiter, 5)
         self.backend.acquire(waiter, 0)
 
         self.backend.release(holder)
 
-        assert not refusal  # kept, as the core keeps it
         assert self.take(name)
+
+    def test_a_waiter_that_withdraws_leaves_the_queue_and_a_holder_keeps_its_lock(self) -> None:
+        self.needs("expires")  # else no owner has several claims
+        if self.backend.blocks:
+            return
+        name = self.name()
+        holder = self.take(name)
+        first, second = (Waiter(self.backend, name, fair=True, stable=True) for _ in range(2))
+        self.backend.withdraw(first.claim)
+        waiting = self.backend.queue(holder.claim.key)
+        assert waiting is None or len(waiting) == 1
+
+        self.backend.release(holder)
+
+        grant = second.granted()
+        self.backend.withdraw(grant.claim)
+        assert self.backend.extend(grant, 30) is True
+        self.backend.release(grant)
 
     def test_one_of_many_threads_has_it_at_a_time(self) -> None:
         name, counter, errors = self.name(), [0], []

@@ -76,15 +76,20 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             if waiter is None and claim.key in queues.by_key:
                 waiter = queues.enqueue(claim_key, claim.wake)
             if waiter is not None and not queues.leads(waiter):
-                return Busy(ticket=waiter, will_wake=True)
+                return Busy(will_wake=True)
         try:
             answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
         except Contended as error:
             self._refuse_to_wait_for_itself(claim, error)
-            answer = Busy(ticket=waiter)
+            answer = Busy()
         if waiter is not None and (answer or wait == 0):
             queues.leave(waiter)
         return answer
+
+    def withdraw(self, claim: Claim) -> None:
+        queues = self._sessions.queues
+        if (waiter := queues.waiter_of(claim_key_of(claim))) is not None:
+            queues.leave(waiter)
 
     def look(self, claim: Claim) -> Busy | None:
         if claim.latch:
@@ -143,8 +148,6 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         finally:
             if queued is not None:
                 self._leave(claim)  # after the row, for this calls the next one
-            if grant.fence is None:  # given up: the process may end after this
-                sessions.queues.drop_dead()
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for the queue of this process, or at the deadline for this claim alone."""
@@ -155,11 +158,11 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         if queued.called():
             return self._take_turn(queued, waiter, claim, wait)
         if wait != 0 and not asked:  # another one has lined up on the server before it left
-            return Busy(wake_fd=queued.wake_fd, ticket=waiter)
+            return Busy(wake_fd=queued.wake_fd)
         answer = self._join(claim, 0)
         if isinstance(answer, Grant):
             return answer
-        return Busy(answer.free_in, wake_fd=queued.wake_fd, ticket=waiter)
+        return Busy(answer.free_in, wake_fd=queued.wake_fd)
 
     def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; by polling if no connection may stay."""
@@ -212,7 +215,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         queues = self._sessions.queues
         waiter = waiter or queues.enqueue(claim_key_of(claim), claim.wake)
         if not queues.leads(waiter):
-            return Busy(ticket=waiter, will_wake=True)
+            return Busy(will_wake=True)
         waiter.asked = True
         queue = waiter.queue
         if queued and session and queue is not None and queue.connection is None:
@@ -225,8 +228,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             except BaseException:  # interrupted: the server would go on waiting
                 self._give_up(queued)
                 raise
-            return Busy(answer.free_in, wake_fd=queued.wake_fd, ticket=waiter)
-        return Busy(answer.free_in, ticket=waiter)
+            return Busy(answer.free_in, wake_fd=queued.wake_fd)
+        return Busy(answer.free_in)
 
     def _take_turn(
         self, queued: QueuedConnection, waiter: Waiter, claim: Claim, wait: float | None
@@ -247,7 +250,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         if isinstance(answer, Grant):
             queues.detach(waiter, queued)
             return self._granted(queued, answer)
-        return Busy(answer.free_in, ticket=waiter)
+        return Busy(answer.free_in)
 
     def _take_turn_on(
         self, queued: QueuedConnection, claim: Claim, wait: float | None, session: Session

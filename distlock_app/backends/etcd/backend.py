@@ -109,6 +109,10 @@ class EtcdBackend(ForPeople):
             self._leases.give_back(deleted.lease)
         return deleted is not None
 
+    def withdraw(self, claim: Claim) -> None:
+        if (waiter := self._waiters.get((claim.owner, claim.key))) is not None:
+            self._leave(claim, self._look(claim.key), waiter.lease)
+
     def clear(self, key: str, if_version: str | None = None) -> int:
         view = self._look(key)
         first = view.queue[0] if view.queue else None

@@ -32,6 +32,7 @@ from .scripts import (
     PASS,
     RELEASE,
     REQUEST,
+    WITHDRAW,
     Script,
     acquire_all,
     bulks,
@@ -186,6 +187,11 @@ class RedisBackend(ForPeople, GuardedWrites):
         owner = claim.owner.encode()
         request = REQUEST % (self._head(RELEASE, claim.key), len(owner), owner, b"")
         return self._pool.run(RELEASE, request, once=True) == [1]
+
+    def withdraw(self, claim: Claim) -> None:
+        if any(listener.waiter_of(claim) for listener in list(self._listeners.values())):
+            self._forget(claim)
+            self._pool.run(WITHDRAW, self._request(WITHDRAW, claim, b"1"))
 
     def count_down(self, claim: Claim) -> int:
         words = milliseconds(claim.ttl), b"%d" % claim.limit

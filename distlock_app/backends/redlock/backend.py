@@ -206,6 +206,9 @@ class RedlockBackend(ForPeople):
         words = claim.owner.encode(), b"%d" % stamp
         return self._answer(self._request(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
 
+    def withdraw(self, claim: Claim) -> None:
+        self._listener.forget(claim)
+
     def _answer(self, request: QuorumRequest) -> bool:
         self._quorum.ask([request])
         outcome = self._outcome(request)

@@ -7,14 +7,11 @@ lock form a queue inside the process, and the first of them asks the server for 
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ...primitives.threads import Worker
 from ...primitives.timing import monotonic
 
 # So many connections of a process ask at a time, beside those that stay with claims; later callers
@@ -93,40 +90,34 @@ class FairSemaphore:
 class WaiterQueue:
     """The waiters for one lock; `connection` waits on the server for all of them."""
 
-    __slots__ = ("connection", "key", "on_drop", "seen_at", "waiters")
+    __slots__ = ("connection", "key", "seen_at", "waiters")
 
-    def __init__(self, key: str, on_drop: Callable[[], None]) -> None:
+    def __init__(self, key: str) -> None:
         self.key = key
-        self.on_drop = on_drop
         self.connection: Any = None
-        self.waiters: deque[weakref.ref[Waiter]] = deque()
+        self.waiters: deque[Waiter] = deque()
         self.seen_at = monotonic()  # when its first was heard of
 
     def first(self) -> Waiter | None:
-        """Return the waiter that asks the server; forget those that were dropped before."""
-        while self.waiters:
-            waiter = self.waiters[0]()
-            if waiter is not None and waiter.queue is not None:  # nor is it just being dropped
-                return waiter
+        """Return the waiter that asks the server."""
+        while self.waiters and self.waiters[0].queue is None:  # interrupted as it left
             self.waiters.popleft()
-        return None
+        return self.waiters[0] if self.waiters else None
 
 
 class Waiter:
-    """One waiter in the queue of its process; to drop it is to leave the queue."""
+    """One waiter in the queue of its process."""
 
-    __slots__ = ("__weakref__", "asked", "connection", "queue", "wake")
+    __slots__ = ("asked", "claim_key", "connection", "queue", "wake")
 
-    def __init__(self, queue: WaiterQueue, wake: Callable[[Any], None] | None) -> None:
-        self.queue: WaiterQueue | None = queue
+    def __init__(
+        self, claim_key: ClaimKey, queue: WaiterQueue, wake: Callable[[Any], None] | None
+    ) -> None:
+        self.claim_key = claim_key
+        self.queue: WaiterQueue | None = queue  # None: it has left
         self.wake = wake
         self.asked = False  # the server, or what waits on the server for the queue
         self.connection: Any = None  # was the queue's, until another waiter led it as this one hung
-
-    def __del__(self) -> None:
-        queue, self.queue = self.queue, None
-        if queue is not None:
-            queue.on_drop()
 
 
 class WaiterQueues:
@@ -138,9 +129,7 @@ class WaiterQueues:
         # Reentrant: a signal handler may enqueue, or leave, in the middle of our own step.
         self._mutex = threading.RLock()
         self.by_key: dict[str, WaiterQueue] = {}  # those that have waiters
-        self._waiters: weakref.WeakValueDictionary[ClaimKey, Waiter] = weakref.WeakValueDictionary()
-        self._worker = Worker("distlock-leaving", lambda jobs: self.drop_dead())
-        self._pid = os.getpid()
+        self._waiters: dict[ClaimKey, Waiter] = {}
 
     def waiter_of(self, claim_key: ClaimKey) -> Waiter | None:
         """Return the waiter of a claim, if it is in a queue."""
@@ -150,11 +139,13 @@ class WaiterQueues:
     def enqueue(self, claim_key: ClaimKey, wake: Callable[[Any], None] | None) -> Waiter:
         """Add a waiter at the end of the queue; `wake` is called when it comes to lead it."""
         with self._mutex:
+            if (waiter := self.waiter_of(claim_key)) is not None:  # threads may share an owner
+                return waiter
             queue = self.by_key.get(claim_key[0])
             if queue is None:
-                queue = self.by_key[claim_key[0]] = WaiterQueue(claim_key[0], self._on_drop)
-            waiter = self._waiters[claim_key] = Waiter(queue, wake)
-            queue.waiters.append(weakref.ref(waiter))
+                queue = self.by_key[claim_key[0]] = WaiterQueue(claim_key[0])
+            waiter = self._waiters[claim_key] = Waiter(claim_key, queue, wake)
+            queue.waiters.append(waiter)
             return waiter
 
     def leads(self, waiter: Waiter) -> bool:
@@ -171,8 +162,8 @@ class WaiterQueues:
                 if first is not None:  # it may be using the connection just now
                     first.asked = False
                     first.connection, queue.connection = queue.connection, None
-                queue.waiters.remove(weakref.ref(waiter))
-                queue.waiters.appendleft(weakref.ref(waiter))
+                queue.waiters.remove(waiter)
+                queue.waiters.appendleft(waiter)
             queue.seen_at = now
             return True
 
@@ -200,19 +191,15 @@ class WaiterQueues:
                 waiter.queue.connection = None
 
     def leave(self, waiter: Waiter) -> None:
-        """Leave the queue, with a lock or without."""
+        """Leave the queue, with a lock or without; the next one comes to lead it."""
         self._give_up(waiter)
         with self._mutex:
             queue, waiter.queue = waiter.queue, None
             if queue is None:
                 return
-            queue.waiters.remove(weakref.ref(waiter))
+            self._waiters.pop(waiter.claim_key, None)
+            queue.waiters.remove(waiter)
         self._advance(queue)
-
-    def drop_dead(self) -> None:
-        """End the queues whose waiters were dropped, and wake the new first of each other."""
-        for queue in list(self.by_key.values()):
-            self._advance(queue)
 
     def connections(self) -> list[Any]:
         """Return the connections that wait on the server."""
@@ -222,11 +209,6 @@ class WaiterQueues:
         connection, waiter.connection = waiter.connection, None
         if connection is not None:
             self._emptied(connection)
-
-    def _on_drop(self) -> None:
-        """Have its queue cleaned up soon; called in a finalizer."""
-        if self._pid == os.getpid():
-            self._worker.put(None)
 
     def _advance(self, queue: WaiterQueue) -> None:
         connection = None

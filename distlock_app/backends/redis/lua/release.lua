@@ -1,11 +1,12 @@
 -- Give back the lock, or the place in its queue, and let the next in.
 --
 -- KEYS  lock, queue, entries, index, counter, members: see shared/begin.lua
--- ARGV  1 key, 2 token
--- ->    1 it was mine, 0 not; either way nothing of the token is left
+-- ARGV  1 key, 2 token, 3 if given, only the place: a lock that is held is kept
+-- ->    1 it was mine, 0 not or it is kept; otherwise nothing of the token is left
 
 -- include: shared/begin.lua
 
+if mine and ARGV[3] then return 0 end
 if mine and redis.call('EXISTS', queue) == 0 then  -- most often; see acquire.lua
   redis.call('DEL', lock)
   redis.call('ZREM', index, key)
@@ -18,5 +19,6 @@ end
 -- include: shared/hand_over.lua
 
 local was_mine = mine or is_member()
+if was_mine and ARGV[3] then return 0 end
 give_up(token)
 return was_mine and 1 or 0
