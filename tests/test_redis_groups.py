@@ -16,9 +16,10 @@ from distlock_app import BackendError, Lock, LockBusy, LockError, LockTimeout, a
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.people import part_of
 from distlock_app.core.registry import registry
+from distlock_app.core.releasing import releaser
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_acquired, lock_failed
-from tests.engines import running, until
+from tests.engines import DEADLINE, running, until
 from tests.redis_workers import backend_at, claim
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -112,12 +113,19 @@ def test_free_locks_are_taken_by_one_request(names, asked):
 
 
 def test_tasks_take_them_by_one_request_too(names, asked):
+    told = []
+
+    async def receiver(name, **facts):
+        told.append(name)
+
     async def work():
         async with all_of(*locks(names)) as holds:
             return [hold.name for hold in holds]
 
+    lock_acquired.connect(receiver)
     assert asyncio.run(work()) == names
     assert asked == ["acquire_all"]
+    assert told == names
     assert free(names)
 
 
@@ -217,6 +225,14 @@ def test_what_a_stable_owner_has_already_ends_no_earlier_for_a_group(backend, se
         assert listed_until - time.time() > least
 
 
+@pytest.mark.parametrize("kind", [{"shared": True}, {"limit": 2}], ids=str)
+def test_a_group_of_readers_or_permits_leaves_room_for_others(names, kind):
+    with all_of(*locks(names, **kind)):
+        for name in names:
+            other = registry["redis"].backend.acquire(claim(name, **kind), 0)
+            assert other and registry["redis"].backend.release(other)
+
+
 def test_readers_and_permits_are_taken_one_after_the_other(names):
     with all_of(*locks(names, shared=True)), all_of(*locks(names[:1], shared=True)):
         assert not Lock(names[0], using="redis", limit=2).try_acquire()
@@ -279,3 +295,26 @@ def test_all_is_given_back_also_if_the_task_is_cancelled_meanwhile(names, answer
         lock_failed.disconnect(tells)
 
     until(lambda: free(names), within=10)
+
+
+def test_a_group_that_is_interrupted_is_given_back_before_the_process_can_end(names, monkeypatch):
+    caller, go_on, real = threading.current_thread(), threading.Event(), RedisBackend.release
+
+    def release(self, grant):
+        if threading.current_thread() is not caller:  # it would end with the process
+            go_on.wait(DEADLINE)
+        return real(self, grant)
+
+    def interrupt(**facts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RedisBackend, "release", release)
+    lock_acquired.connect(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            all_of(*locks(names)).acquire()
+        assert free(names)
+    finally:
+        lock_acquired.disconnect(interrupt)
+        go_on.set()
+        releaser.drain()
