@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.backends.database import connections
+from distlock_app.backends.sessions.queues import FairSemaphore
 from distlock_app.core import renewal
 from distlock_app.core.registry import registry
 from distlock_app.primitives.timing import trusted_for
@@ -70,6 +72,16 @@ def test_a_short_ttl_is_looked_at_in_time_whenever_it_began(monkeypatch):
         while now[0] < began + ttl / 3:
             now[0] = renewal.renewer._next_look(lease) + 0.001  # it takes a while
         assert now[0] < lease.trusted_until
+
+
+def test_a_session_is_looked_at_once_in_each_heartbeat(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(renewal, "monotonic", lambda: now[0])
+    for began in [1000 + number / 100 for number in range(60)]:
+        lease = SimpleNamespace(backend=SimpleNamespace(heartbeat=0.3), term=30, renews=True)
+        lease.trusted_until = began + trusted_for(30)
+        now[0] = began
+        assert began < renewal.renewer._next_look(lease) < began + 0.301
 
 
 @pytest.mark.parametrize("limits", [{"renew": False}, {"max_hold": 0.3}])
@@ -151,6 +163,23 @@ def test_a_connection_that_is_dropped_as_the_interpreter_ends_raises_nothing(mon
     queued.__del__()
 
     assert queued.session is None
+
+
+def test_a_caller_that_is_interrupted_as_it_waits_takes_nobody_s_turn():
+    semaphore = FairSemaphore(1)
+    assert semaphore.acquire(0)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            semaphore.acquire(DEADLINE)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    semaphore.release()
+
+    assert semaphore.acquire(0)
 
 
 class InterruptedSlots(deque):

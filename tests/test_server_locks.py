@@ -303,6 +303,13 @@ def test_a_hold_lives_on_by_its_heartbeats_alone():
     hold.release()
 
 
+def test_a_session_is_not_asked_at_each_heartbeat(backend):
+    grant = backend.acquire(a_claim("a"), 0)
+
+    assert backend.extend_many([(grant, 30)]) == [None]
+    assert backend.release(grant)
+
+
 def test_a_fixed_lease_ends_with_its_ttl():
     began = time.monotonic()
     hold = lock("a", ttl=0.5, renew=False).acquire()
