@@ -173,6 +173,17 @@ def test_clearing_what_expired_ends_it_for_its_holder_and_spares_what_is_held(ba
     assert grab(backend, "late").fence > late.fence
 
 
+def test_what_expired_is_cleared_and_purged_however_its_key_begins(backend):
+    DistLock.objects.using("locks").bulk_create(
+        DistLock(key=f"{number:02x}" * 20, owner="dead", expiry=timezone.now() - timedelta(days=1))
+        for number in range(256)
+    )
+
+    assert backend.clear_expired() == 256
+    time.sleep(0.01)
+    assert backend.purge(0.0) == 256
+
+
 def test_clear_takes_only_the_claim_that_was_seen(backend):
     seen = grab(backend, "a")
     backend.release(seen)

@@ -17,6 +17,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, connection, connections
 from django.db.backends.signals import connection_created
+from django.db.models import F
 from django.db.transaction import atomic
 
 from distlock_app import BackendError, Lock, LockTimeout
@@ -591,6 +592,17 @@ def test_a_dead_holder_is_waited_for_until_its_row_expires(backend, sessions):
 
     assert all(waiter.served() for waiter in waiters)
     assert min(waiter.got_at for waiter in waiters) >= died_at + 1.5 - 0.5
+
+
+def test_who_comes_to_lead_the_queue_at_its_deadline_tries_once_more(backend, sessions):
+    held = grab(backend, "a")  # it has the queue, too, and is not heard of again
+    ours, (first, last) = registry["locks"].backend, (claim("a"), claim("a"))
+    tickets = [ours.acquire(one, 30).ticket for one in (first, last)]
+    DistLock.objects.using("locks").update(expiry=F("acquired_at"))
+
+    assert ours.release(Grant(first)) is False  # it gives up
+    assert isinstance(ours.acquire(last, 0), Grant)
+    del held, tickets
 
 
 def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, sessions):

@@ -29,6 +29,7 @@ from distlock_app import (
     StaleFenceError,
     StaleObjectError,
 )
+from distlock_app.core.registry import registry
 from tests.app.guarded_models import ColdShelf, ColdVault, Shelf, Vault
 from tests.engines import renewed
 from tests.processes import Processes
@@ -467,6 +468,19 @@ def test_a_pinned_lock_needs_no_renewal_and_is_kept_after_the_commit(shelf: Shel
             shelf.save()
         hold.check()
         renewed(hold)  # again
+
+
+def test_the_commit_of_a_pinned_transaction_asks_for_no_renewal_before_it_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    with Lock("shelf", ttl=30) as hold:
+        monkeypatch.setattr(registry["default"].backend, "extend", lambda *a: asked.append(a))
+        with transaction.atomic():
+            hold.pin()
+        monkeypatch.undo()
+
+    assert asked == []
 
 
 def test_a_rollback_of_its_savepoint_ends_the_pin(shelf: Shelf) -> None:
