@@ -82,6 +82,14 @@ def test_an_alias_with_the_client_class_of_clusters_will_do(cluster_urls, prefix
     backend.close()
 
 
+def test_a_lock_is_where_other_releases_look_for_it():
+    """Processes of two releases run side by side while a new one is rolled out."""
+    with locks_at(["redis://a"]) as backend:
+        keys = [backend._lock(key).decode() for key in ("03ff" + "f" * 36, "0401" + "0" * 36)]
+
+    assert keys == [f"distlock:{{1023}}:03ff{'f' * 36}", f"distlock:{{1}}:0401{'0' * 36}"]
+
+
 def test_hash_slots_are_those_of_redis():
     for key in (b"a", b"{a}b", b"x{a}b", b"{}a", b"{a", b"a}", b"{a}{b}", b"x{}{a}", b"{{a}}"):
         assert slot_of(key) == redis.cluster.key_slot(key)

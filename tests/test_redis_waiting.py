@@ -670,6 +670,20 @@ def test_nobody_waits_for_a_subscription_that_cannot_be_had(own, unreachable):
             assert monotonic() - began < 4
 
 
+def test_who_cannot_subscribe_waits_no_longer_for_that(own, monkeypatch):
+    backend, server = own
+    server.execute_command("ACL", "SETUSER", "default", "-subscribe")
+    monkeypatch.setattr(redis_listener, "RETRY_MAX", 10.0)
+    listener = backend._listener(backend.acquire(claim("a"), 0).claim.key)
+    listener._retry_pause = 10.0  # it has failed for long
+    assert not listener.ensure_subscribed()
+
+    began = monotonic()
+    with pytest.raises(LockTimeout):
+        wait_for(backend, 0.1, "a")
+    assert monotonic() - began < 5
+
+
 def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch):
     backend, server = own
     grant = backend.acquire(claim("a"), 0)
