@@ -317,6 +317,33 @@ def test_callbacks_and_receivers_that_raise_silence_no_other(engine, error):
         lock_lost.disconnect(fail)
 
 
+def test_a_receiver_that_exits_silences_no_loss_that_waits_to_be_told(engine):
+    told, go_on, behind = [], threading.Event(), threading.Event()
+
+    def listen(name, **facts):
+        told.append(name)
+        if name == "a":
+            go_on.wait(DEADLINE)
+        elif name == "b":
+            raise SystemExit(1)
+
+    lock_lost.connect(listen)
+    try:
+        holds = [Lock("a", ttl=0.2, renew=False).acquire()]
+        until(lambda: told == ["a"])
+        holds += [
+            Lock(name, ttl=ttl, renew=False).acquire() for name, ttl in (("b", 0.2), ("c", 0.5))
+        ]
+        holds[-1].on_lost(lambda lost: behind.set())
+        assert behind.wait(DEADLINE)
+        go_on.set()
+        until(lambda: told == ["a", "b", "c"])
+    finally:
+        lock_lost.disconnect(listen)
+    for hold in holds:
+        left_quietly(hold)
+
+
 def test_a_loss_is_never_told_after_the_release(engine, heard):
     told = []
     hold = Lock("released", ttl=3).acquire()
