@@ -463,6 +463,22 @@ def test_only_and_defer_always_read_the_version(
             stale.save()
 
 
+@pytest.mark.skipif(not hasattr(models, "FETCH_PEERS"), reason="since Django 6.1")
+def test_a_look_at_a_missing_version_leaves_other_fields_to_be_fetched_together(
+    account: Account, django_assert_num_queries: Any
+) -> None:
+    for _ in range(2):
+        Account.objects.create(parent=Account.objects.create())
+    children = Account.objects.exclude(parent=None).select_related("parent")
+    parents: list[Any] = [
+        child.parent for child in children.only("parent__balance").fetch_mode(models.FETCH_PEERS)
+    ]
+
+    with django_assert_num_queries(2):
+        assert parents[0].version == 1
+        assert [parent.owner for parent in parents] == ["", ""]
+
+
 def test_a_row_read_without_its_version_is_neither_saved_nor_given_a_tag(account: Account) -> None:
     child = Account.objects.create(parent=account)
     raw = Account.objects.raw("SELECT id, balance FROM testapp_account WHERE owner = 'Ann'")[0]
