@@ -52,7 +52,7 @@ def key_of(value: Any, field: Any) -> Any:
     if isinstance(value, models.Model):
         prepared = field.prepare_value(value)
         value = value.pk if prepared is value else prepared  # the parent of an inline
-    if value is None or value is False and isinstance(field, forms.FileField):
+    if value is None:
         return ""
     text = json.dumps(value, cls=Encoder, sort_keys=True)
     if len(text) > LONGEST:
