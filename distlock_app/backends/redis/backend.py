@@ -189,8 +189,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         return self._pool.run(RELEASE, request, once=True) == [1]
 
     def withdraw(self, claim: Claim) -> None:
-        if any(listener.waiter_of(claim) for listener in list(self._listeners.values())):
-            self._forget(claim)
+        if self._forget(claim):
             self._pool.run(WITHDRAW, self._request(WITHDRAW, claim, b"1"))
 
     def count_down(self, claim: Claim) -> int:
@@ -294,10 +293,10 @@ class RedisBackend(ForPeople, GuardedWrites):
             listener = self._listeners.setdefault(node, made)
         return listener
 
-    def _forget(self, claim: Claim) -> None:
+    def _forget(self, claim: Claim) -> bool:
         # Of all: keys may have moved to another server while their claim waited.
-        for listener in list(self._listeners.values()):
-            listener.forget(claim)
+        waited = [listener.forget(claim) for listener in list(self._listeners.values())]
+        return True in waited
 
     def _check_slot(self, claim: Claim, key: str) -> None:
         if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):

@@ -69,14 +69,14 @@ class Waiters(dict[tuple[str, str], list[AnyWaiter]]):
         name = waiter.claim.owner, waiter.claim.key
         self[name] = [*self.get(name, ()), waiter]
 
-    def drop(self, claim: Claim) -> None:
-        """Forget the one of this very claim, if there is one."""
+    def drop(self, claim: Claim) -> bool:
+        """Forget the one of this very claim; return whether it was there, and the last."""
         name = claim.owner, claim.key
         others = [waiter for waiter in self.get(name, ()) if waiter.claim is not claim]
         if others:
             self[name] = others
-        else:
-            self.pop(name, None)
+            return False
+        return self.pop(name, None) is not None
 
 
 class Subscription:
@@ -163,13 +163,17 @@ class Listener(Generic[AnyWaiter]):
         finally:
             self._leave(waiter)
 
-    def forget(self, claim: Claim) -> None:
-        """Stop expecting messages for the claim; unsubscribe if nobody has waited for long."""
+    def forget(self, claim: Claim) -> bool:
+        """Stop expecting messages for the claim; unsubscribe if nobody has waited for long.
+
+        Return whether it was expecting some, and no other waiter has its owner.
+        """
         if self._waiters:
             with self._lock:
-                self._waiters.drop(claim)
-        elif self._subscription is not None and monotonic() - self._needed > IDLE_SECONDS:
+                return self._waiters.drop(claim)
+        if self._subscription is not None and monotonic() - self._needed > IDLE_SECONDS:
             self._close_if_idle()
+        return False
 
     def close(self) -> None:
         """Unsubscribe for good; the waiters ask again by themselves."""

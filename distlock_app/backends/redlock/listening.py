@@ -54,12 +54,12 @@ class Listener(listening.Listener[Waiter]):
             self._needs_reader(waiter)
             return waiter
 
-    def forget(self, claim: Claim) -> None:
+    def forget(self, claim: Claim) -> bool:
         with self._lock:
             waiter = self._waiters.find(claim) if self._waiters else None
             if waiter is not None:
                 self._uncall(waiter)
-        super().forget(claim)
+        return super().forget(claim)
 
     def called(self, node: int, owner: str, key: str) -> None:
         """Note that a node called the claims of this owner for this key."""
