@@ -74,6 +74,20 @@ def test_a_session_that_takes_one_statement_at_a_time_takes_new_names(backend):
     assert backend.release(held) is True
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="about psycopg")
+def test_an_alias_that_prepares_all_statements_can_have_the_locks():
+    backend = DatabaseBackend(alias="own", location="default")
+    options = {"server_side_binding": True, "prepare_threshold": 0}
+    connection.close()
+    with patch.dict(connection.settings_dict["OPTIONS"], options):
+        held = grab(backend, "a")
+        assert backend.release(held) is True
+        with transaction.atomic():
+            assert backend.lock_row(held.claim.key, 0) > held.fence
+        connection.close()
+    backend.close()
+
+
 @pytest.fixture
 def on_mariadb(db):
     if not connection.mysql_is_mariadb:

@@ -161,8 +161,13 @@ class PostgreSQL(Dialect):
         options.setdefault("connect_timeout", ANSWER_WAIT)
         options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
 
+    def cursor(self, wrapper: Any) -> Cursor:
+        # Never prepared, whatever the alias says: several statements at once cannot be.
+        client = getattr(wrapper.Database, "ClientCursor", None)  # None: psycopg2
+        return client(wrapper.connection) if client else super().cursor(wrapper)
+
     def begin(self, wrapper: Any) -> Any:
-        cursor: Any = wrapper.connection.cursor()
+        cursor: Any = self.cursor(wrapper)
         # DISABLE_SERVER_SIDE_CURSORS is how Django is told of a pooler that lends sessions by
         # the transaction: neither settings nor prepared statements may be left on those.
         pooled = wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
