@@ -74,6 +74,15 @@ def test_a_session_that_takes_one_statement_at_a_time_takes_new_names(backend):
     assert backend.release(held) is True
 
 
+@on_mysql
+def test_an_extension_to_a_sooner_end_is_no_loss_whatever_flags_the_alias_has(backend):
+    with patch.dict(connections["locks"].settings_dict["OPTIONS"], client_flag=0):
+        held = grab(backend, "a")
+        assert backend.extend(held, 0.5) is True  # the row stays as it is
+
+    assert backend.release(held) is True
+
+
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="about psycopg")
 def test_an_alias_that_prepares_all_statements_can_have_the_locks():
     backend = DatabaseBackend(alias="own", location="default")

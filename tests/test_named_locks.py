@@ -143,6 +143,56 @@ def test_with_performance_schema_all_locks_are_listed(own_server):
     other.close()
 
 
+@pytest.fixture
+def speaker():
+    """A session that is just saying what is no text, and what is not in every character set."""
+    other = connections["default"].copy()
+    with other.cursor():
+        said = b"SELECT GET_LOCK('said', 0), _binary'\xff\xfe', '\xf0\x9f\x98\x80', SLEEP(60)"
+        other.connection.send_query(said)
+    with connection.cursor() as cursor:
+
+        def speaks():
+            cursor.execute("SELECT IS_USED_LOCK('said')")
+            return cursor.fetchone() == (other.connection.thread_id(),)
+
+        until(speaks)
+        yield
+        cursor.execute(f"KILL {other.connection.thread_id()}")
+    other.connection.close()
+
+
+@pytest.mark.parametrize("kind", [NamedLockBackend, DatabaseBackend])
+def test_locks_are_listed_whatever_other_sessions_say(kind, speaker):
+    backend = kind(alias="own", location="default")
+    grant = backend.acquire(a_claim("a"), 0)
+
+    assert [holding.name for holding in backend.holders()] == ["a"]
+
+    backend.release(grant)
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", [NamedLockBackend, DatabaseBackend])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"charset": "utf8mb3", "collation": "utf8mb3_unicode_ci"},
+        {"init_command": "SET sql_mode = 'ANSI_QUOTES'; SET lock_wait_timeout = 9"},
+    ],
+    ids=["collation", "init_command"],
+)
+def test_options_of_the_alias_do_not_keep_our_connections_away(kind, options):
+    backend = kind(alias="own", location="default")
+    with patch.dict(connections["default"].settings_dict["OPTIONS"], options):
+        grant = backend.acquire(a_claim("é😀"), 0)
+
+    assert [holding.name for holding in backend.holders()] == ["é😀"]
+
+    assert backend.release(grant) is True
+    backend.close()
+
+
 @pytest.mark.parametrize("verb", ["holders", "clear"])
 def test_no_engine_takes_another_text_for_a_key(backend, verb):
     """The text stood in the statement: a second one after `;` was executed, too."""

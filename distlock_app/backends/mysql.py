@@ -21,7 +21,7 @@ from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, MySQLLink, ServerError, Values
 from .sessions.lock_session import REPLICA, LockSession
 from .sessions.notes import note
-from .sessions.pool import GRACE, LONG_WAITS
+from .sessions.pool import GRACE, LONG_WAITS, PROCESSES, adapt_to_mysql
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})
@@ -30,6 +30,9 @@ BUSY = frozenset({3058, 1213, 1205})
 INTERRUPTED = frozenset({3024, 1317})
 
 NO_SUCH_THREAD = 1094
+
+# MYSQL_OPTION_MULTI_STATEMENTS_OFF: a session runs one statement at a time.
+ONE_STATEMENT = 1
 
 # 0 or 1, or a word where it has more than two values; the readers of Aurora say it of InnoDB only.
 WRITABLE = "CAST(@@read_only AS CHAR) IN ('0', 'OFF') AND NOT @@innodb_read_only"
@@ -43,7 +46,7 @@ NOW_US = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', SYSDATE(6))"
 # it; MariaDB calls the lock a schema.
 INSTRUMENTED = """
     SELECT COALESCE(NULLIF(held.OBJECT_NAME, ''), held.OBJECT_SCHEMA), thread.PROCESSLIST_ID,
-           statement.SQL_TEXT
+           CAST(statement.SQL_TEXT AS BINARY)
       FROM performance_schema.metadata_locks AS held
       JOIN performance_schema.threads AS thread ON thread.THREAD_ID = held.OWNER_THREAD_ID
       LEFT JOIN performance_schema.events_statements_current AS statement
@@ -59,6 +62,7 @@ PLUGIN = """
 # Access denied: to a command, a table, for want of a privilege.
 DENIED = frozenset({1044, 1142, 1143, 1227, 1370})
 
+WHO = f"SELECT id, host, info FROM {PROCESSES}"
 WAITS = re.compile(rf"GET_LOCK\('(distlock:[0-9a-f]{{12}}:{KEY})'")
 
 Held = dict[str, tuple[int, str | None]]
@@ -71,15 +75,13 @@ class NamedLockSession(MySQLLink, LockSession):
     """A session on MySQL or MariaDB, spoken to through mysqlclient."""
 
     def adapt(self, settings: dict[str, Any]) -> None:
-        options = settings["OPTIONS"]
-        options["charset"] = "utf8mb4"
-        options["multi_statements"] = False
-        for wait in ("connect_timeout", "read_timeout", "write_timeout"):
-            options.setdefault(wait, ANSWER_WAIT)
+        adapt_to_mysql(settings["OPTIONS"])
 
     def connect(self, connection: Any) -> None:
         if not hasattr(connection, "send_query"):
             raise ImproperlyConfigured("NamedLockBackend needs mysqlclient")
+        with suppress(connection.Error):  # a proxy may not know it
+            connection.set_server_option(ONE_STATEMENT)  # not before: init_command may be several
         super().connect(connection)
         # A server that died without a word: mysqlclient has no option for it. Only Linux has this,
         # and no Unix socket.
@@ -149,12 +151,12 @@ class NamedLockSession(MySQLLink, LockSession):
         self.ttl = ttl
 
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
-        threads = {row[0]: (row[2], row[7] or "") for row in self.ask("SHOW FULL PROCESSLIST")}
+        threads = {number: (host, text(info)) for number, host, info in self.ask(WHO)}
         waiting = [(lock, info) for _, info in threads.values() for lock in WAITS.findall(info)]
         waiters = Counter(lock for lock, _ in waiting)
         notes = dict(waiting)
         now_us, held = self._held({key, *ours} if key else {*ours}, waiters)
-        for lock, (number, text) in held.items():
+        for lock, (number, said) in held.items():
             found = lock.removeprefix(self.prefix)
             if not is_key(found) or key not in (None, found):
                 continue
@@ -162,7 +164,7 @@ class NamedLockSession(MySQLLink, LockSession):
             address = threads.get(number, ("", ""))[0]
             fields |= {"holder": {"host": address, "who": f"session {number}"}}
             # A waiter for it says its name.
-            fields |= {"note": text, "named": notes.get(lock), "waiters": waiters[lock]}
+            fields |= {"note": said, "named": notes.get(lock), "waiters": waiters[lock]}
             yield fields
 
     def _held(self, keys: set[str], waited: Iterable[str]) -> tuple[int, Held]:
@@ -175,7 +177,7 @@ class NamedLockSession(MySQLLink, LockSession):
         if instrumented or plugin:
             try:
                 rows = self.ask(INSTRUMENTED if instrumented else PLUGIN)
-                held = {lock: (int(number), text) for lock, number, text in rows}
+                held = {lock: (int(number), text(said)) for lock, number, said in rows}
             except ServerError as error:
                 if error.code not in DENIED:
                     raise
@@ -222,3 +224,8 @@ class NamedLockBackend(SessionLocksBackend[NamedLockSession]):
                 hint="Let LOCATION name a database alias that always connects to the same node.",
                 id="distlock_app.W032",
             )
+
+
+def text(said: bytes | None) -> str:
+    """Return what a session said, whatever is in it; what we say is ASCII."""
+    return (said or b"").decode("ascii", "replace")

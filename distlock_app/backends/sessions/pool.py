@@ -31,9 +31,21 @@ GRACE = 2.0
 # Sessions that were idle for so long are closed, before the server does it for their ttl.
 IDLE = 15.0
 
+FOUND_ROWS = 2  # a flag of MySQL's protocol
+
 # After SET: the server's limit for any statement would end a wait. The comments with M! are for
 # MariaDB alone, those with a version from 5.7 on for MySQL alone.
 LONG_WAITS = "/*M! , max_statement_time = 0 */ /*!50708 , max_execution_time = 0 */"
+
+# What the sessions of MySQL or MariaDB do; as bytes, for what they say may be no text (a blob).
+# From 8.0.22 on MySQL has them elsewhere, too: the first table is an error there if one of them
+# says what is not utf8mb3.
+PROCESSES = """(
+        SELECT id, host, state, CAST(info AS BINARY) AS info
+          FROM information_schema.processlist
+        /*!80022 WHERE NOT @@performance_schema UNION ALL
+        SELECT id, host, state, CAST(info AS BINARY) FROM performance_schema.processlist */
+       ) AS process"""
 
 P = TypeVar("P", bound="PooledSession")
 S = TypeVar("S", bound="ServerSession")
@@ -50,6 +62,16 @@ def database_of(alias: str, location: Any) -> str:
             f"(it has: {', '.join(connections)})"
         )
     return str(location)
+
+
+def adapt_to_mysql(options: dict[str, Any]) -> None:
+    """Change the OPTIONS of an alias for connections of our own."""
+    options["charset"] = "utf8mb4"
+    options.pop("collation", None)  # it may be of another charset
+    # Flags of the alias replace Django's. Without this one a row that need not change is not found.
+    options["client_flag"] = options.get("client_flag", 0) | FOUND_ROWS
+    for wait in ("connect_timeout", "read_timeout", "write_timeout"):
+        options.setdefault(wait, ANSWER_WAIT)
 
 
 class PooledSession:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import key_of
-from ...sessions.link import ANSWER_WAIT, ServerError
-from ...sessions.pool import LONG_WAITS
+from ...sessions.link import ServerError
+from ...sessions.pool import LONG_WAITS, PROCESSES, adapt_to_mysql
 from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Step, code_of, refused
 from .cursors import MySQLCursor
 from .statements import Statements
@@ -89,9 +89,10 @@ class MySQL(Dialect):
                     THEN LAST_INSERT_ID(RELEASE_ALL_LOCKS()) >= 0 END"""
     EVICT = """
         KILL IS_USED_LOCK(%(queue)s)"""
-    WAITING = """
-        SELECT SUBSTRING_INDEX(SUBSTRING_INDEX(info, '''', 2), '''', -1), COUNT(*)
-          FROM information_schema.processlist
+    WAITING = f"""
+        SELECT SUBSTRING_INDEX(SUBSTRING_INDEX(CONVERT(info USING utf8mb4), '''', 2), '''', -1),
+               COUNT(*)
+          FROM {PROCESSES}
          WHERE state = 'User lock' AND info LIKE 'SELECT GET_LOCK(''distlock-q-%%'
          GROUP BY 1"""
     # One request, if the driver sends several statements at once. It does not wait for the row: at
@@ -122,9 +123,7 @@ class MySQL(Dialect):
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]
         options["isolation_level"] = "read committed"
-        options["charset"] = "utf8mb4"
-        for wait in ("connect_timeout", "read_timeout", "write_timeout"):
-            options.setdefault(wait, ANSWER_WAIT)
+        adapt_to_mysql(options)
 
     def begin(self, wrapper: Any) -> Any:
         cursor: Any = wrapper.connection.cursor()
