@@ -10,13 +10,19 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from django.db import connections
+
 from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend, sql
-from distlock_app.claims import Claim, Grant
+from distlock_app.backends.sessions import link
+from distlock_app.claims import Busy, Claim, Grant
+from distlock_app.errors import BackendError
 from distlock_app.primitives.names import key_of
+from tests.processes import hear, say
 
 DEADLINE = 60.0
 
@@ -131,6 +137,23 @@ def connection_id(backend: DatabaseBackend) -> int:
         return int(session.cursor.fetchone()[0])
 
     return backend._ask(ask)
+
+
+def give_up_a_wait(*, name: str, port: int) -> None:
+    """Wait for a lock, by way of a port; give that up when told to."""
+    connections["locks"].settings_dict.update(HOST="127.0.0.1", PORT=port)
+    backend = DatabaseBackend(alias="default", location="locks")
+    for session in [backend._sessions.lend() for _ in range(3)]:
+        backend._sessions.give_back(session)
+    wanted = claim(name)
+    busy = backend.acquire(wanted, None)
+    assert isinstance(busy, Busy)
+    assert busy.wake_fd is not None
+    say("waits")
+    hear()
+    vars(link)["ANSWER_WAIT"] = 0.5
+    with suppress(BackendError):
+        backend.release(Grant(wanted))
 
 
 def migrate() -> None:

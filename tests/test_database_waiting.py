@@ -916,6 +916,20 @@ def test_a_server_that_is_frozen_is_an_error_in_time(queue, monkeypatch):
     backend.close()
 
 
+def test_a_frozen_server_does_not_freeze_who_stops_waiting(backend, processes):
+    """psycopg's cancel() kept the interpreter to itself until the server answered."""
+    held = grab(backend, "a")
+    with proxy_to(int(connections["locks"].settings_dict["PORT"])) as proxy:
+        waits = "tests.database_workers:give_up_a_wait"
+        waiter = processes.start(waits, name="a", port=proxy.port)
+        assert waiter.read() == "waits"
+        proxy.silent = True
+        waiter.tell("give up")
+
+        assert waiter.result(within=20) is None
+    assert backend.release(held) is True
+
+
 SLOW_INSERTS = {
     "mysql": [
         "CREATE TRIGGER nap BEFORE INSERT ON distlock_app_distlock"

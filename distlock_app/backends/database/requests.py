@@ -111,7 +111,7 @@ class Requests(BaseLockBackend):
             for _ in range(3):
                 if waiting is None or queued.called():
                     break
-                self._ask(lambda s: s.dialect.leave(waiting.wrapper, s.cursor))
+                self._ask(lambda s: s.dialect.leave(waiting.cursor, s.cursor))
                 queued.called(within=0.3)
             if waiting is not None and queued.called():
                 self._attempt(waiting, self._unlock, queued, waiting)

@@ -210,8 +210,8 @@ class Dialect(Statements):
             return False
         return bool(answer)
 
-    def leave(self, wrapper: Any, cursor: Cursor) -> None:
-        """End the wait of a session, by the cursor of another one: closing it is noticed late."""
+    def leave(self, waiting: Any, cursor: Cursor) -> None:
+        """End the wait of a session's cursor by another one's: closing it is noticed late."""
 
     def waiting(self, cursor: Cursor) -> Any:
         """Return the queue locks that are waited for, each with the number of sessions."""

@@ -31,6 +31,8 @@ class MySQLCursor(LinkCursor, link.MySQLLink):
 class PostgreSQLCursor(LinkCursor, link.PostgreSQLLink):
     """On a connection of psycopg 3."""
 
+    pid = 0  # of the session, as the server says: what a pooler says to the driver is another one
+
 
 class PooledCursor:
     """A cursor behind a pooler: each statement is in a transaction, which has the limits."""

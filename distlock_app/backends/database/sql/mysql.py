@@ -193,9 +193,9 @@ class MySQL(Dialect):
     def line_up(self, cursor: Any, key: str) -> None:
         cursor.send(f"SELECT GET_LOCK('{self.queue_of(key)}', {QUEUE_WAIT})")
 
-    def leave(self, wrapper: Any, cursor: Cursor) -> None:
+    def leave(self, waiting: Any, cursor: Cursor) -> None:
         # Not the connection: that is closed before its thread has left the queue.
-        cursor.execute(f"KILL QUERY {wrapper.connection.thread_id()}")
+        cursor.execute(f"KILL QUERY {waiting.connection.thread_id()}")
 
     def release_at_commit(self, cursor: Cursor, claim: Claim) -> bool:
         self._execute_all(cursor, self.RELEASE_AT_COMMIT, {"key": claim.key, "owner": claim.owner})

@@ -205,7 +205,10 @@ class PostgreSQL(Dialect):
         cursor.execute("SELECT pg_advisory_unlock_all()")
 
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
-        return isinstance(cursor, PostgreSQLCursor)  # not lent by the transaction
+        if not isinstance(cursor, PostgreSQLCursor):  # lent by the transaction
+            return False
+        cursor.pid = cursor.execute("SELECT pg_backend_pid()").fetchone()[0]
+        return True
 
     def queue_of(self, key: str) -> int:
         # Hashed again: advisory locks on the same name may be another app's.
@@ -218,8 +221,10 @@ class PostgreSQL(Dialect):
             f" pg_advisory_lock({self.queue_of(key)})"
         )
 
-    def leave(self, wrapper: Any, cursor: Cursor) -> None:
-        wrapper.connection.cancel()
+    def leave(self, waiting: Any, cursor: Cursor) -> None:
+        # Not by the driver, which stops all threads of the process until the server answers. And as
+        # the user that logged in: the role that the alias assumes may end no statement of its.
+        cursor.execute(f"SET LOCAL ROLE NONE; SELECT pg_cancel_backend({waiting.pid})", None)
 
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
