@@ -242,11 +242,21 @@ def test_a_group_releases_all_and_raises_the_first_error(engine):
     assert not engine._states
 
 
+def test_a_group_of_which_one_is_lost_is_lost(engine):
+    with pytest.raises(LockLost, match="'b'"):
+        with all_of(Lock("a"), Lock("b"), Lock("c")) as holds:
+            lose(holds[1])
+            assert holds.lost
+            with pytest.raises(LockLost, match="'b'"):
+                holds.check()
+
+
 def test_a_group_gives_its_holds_in_the_order_of_its_arguments(engine):
     names = [f"n{number}" for number in range(10)]
 
     with all_of(*(Lock(name) for name in names)) as holds:
         assert [hold.name for hold in holds] == names
+        assert holds.fence == max(hold.fence for hold in holds)
         holds.check()
 
     assert not engine._states
@@ -460,6 +470,12 @@ def test_a_stable_owner_is_granted_again(engine):
 
     with pytest.raises(LockLost):
         first.release()
+
+
+def test_a_stable_owner_has_the_same_token_in_every_release(engine):
+    # Else it could not go on with its locks after an upgrade.
+    with Lock("a", owner="job 7") as hold:
+        assert hold._lease.grant.claim.owner == "1ad9ba570922767e83fd2e40906bf532"
 
 
 def test_an_exit_stack_that_is_dropped_in_a_thread_does_not_break_the_next_with(engine):
