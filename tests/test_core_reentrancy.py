@@ -276,6 +276,13 @@ def test_a_reader_that_asks_for_the_write_lock_is_told_that_it_reads_itself(engi
             pass
 
 
+@pytest.mark.parametrize("mode", [{"shared": True}, {"limit": 2}], ids=str)
+def test_a_writer_that_asks_for_another_mode_is_told_that_it_writes_itself(engine, mode):
+    with Lock("a"):
+        with pytest.raises(LockBusy, match="already holds the lock 'a', exclusively: release"):
+            Lock("a", **mode).acquire(wait=0)
+
+
 def _try_to_write():
     Lock("a").acquire(wait=0)
 

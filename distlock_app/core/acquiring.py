@@ -186,7 +186,7 @@ class Attempt:
             name = shown(self.lock.name)
             text = f"this thread or task already holds the lock {name!r}"
             if (self.lock.shared, self.lock.limit) != mode:
-                kind = "shared" if mode[0] else "exclusively" if mode[1] == 1 else "as a permit"
+                kind = "shared" if mode[0] else "exclusively"
                 text += f", {kind}: release it before taking it in another mode"
             else:
                 text += " by acquire(): it can be taken again only inside a `with`"
