@@ -10,6 +10,7 @@ from threading import Event
 import pytest
 
 from distlock_app import BackendError, Leader, Lock, LockLost
+from distlock_app.core import leader as leading
 from distlock_app.testing import held_elsewhere, lose
 from tests import engines
 from tests.engines import DEADLINE, free, running, until
@@ -148,6 +149,16 @@ def test_a_candidate_asks_a_backend_until_it_answers(engine, caplog):
     Leader("a", lambda ended: None).run()
 
     assert [r.lock_event for r in caplog.records].count("not_elected") == 2
+
+
+def test_the_pauses_of_a_candidate_grow_with_each_failure(engine, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(leading, "full_jitter", lambda number, **_: pauses.append(number) or 0.0)
+    engine.fail("acquire", times=3)
+
+    Leader("a", lambda ended: None).run()
+
+    assert pauses == [0, 1, 2]
 
 
 def test_a_coroutine_is_cancelled_when_the_lead_is_lost():

@@ -14,7 +14,7 @@ from django.conf import settings as django_settings
 
 import distlock_app
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
-from distlock_app.core import acquiring
+from distlock_app.core import acquiring, people
 from distlock_app.core.registry import registry
 from distlock_app.primitives import identity
 from distlock_app.testing import held_elsewhere
@@ -99,6 +99,18 @@ def test_a_clear_says_who_and_why(engine, log):
     assert (first["lock_user"], first["lock_reason"]) == ("ann", "it hangs")
     assert first["message"] == "'clear' (alias 'default') cleared by ann: it hangs"
     assert second["message"] == "'clear' (alias 'default') cleared by ann"
+
+
+def test_an_extension_says_by_whom_and_for_how_long(engine, log):
+    with held_elsewhere("extend", ttl=20):
+        [holding] = Lock("extend").holders()
+        for version, user in ("gone", "bob"), (holding.version, "ann"):
+            people.prolong("default", holding.key, "extend", version, 600, user)
+
+    [record] = log.of("prolonged")
+    assert (record["lock_key"], record["lock_user"]) == (holding.key, "ann")
+    assert record["lock_ttl"] == 600
+    assert record["message"] == "'extend' (alias 'default') extended to 600 s by ann"
 
 
 def test_long_waits_are_noted_whatever_came_of_them(engine, log, monkeypatch):
