@@ -268,6 +268,15 @@ def test_an_update_is_all_or_nothing(shelf: Shelf) -> None:
     assert set(Shelf.objects.values_list("name", "fence")) == {("done", NEW)}
 
 
+def test_an_update_of_one_table_checks_and_writes_by_one_statement(
+    shelf: Shelf, django_assert_num_queries: Any
+) -> None:
+    with transaction.atomic(), django_assert_num_queries(4):  # two are about a savepoint
+        assert Shelf.objects.fenced(NEW).filter(stock=5).update(stock=6) == 1
+
+    assert row(shelf) == (6, NEW)
+
+
 def test_an_update_without_values_shuts_earlier_holders_out(shelf: Shelf) -> None:
     assert Shelf.objects.fenced(NEW + 1).filter(pk=shelf.pk).update() == 1
 

@@ -675,6 +675,12 @@ def test_every_driver_of_postgresql_tells_of_a_deadlock(attribute: str) -> None:
     assert pay() == "paid"
 
 
+@pytest.mark.parametrize("decorator", [retry_on_conflict, retry_on_deadlock])
+def test_how_often_a_function_is_called_is_said_by_name(decorator: Any) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        decorator(None, 3)
+
+
 def test_a_change_that_is_not_made_is_refused(account: Account) -> None:
     async def change(row: Account) -> None:
         row.balance = 0

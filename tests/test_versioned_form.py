@@ -18,7 +18,7 @@ from django.http import QueryDict
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
-from distlock_app.guards.optimistic.form_values import shown
+from distlock_app.guards.optimistic.form_values import key_of, shown
 from tests.app.versioned_models import Account, Chapter, Extra, Leaflet, Note, Offer, Page, Tag
 
 pytestmark = pytest.mark.django_db
@@ -379,6 +379,15 @@ def test_a_long_text_is_compared_but_not_carried(offer: Offer) -> None:
     assert not form.is_valid()
     assert form.conflict is not None
     assert [(c.old, c.theirs) for c in form.conflict.changes] == [("(a long text)", "short")]
+
+
+def test_long_json_data_in_another_order_is_no_change() -> None:
+    field, text = forms.JSONField(), "x" * 100_000
+    key = key_of({"text": text, "number": 1}, field)
+
+    assert key_of({"number": 1, "text": text}, field) == key
+    assert key_of({"number": 2, "text": text}, field) != key
+    assert text not in str(key)
 
 
 @pytest.mark.parametrize("key", ["sha256", "upload"])
