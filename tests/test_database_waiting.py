@@ -36,7 +36,7 @@ from distlock_app.testing.claims import a_claim
 from tests.database_workers import claim, grab
 from tests.engines import running
 from tests.proxy import proxy_to
-from tests.test_database_connections import kill
+from tests.test_database_connections import OWN_NUMBER, kill
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "locks"]),
@@ -594,6 +594,20 @@ def test_a_dead_holder_is_waited_for_until_its_row_expires(backend, sessions):
     assert min(waiter.got_at for waiter in waiters) >= died_at + 1.5 - 0.5
 
 
+def test_a_holder_that_hangs_with_the_queue_is_waited_for_until_its_row_expires(backend, sessions):
+    held = grab(backend, "a")
+    waiter = Waiter()
+    waiter.start()
+    in_line_once(sessions)
+
+    expired_at = monotonic()
+    DistLock.objects.using("locks").update(expiry=F("acquired_at"))
+
+    assert waiter.served()
+    assert waiter.got_at < expired_at + 20  # before the server ends its wait
+    assert backend.release(held) is False
+
+
 def test_who_comes_to_lead_the_queue_at_its_deadline_tries_once_more(backend, sessions):
     held = grab(backend, "a")  # it has the queue, too, and is not heard of again
     ours, (first, last) = registry["locks"].backend, (claim("a"), claim("a"))
@@ -1001,6 +1015,16 @@ def test_an_owner_that_asks_again_closes_no_connection(backend):
     connection_created.disconnect(receiver)
     assert all(grants)
     assert not opened
+
+
+def test_an_owner_whose_connection_was_killed_asks_again(backend):
+    ours = claim("mine")
+    grant = backend.acquire(ours, 0)
+    kill(grant.session.session.cursor.execute(f"SELECT {OWN_NUMBER}").fetchone()[0])
+
+    assert backend.acquire(ours, 0).fence == grant.fence
+
+    assert backend.release(grant) is True
 
 
 def test_a_claim_that_is_interrupted_just_as_it_is_kept_is_released(backend, monkeypatch):
