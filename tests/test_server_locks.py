@@ -346,6 +346,21 @@ def test_a_statement_that_is_refused_is_no_lost_lock(backend, monkeypatch, verb)
     assert backend.release(grant) is True
 
 
+def test_an_answer_that_takes_long_is_no_lost_lock_and_awaited_by_the_next_question(
+    backend, monkeypatch
+):
+    grant = backend.acquire(a_claim("a"), 0)
+    asleep = {"mysql": "SELECT SLEEP(1)", "postgresql": "SELECT pg_sleep(1)"}[connection.vendor]
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "ANSWER_WAIT", 0.1)
+        patch.setattr(grant.session, "question", lambda claim: (asleep, ()))
+        with pytest.raises(BackendError, match="no answer within"):
+            backend.extend(grant, 10)
+
+    assert backend.extend(grant, 10) is True
+    assert backend.release(grant) is True
+
+
 @pytest.mark.parametrize("verb", ["extend", "extend_many"])
 def test_a_renewal_leaves_the_session_alone_that_serves_another_claim_by_now(
     backend, monkeypatch, verb
