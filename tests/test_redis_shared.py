@@ -237,6 +237,22 @@ def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_red
     backend.close()
 
 
+def test_who_came_in_while_the_queue_was_read_does_not_wait(backend, monkeypatch):
+    first = backend.acquire(claim("a"), 0)
+    reader = Waiter(backend, "a", shared=True)
+    reader.ask()
+    read = backend._entries
+
+    def late(key, owners):
+        backend.release(first)
+        reader.granted()
+        return read(key, owners)
+
+    monkeypatch.setattr(backend, "_entries", late)
+
+    assert backend.queue(first.claim.key) == []
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_died_together_is_gone_with_the_next_claim(backend, server, prefix, kind):
     for _ in range(3):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
@@ -369,6 +371,46 @@ def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
 
     assert grant.claim is waiter.claim and backend.extend(grant, 30)
     assert waiter.woken == []
+
+
+def test_a_waiter_whose_last_question_failed_is_still_handed_the_lock(backend, monkeypatch):
+    first = backend.acquire(claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+
+    def fail(*args):
+        raise BackendError("no answer")
+
+    with monkeypatch.context() as patch, pytest.raises(BackendError):
+        patch.setattr(backend, "_try", fail)
+        waiter.ask()
+    backend.release(first)
+
+    assert backend.release(waiter.granted()) is True
+
+
+def test_who_comes_while_another_one_subscribes_has_its_subscription(backend, monkeypatch):
+    listener = backend._listener(claim("a").key)
+    subscribe, opening, go_on = listener._open, threading.Event(), threading.Event()
+
+    def slowly():
+        opening.set()
+        assert go_on.wait(DEADLINE)
+        return subscribe()
+
+    def waits():
+        code = listener.ensure_subscribed.__code__
+        return code in [frame.f_code for frame in sys._current_frames().values()]
+
+    monkeypatch.setattr(listener, "_open", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(listener.ensure_subscribed)
+        assert opening.wait(DEADLINE)
+        second = pool.submit(listener.ensure_subscribed)
+        until(waits)
+        go_on.set()
+
+        assert first.result(DEADLINE) and second.result(DEADLINE)
 
 
 def test_a_stable_owner_who_waits_for_two_locks_gets_the_one_that_came_free(backend):
