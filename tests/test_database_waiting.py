@@ -362,10 +362,34 @@ def test_a_waiter_that_was_interrupted_as_it_left_is_passed_over(backend, sessio
 def test_threads_that_share_an_owner_wait_at_one_place(sessions):
     queues = sessions.queues
 
-    first = queues.enqueue(("key", "owner"), None)
+    woken = []
+    one, other = (lambda _: woken.append("one")), (lambda _: woken.append("other"))
+    head = queues.enqueue(("key", "head"), None)
 
-    assert queues.enqueue(("key", "owner"), None) is first
-    queues.leave(first)
+    place = queues.enqueue(("key", "owner"), one)
+    assert queues.enqueue(("key", "owner"), other) is place
+
+    queues.withdraw(("key", "owner"), one)
+    queues.leave(head)
+    assert woken == ["other"]
+    queues.withdraw(("key", "owner"), other)
+    assert not queues.by_key
+
+
+def test_waiters_of_closed_event_loops_are_passed_over_however_many(sessions):
+    def closed(_):
+        raise RuntimeError("Event loop is closed")
+
+    queues = sessions.queues
+    head = queues.enqueue(("key", "head"), None)
+    for number in range(3000):
+        queues.enqueue(("key", str(number)), closed)
+    last = queues.enqueue(("key", "last"), None)
+
+    queues.leave(head)
+
+    assert queues.by_key["key"].first() is last
+    queues.leave(last)
     assert not queues.by_key
 
 

@@ -81,8 +81,8 @@ class BaseLockBackend:
         """End the claim, or leave the queue; return whether it was still ours.
 
         Safe to repeat, and for a claim that may never have been granted: the core calls it
-        after every failure, with a grant built from the claim. A backend that `blocks` also ends a
-        wait for the claim in another thread.
+        after a failure, with a grant built from the claim (but see withdraw()). A backend that
+        `blocks` also ends a wait for the claim in another thread.
         """
         raise NotImplementedError
 
@@ -99,8 +99,8 @@ class BaseLockBackend:
     def withdraw(self, claim: Claim) -> None:
         """Let the claim leave the queue, if it waits; never release it.
 
-        Called when a wait ends without a last try, or of a `stable` claim by an exception: others
-        of the same owner may hold the lock by now, and release() would end their claims.
+        Called when a wait ends without a last try, and instead of release() after a failure of a
+        `stable` claim, for others of its owner may hold the lock, or wait for it: they stay.
         """
 
     def look(self, claim: Claim) -> Busy | None:

@@ -99,9 +99,11 @@ class _State:
         return held is not None
 
     def withdraw(self, claim: Claim) -> None:
-        """Leave the queue."""
-        self.queue.pop(claim.owner, None)
-        self.hand_over()
+        """Leave the queue, unless another claim of this owner has asked since."""
+        waiter = self.queue.get(claim.owner)
+        if waiter is not None and waiter.claim is claim:
+            del self.queue[claim.owner]
+            self.hand_over()
 
     def clear(self, if_version: str | None) -> int:
         """Take away all claims, or the one of this version; return how many."""
@@ -187,8 +189,7 @@ class LocMemBackend(BaseLockBackend):
         return self._change(grant.claim.key, _State.release, grant.claim)
 
     def withdraw(self, claim: Claim) -> None:
-        if claim.owner in self._current(claim.key).queue:
-            self._change(claim.key, _State.withdraw, claim)
+        self._change(claim.key, _State.withdraw, claim)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         return self._change(key, _State.clear, if_version)

@@ -127,7 +127,7 @@ class NamedLockSession(MySQLLink, LockSession):
                 limit = f"/*+ MAX_EXECUTION_TIME({max(1, round(wait * 1000))}) */"
         # Columns are computed from left to right: the time is that of the lock.
         return (
-            f"SELECT {limit} {note(claim)} GET_LOCK('{self.prefix}{claim.key}', {seconds}),"
+            f"SELECT {limit} GET_LOCK('{self.prefix}{claim.key}', {seconds}) {note(claim)},"
             f" {NOW_US}"
         )
 

@@ -148,8 +148,11 @@ class Attempt:
         """Have released what may have been granted without our hearing of it."""
         if isinstance(error, Exception):
             releaser.give_back(self.backend, Grant(claim))
-        else:  # Ctrl-C: the process may end before a worker could do it
-            with suppress(Exception):
+            return
+        with suppress(Exception):  # Ctrl-C: the process may end before a worker could do it
+            if claim.stable:  # others of the same owner may hold it
+                self.backend.withdraw(claim)
+            else:
                 self.backend.release(Grant(claim))
 
     def opened(self, claim: Claim, error: BackendError, *, entered: bool = False) -> Hold:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..backends.base import BaseLockBackend
@@ -97,8 +98,6 @@ def acquiring(
     attempt = 0
     tried = False  # not if too many others try
     refusal: Any = None  # by the last try: what to wait for
-    # Whether the backend stores something about a waiting claim that a last try removes.
-    keeps_place = backend.blocks or backend.pushes or backend.queues
     while True:
         last = (left := deadline.remaining()) == 0
         failures: list[LockError] = []
@@ -106,13 +105,13 @@ def acquiring(
             if first is not None:
                 asked_at, answer, was_try, first, last = *first, True, None, wait == 0
             else:
-                look = tried and not (last and keeps_place)
+                look = tried and not (last and _keeps_place(backend))
                 asked_at, answer, was_try = yield from _asking(backend, claim, left, look, tried)
             if was_try:
                 tried = not isinstance(answer, Seen)
                 answer = refusal = answer if tried else answer.busy
             # A locked row, say: another try would take as long again.
-            last = last or (deadline.remaining() == 0 and not keeps_place)
+            last = last or (deadline.remaining() == 0 and not _keeps_place(backend))
         except BackendError as error:
             if attempt == 0 or last:
                 raise
@@ -127,7 +126,9 @@ def acquiring(
             # The process or the network stalled for longer than the lease, which may be over.
             failures += yield from _giving_back(backend, answer)
         if last:
-            raise (yield from _giving_up(backend, claim, wait, failures, free_in))
+            yield from _withdrawing(backend, claim, wait)
+            # Removed from the list: its traceback refers to this frame.
+            raise (failures or [busy_error(claim.name, wait, free_in)]).pop()
         attempt += 1
 
 
@@ -157,17 +158,17 @@ def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any,
     return []
 
 
-def _giving_up(
-    backend: BaseLockBackend,
-    claim: Claim,
-    wait: float | None,
-    failures: list[LockError],
-    free_in: float | None,
-) -> Generator[Step, Any, LockError]:
-    if wait != 0:
-        yield Call(backend.withdraw, (claim,))
-    # Removed from the list: its traceback refers to a frame that refers to the list.
-    return failures.pop() if failures else busy_error(claim.name, wait, free_in)
+def _keeps_place(backend: BaseLockBackend) -> bool:
+    """Whether a last try is needed to leave its queue; any other only needs withdraw()."""
+    return backend.blocks or backend.pushes or backend.queues
+
+
+def _withdrawing(
+    backend: BaseLockBackend, claim: Claim, wait: float | None
+) -> Generator[Step, Any, None]:
+    if wait != 0 and not _keeps_place(backend):
+        with suppress(BackendError):
+            yield Call(backend.withdraw, (claim,))
 
 
 def _trusted(grant: Grant, asked_at: float) -> float | None:

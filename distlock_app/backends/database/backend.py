@@ -73,7 +73,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         if len(sessions.slots) < self._queue:  # some connections stay with claims
             self._free_queue(claim_key)  # if it was granted before, and asks again
         if wait != 0:
-            if waiter is None and claim.key in queues.by_key:
+            if waiter is not None or claim.key in queues.by_key:
                 waiter = queues.enqueue(claim_key, claim.wake)
             if waiter is not None and not queues.leads(waiter):
                 return Busy(will_wake=True)
@@ -82,14 +82,14 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         except Contended as error:
             self._refuse_to_wait_for_itself(claim, error)
             answer = Busy()
-        if waiter is not None and (answer or wait == 0):
+        if waiter is not None and answer:
             queues.leave(waiter)
+        elif waiter is not None and wait == 0:
+            self.withdraw(claim)
         return answer
 
     def withdraw(self, claim: Claim) -> None:
-        queues = self._sessions.queues
-        if (waiter := queues.waiter_of(claim_key_of(claim))) is not None:
-            queues.leave(waiter)
+        self._sessions.queues.withdraw(claim_key_of(claim), claim.wake)
 
     def look(self, claim: Claim) -> Busy | None:
         if claim.latch:

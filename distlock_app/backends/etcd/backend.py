@@ -110,8 +110,13 @@ class EtcdBackend(ForPeople):
         return deleted is not None
 
     def withdraw(self, claim: Claim) -> None:
-        if (waiter := self._waiters.get((claim.owner, claim.key))) is not None:
-            self._leave(claim, self._look(claim.key), waiter.lease)
+        waiter = self._waiters.get((claim.owner, claim.key))
+        # Else another claim of this owner has asked since.
+        if waiter is not None and waiter.wake == claim.wake:
+            view = self._look(claim.key)
+            if view.position_of(self._key(claim)):
+                self._leave(claim, view, waiter.lease)
+            self._forget(claim)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         view = self._look(key)

@@ -189,7 +189,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         return self._pool.run(RELEASE, request, once=True) == [1]
 
     def withdraw(self, claim: Claim) -> None:
-        if self._forget(claim):
+        if not self._forget(claim):
             self._pool.run(WITHDRAW, self._request(WITHDRAW, claim, b"1"))
 
     def count_down(self, claim: Claim) -> int:
@@ -295,8 +295,8 @@ class RedisBackend(ForPeople, GuardedWrites):
 
     def _forget(self, claim: Claim) -> bool:
         # Of all: keys may have moved to another server while their claim waited.
-        waited = [listener.forget(claim) for listener in list(self._listeners.values())]
-        return True in waited
+        shared = [listener.forget(claim) for listener in list(self._listeners.values())]
+        return True in shared
 
     def _check_slot(self, claim: Claim, key: str) -> None:
         if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):

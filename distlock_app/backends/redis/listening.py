@@ -70,13 +70,14 @@ class Waiters(dict[tuple[str, str], list[AnyWaiter]]):
         self[name] = [*self.get(name, ()), waiter]
 
     def drop(self, claim: Claim) -> bool:
-        """Forget the one of this very claim; return whether it was there, and the last."""
+        """Forget the one of this very claim; return whether its owner has another one."""
         name = claim.owner, claim.key
         others = [waiter for waiter in self.get(name, ()) if waiter.claim is not claim]
         if others:
             self[name] = others
-            return False
-        return self.pop(name, None) is not None
+        else:
+            self.pop(name, None)
+        return bool(others)
 
 
 class Subscription:
@@ -166,7 +167,7 @@ class Listener(Generic[AnyWaiter]):
     def forget(self, claim: Claim) -> bool:
         """Stop expecting messages for the claim; unsubscribe if nobody has waited for long.
 
-        Return whether it was expecting some, and no other waiter has its owner.
+        Return whether another waiter has its owner.
         """
         if self._waiters:
             with self._lock:

@@ -207,7 +207,7 @@ class RedlockBackend(ForPeople):
         return self._answer(self._request(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
 
     def withdraw(self, claim: Claim) -> None:
-        if self._listener.forget(claim):
+        if not self._listener.forget(claim):
             words = claim.owner.encode(), b"0"  # before all stamps: a lock that is held is kept
             self._answer(self._request(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
 

@@ -121,9 +121,9 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
                 waiter = self._queues.waiter_of((claim.key, claim.owner))
                 if grant.session is None:
                     self._note_given_up(claim)
-                if waiter is not None and waiter.wake is not None:
+                if waiter is not None:
                     self._queues.leave(waiter)
-                    waiter.wake(None)
+                    waiter.wake()
                 return False
             del self._taken[claim.owner, claim.key]
             waits = session.waits

@@ -23,6 +23,7 @@ ASKING = 8
 HANGS = 3.0
 
 ClaimKey = tuple[str, str]  # key, owner
+Wake = Callable[[Any], None] | None
 
 
 class FairSemaphore:
@@ -106,18 +107,26 @@ class WaiterQueue:
 
 
 class Waiter:
-    """One waiter in the queue of its process."""
+    """One place in the queue of its process: of a claim, or of several with the same owner."""
 
-    __slots__ = ("asked", "claim_key", "connection", "queue", "wake")
+    __slots__ = ("asked", "claim_key", "connection", "queue", "wakes")
 
-    def __init__(
-        self, claim_key: ClaimKey, queue: WaiterQueue, wake: Callable[[Any], None] | None
-    ) -> None:
+    def __init__(self, claim_key: ClaimKey, queue: WaiterQueue) -> None:
         self.claim_key = claim_key
         self.queue: WaiterQueue | None = queue  # None: it has left
-        self.wake = wake
+        self.wakes: list[Wake] = []  # of its claims
         self.asked = False  # the server, or what waits on the server for the queue
         self.connection: Any = None  # was the queue's, until another waiter led it as this one hung
+
+    def wake(self) -> bool:
+        """Wake its claims; return False if none is left, for their event loops are closed."""
+        for wake in list(self.wakes):
+            try:
+                if wake is not None:
+                    wake(None)
+            except RuntimeError:
+                self.wakes.remove(wake)
+        return bool(self.wakes)
 
 
 class WaiterQueues:
@@ -136,17 +145,33 @@ class WaiterQueues:
         waiter = self._waiters.get(claim_key) if self.by_key else None
         return None if waiter is None or waiter.queue is None else waiter
 
-    def enqueue(self, claim_key: ClaimKey, wake: Callable[[Any], None] | None) -> Waiter:
-        """Add a waiter at the end of the queue; `wake` is called when it comes to lead it."""
+    def enqueue(self, claim_key: ClaimKey, wake: Wake) -> Waiter:
+        """Return the waiter of a claim, at the end of the queue if it is new.
+
+        `wake` is called when it comes to lead the queue.
+        """
         with self._mutex:
-            if (waiter := self.waiter_of(claim_key)) is not None:  # threads may share an owner
-                return waiter
-            queue = self.by_key.get(claim_key[0])
-            if queue is None:
-                queue = self.by_key[claim_key[0]] = WaiterQueue(claim_key[0])
-            waiter = self._waiters[claim_key] = Waiter(claim_key, queue, wake)
-            queue.waiters.append(waiter)
+            waiter = self.waiter_of(claim_key)
+            if waiter is None:
+                queue = self.by_key.get(claim_key[0])
+                if queue is None:
+                    queue = self.by_key[claim_key[0]] = WaiterQueue(claim_key[0])
+                waiter = self._waiters[claim_key] = Waiter(claim_key, queue)
+                queue.waiters.append(waiter)
+            if wake not in waiter.wakes:
+                waiter.wakes.append(wake)
             return waiter
+
+    def withdraw(self, claim_key: ClaimKey, wake: Wake) -> None:
+        """Let one claim leave; another one of the same owner keeps the place."""
+        with self._mutex:
+            waiter = self.waiter_of(claim_key)
+            if waiter is None:
+                return
+            if wake in waiter.wakes:
+                waiter.wakes.remove(wake)
+        if not waiter.wakes:
+            self.leave(waiter)
 
     def leads(self, waiter: Waiter) -> bool:
         """Return whether this one asks the server for its queue, also if the first one hangs."""
@@ -192,14 +217,8 @@ class WaiterQueues:
 
     def leave(self, waiter: Waiter) -> None:
         """Leave the queue, with a lock or without; the next one comes to lead it."""
-        self._give_up(waiter)
-        with self._mutex:
-            queue, waiter.queue = waiter.queue, None
-            if queue is None:
-                return
-            self._waiters.pop(waiter.claim_key, None)
-            queue.waiters.remove(waiter)
-        self._advance(queue)
+        if (queue := self._remove(waiter)) is not None:
+            self._advance(queue)
 
     def connections(self) -> list[Any]:
         """Return the connections that wait on the server."""
@@ -210,20 +229,30 @@ class WaiterQueues:
         if connection is not None:
             self._emptied(connection)
 
-    def _advance(self, queue: WaiterQueue) -> None:
-        connection = None
+    def _remove(self, waiter: Waiter) -> WaiterQueue | None:
+        """Take a waiter out; return the queue that it was in."""
+        self._give_up(waiter)
         with self._mutex:
-            first = queue.first()
-            if first is None:
-                connection, queue.connection = queue.connection, None
-                if self.by_key.get(queue.key) is queue:
-                    del self.by_key[queue.key]
-            elif not first.asked:
-                queue.seen_at = monotonic()
-        if connection is not None:
-            self._emptied(connection)
-        if first is not None and not first.asked and first.wake is not None:
-            try:
-                first.wake(None)
-            except RuntimeError:  # its event loop is closed
-                self.leave(first)
+            queue, waiter.queue = waiter.queue, None
+            if queue is not None:
+                self._waiters.pop(waiter.claim_key, None)
+                queue.waiters.remove(waiter)
+            return queue
+
+    def _advance(self, queue: WaiterQueue) -> None:
+        """Wake the first that is left to be woken, or end the queue."""
+        while True:
+            connection = None
+            with self._mutex:
+                first = queue.first()
+                if first is None:
+                    connection, queue.connection = queue.connection, None
+                    if self.by_key.get(queue.key) is queue:
+                        del self.by_key[queue.key]
+                elif not first.asked:
+                    queue.seen_at = monotonic()
+            if connection is not None:
+                self._emptied(connection)
+            if first is None or first.asked or first.wake():
+                return
+            self._remove(first)

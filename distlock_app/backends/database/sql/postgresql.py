@@ -224,7 +224,11 @@ class PostgreSQL(Dialect):
     def leave(self, waiting: Any, cursor: Cursor) -> None:
         # Not by the driver, which stops all threads of the process until the server answers. And as
         # the user that logged in: the role that the alias assumes may end no statement of its.
-        cursor.execute(f"SET LOCAL ROLE NONE; SELECT pg_cancel_backend({waiting.pid})", None)
+        cursor.execute(
+            f"SET LOCAL ROLE NONE; SELECT pg_cancel_backend(pid) FROM pg_locks"
+            f" WHERE pid = {waiting.pid} AND locktype = 'advisory' AND NOT granted",
+            None,
+        )
 
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
