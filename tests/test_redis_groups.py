@@ -213,6 +213,16 @@ def test_what_the_thread_has_already_is_entered_again(names, asked):
     assert free(names)
 
 
+def test_locks_of_several_aliases_are_each_taken_of_their_own(names, asked):
+    elsewhere = Lock(names[1], using="locmem")
+
+    with all_of(*locks(names[:1]), elsewhere):
+        assert asked == ["acquire"]
+        assert elsewhere.locked() and free(names[1:])
+
+    assert free(names) and not elsewhere.locked()
+
+
 def test_what_a_stable_owner_has_already_ends_no_earlier_for_a_group(backend, server):
     held = claim("a", owner="f" * 32, ttl=300)
     backend.acquire(held, 0)

@@ -133,7 +133,7 @@ def test_a_cancelled_task_leaves_nothing(name, server):
 
     asyncio.run(work())
 
-    until(lambda: waiters_of(name, server) == 0)
+    until(lambda: waiters_of(name, server) == 0, within=8)  # it would expire after ten
 
 
 def test_waiting_goes_on_without_any_message(name, monkeypatch):

@@ -255,6 +255,22 @@ def test_a_waiter_is_woken_to_try_again_when_messages_may_be_lost(own):
     assert waiter.woken == [None]
 
 
+def test_half_a_message_costs_the_subscription_and_no_waiter(own):
+    backend, server = own
+    first = backend.acquire(claim("a"), 0)
+    listener, grants = backend._listener(first.claim.key), []
+
+    with running(lambda: grants.append(wait_for(backend, DEADLINE, "a"))):
+        until(lambda: backend.queue(first.claim.key) and listener._leader)
+        losses = listener.losses
+        server.publish(listener.channel, "half a")
+        until(lambda: listener.losses > losses)
+        backend.release(first)
+        until(lambda: grants)
+
+    assert backend.release(grants[0])
+
+
 def test_waiting_works_in_order_without_any_message(backend, monkeypatch):
     monkeypatch.setattr(redis_listener.Listener, "ensure_subscribed", lambda self: False)
     monkeypatch.setattr(backend, "poll_max", 0.1)
@@ -726,7 +742,7 @@ def test_who_cannot_subscribe_waits_no_longer_for_that(own, monkeypatch):
     assert monotonic() - began < 5
 
 
-def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch):
+def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch, caplog):
     backend, server = own
     grant = backend.acquire(claim("a"), 0)
     listener, reads = backend._listener(grant.claim.key), []
@@ -744,6 +760,7 @@ def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch):
     until(lambda: listener._retry_pause == redis_listener.RETRY_MAX)
 
     assert len(reads) < 5
+    assert caplog.text.count("cannot listen for locks: ConnectionError") == 1  # tried again, too
 
 
 def test_a_thread_that_is_interrupted_while_it_reads_lets_another_one_read(own):
