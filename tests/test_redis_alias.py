@@ -143,6 +143,7 @@ def test_a_sentinel_alias_asks_the_sentinels_once():
         "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
         "SENTINELS": [("127.0.0.1", 1)],
         "SENTINEL_KWARGS": {"password": "s3cret"},
+        "SOCKET_TIMEOUT": 3,
     }
     alias = {"BACKEND": REDIS, "LOCATION": "redis://locks/0", "OPTIONS": options}
     backend = backend_for({"locks": alias})
@@ -150,10 +151,16 @@ def test_a_sentinel_alias_asks_the_sentinels_once():
 
     kwargs = sentinel.connection_pool.connection_kwargs
     assert kwargs["password"] == "s3cret" and kwargs["retry"]._retries == 0
+    assert kwargs["socket_timeout"] == kwargs["socket_connect_timeout"] == 3
     with pytest.raises(BackendError) as failed:
         backend.ping()
     assert "s3cret" not in f"{failed.value} {failed.value.__cause__}"
     assert options["SENTINEL_KWARGS"] == {"password": "s3cret"}
+
+    options["SOCKET_CONNECT_TIMEOUT"] = 0.5
+    [sentinel] = backend_for({"locks": alias})._recipe.sentinel_manager.sentinels
+    kwargs = sentinel.connection_pool.connection_kwargs
+    assert (kwargs["socket_timeout"], kwargs["socket_connect_timeout"]) == (3, 0.5)
 
 
 def test_a_user_with_few_permissions_is_enough(own_redis):
