@@ -136,8 +136,9 @@ def test_select_on_save_does_not_hide_a_later_holder_in_an_old_snapshot(
     with suppress(OperationalError), repeatable_read():
         mine = Shelf.objects.get()
         elsewhere(lambda: Shelf.objects.fenced(NEW + 2).update(stock=9))
-        with pytest.raises(StaleFenceError):
+        with pytest.raises(StaleFenceError) as refusal:
             mine.save(fence=NEW + 1)
+        assert refusal.value.found == NEW + 2
 
     assert row(shelf) == (9, NEW + 2)
 

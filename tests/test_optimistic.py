@@ -432,6 +432,11 @@ class WritesToDefault:
         return "default"
 
 
+class ReadsFromAReplica(WritesToDefault):
+    def db_for_read(self, model: Any, **hints: Any) -> str:
+        return "locks"
+
+
 def test_get_or_create_and_update_or_create_behave_as_in_django(account: Account) -> None:
     same, created = Account.objects.get_or_create(owner="Ann")
     assert (same.version, created) == (1, False)
@@ -757,6 +762,20 @@ def test_bulk_update_of_a_queryset_is_guarded(account: Account) -> None:
             account.save()
 
     assert Account.objects.get().balance == 7
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_bulk_update_is_guarded_where_objects_are_read_from_a_replica(
+    account: Account, settings: Any
+) -> None:
+    other_saves(account, balance=7)
+    account.balance = 1
+    settings.DATABASE_ROUTERS = [ReadsFromAReplica()]
+
+    with pytest.raises(StaleObjectError):
+        Account.objects.bulk_update([account], ["balance"])
+
+    assert Account.objects.using("default").get().balance == 7
 
 
 def test_bulk_update_takes_an_object_that_it_is_given_twice_once(account: Account) -> None:

@@ -249,7 +249,8 @@ def test_the_attempt_after_a_conflict_is_locked_and_the_next_change_at_once(
 
 
 def test_a_locked_change_that_goes_well_keeps_no_row_hot(account: Account) -> None:
-    Locked().of(account, 0, lock_from=1)
+    for lock_from in 0, 1:
+        assert Locked().of(account, 0, lock_from=lock_from) == [True]
 
     assert not retrying._hot
 

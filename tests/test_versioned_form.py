@@ -397,6 +397,13 @@ def test_json_data_is_shown_whatever_its_keys(offer: Offer, key: str) -> None:
     assert shown(form, "text", {key: "abc"}) == str({key: "abc"})
 
 
+def test_what_is_no_key_of_a_row_any_more_is_shown_as_it_is(offer: Offer) -> None:
+    form = OfferForm(instance=offer)
+
+    assert shown(form, "account", {"of": "an older form"}) == str({"of": "an older form"})
+    assert shown(form, "tags", ["no number"]) == "no number"
+
+
 def test_a_password_is_compared_but_neither_carried_nor_shown(offer: Offer) -> None:
     class SecretForm(VersionedModelForm):
         class Meta:
