@@ -518,8 +518,9 @@ def test_all_threads_gone_nothing_is_left_in_memory(engine):
 def test_dropping_one_of_several_holds_keeps_the_lock(engine):
     with Lock("a") as outer:
         inner = Lock("a").acquire()
-        with pytest.warns(ResourceWarning):
+        with pytest.warns(ResourceWarning) as warned:
             del inner
+        assert warned[0].filename == __file__  # it was dropped here
 
         outer.check()
         assert list(engine.holders())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
@@ -257,6 +258,15 @@ def test_a_row_that_another_transaction_has_locked_is_busy_and_no_deadlock(
         lock_in_transaction("invoice:6")
 
         assert elsewhere(outcome, in_own_transaction, "invoice:6") == "LockBusy"
+
+
+@pytest.mark.skipif(connection.vendor != "mysql", reason="others take several statements")
+def test_a_connection_that_takes_one_statement_at_a_time_takes_names() -> None:
+    connection.close()
+    with patch.dict(connection.settings_dict["OPTIONS"], multi_statements=False):
+        assert in_own_transaction("invoice:6") < in_own_transaction("invoice:6")
+        connection.close()
+    registry.reset()
 
 
 # What becomes of the transaction
