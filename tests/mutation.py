@@ -8,7 +8,7 @@ In a clone of the project, for it changes the sources while it runs, and with th
     cosmic-ray init tests/mutation.toml mutation.sqlite
     cr-filter-operators mutation.sqlite tests/mutation.toml
     python -m tests.mutation sample mutation.sqlite --most 500 --seed 1 \
-        --under core guards backends/database backends/redis
+        --under core guards claims.py backends/database backends/sessions backends/redis
     cosmic-ray exec tests/mutation.toml mutation.sqlite
     cr-report mutation.sqlite --surviving-only --show-diff
 

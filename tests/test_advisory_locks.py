@@ -42,17 +42,19 @@ def test_a_wait_outlasts_what_the_server_says_meanwhile(engine, monkeypatch):
     holder, first, second = (engine(alias="logged", location="default") for _ in range(3))
     try:
         grant = holder.acquire(a_claim("logged"), 0)
-        answers = [first.acquire(a_claim("logged", wake=lambda grant: None), 0.1)]
+        waits = [a_claim("logged", wake=lambda grant: None) for _ in range(2)]
+        answers = [first.acquire(waits[0], 0.1)]
         began = time.monotonic()
-        answers.append(second.acquire(a_claim("logged", wake=lambda grant: None), 2))
+        answers.append(second.acquire(waits[1], 2))
         if second.blocks:
             assert time.monotonic() - began >= 2
         else:  # behind the first one in the server's queue
             assert not select.select([answers[1].wake_fd], [], [], 1)[0]
         assert not any(answers)
+        for backend, claim in zip((first, second), waits, strict=True):
+            backend.withdraw(claim)
         assert holder.release(grant)
     finally:
-        answers = None
         for backend in holder, first, second:
             backend.close()
 

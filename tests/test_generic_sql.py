@@ -6,13 +6,10 @@ test_database_backend.py have the verbs.
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 from django.conf import settings
 from django.core import checks
-from django.db import connection, connections, transaction
+from django.db import connection, connections
 
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database.sql.rows import Rows
@@ -21,7 +18,6 @@ from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
 from tests.app.models import Counter
 from tests.database_workers import claim, grab
-from tests.engines import DEADLINE, running
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -173,21 +169,3 @@ def test_a_transaction_and_a_lock_of_one_name_exclude_each_other(isolation, proc
 
     assert errors == [[]] * 4
     assert Counter.objects.get(name="a").value == 4 * 6 * 2
-
-
-@on_server
-def test_a_statement_in_a_transaction_waits_for_a_row_that_another_one_has(backend):
-    held, locked = grab(backend, "a"), threading.Event()
-
-    def have_it_for_a_moment():
-        with transaction.atomic("locks"):
-            assert len(DistLock.objects.using("locks").select_for_update()) == 1
-            locked.set()
-            time.sleep(0.3)
-        connections.close_all()
-
-    with running(have_it_for_a_moment):
-        assert locked.wait(DEADLINE)
-        with transaction.atomic("locks"):
-            assert backend.pin(held, 30) is True
-    assert backend.release(held) is True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ...primitives.timing import monotonic
@@ -125,7 +126,8 @@ class Waiter:
                 if wake is not None:
                     wake(None)
             except RuntimeError:
-                self.wakes.remove(wake)
+                with suppress(ValueError):  # its claim was withdrawn meanwhile
+                    self.wakes.remove(wake)
         return bool(self.wakes)
 
 
@@ -236,7 +238,8 @@ class WaiterQueues:
             queue, waiter.queue = waiter.queue, None
             if queue is not None:
                 self._waiters.pop(waiter.claim_key, None)
-                queue.waiters.remove(waiter)
+                with suppress(ValueError):  # interrupted as it came
+                    queue.waiters.remove(waiter)
             return queue
 
     def _advance(self, queue: WaiterQueue) -> None:
