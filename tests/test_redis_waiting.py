@@ -520,6 +520,21 @@ def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
     assert "could not be woken" in caplog.text
 
 
+def test_a_first_try_during_which_messages_were_lost_is_followed_by_another(backend, monkeypatch):
+    first, tried = backend.acquire(claim("a"), 0), backend._try
+    listener = backend._listener(first.claim.key)
+    assert listener.ensure_subscribed()
+
+    def lost(*asked):
+        answer = tried(*asked)
+        listener._lose(listener._subscription)
+        return answer
+
+    monkeypatch.setattr(backend, "_try", lost)
+
+    assert backend.acquire(claim("a", wake=lambda grant: None), 30).free_in == 0.0
+
+
 def test_what_a_signal_handler_raises_as_a_task_is_woken_takes_its_lock_from_nobody(
     backend, caplog
 ):
