@@ -180,7 +180,7 @@ def test_a_signal_handler_may_change_what_is_listed_or_cleared():
 
         assert len(owners(backend)) == 2
 
-    interrupted_everywhere([locmem], steps, every=3)
+    interrupted_everywhere([locmem], steps)
 
 
 def test_an_interrupted_release_happened_or_did_not():

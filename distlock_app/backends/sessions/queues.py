@@ -123,7 +123,7 @@ class Waiter:
         """Wake its claims; return False if none is left, for their event loops are closed."""
         for wake in list(self.wakes):
             try:
-                if wake is not None:
+                if wake is not None:  # else it only looks, from time to time
                     wake(None)
             except RuntimeError:
                 with suppress(ValueError):  # its claim was withdrawn meanwhile

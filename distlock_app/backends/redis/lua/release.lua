@@ -1,8 +1,8 @@
 -- Give back the lock, or the place in its queue, and let the next in.
 --
 -- KEYS  lock, queue, entries, index, counter, members: see shared/begin.lua
--- ARGV  1 key, 2 token, 3 if given, only the place: a lock that is held is kept
--- ->    1 it was mine, 0 not or it is kept; otherwise nothing of the token is left
+-- ARGV  1 key, 2 token, 3 if given: leave the queue only, and keep what is held
+-- ->    1 it was mine and is given back, 0 not; nothing of the token is left but what is kept
 
 -- include: shared/begin.lua
 
