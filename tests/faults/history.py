@@ -8,10 +8,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+from django.utils.functional import cached_property
 
 from tests.faults.spans import Interval, Spans
 

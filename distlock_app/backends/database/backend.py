@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
+
+from django.utils.functional import cached_property
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError

@@ -23,12 +23,12 @@ import select
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.functional import cached_property
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
