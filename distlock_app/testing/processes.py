@@ -80,7 +80,7 @@ class ProcessContract(Suite):
             thread.start()
         children = []
         try:
-            for _ in range(5):
+            for _ in range(20):
                 sleep(uniform(0.01, 0.03))
                 children.append(self._fork(self._use_it))
         finally:
