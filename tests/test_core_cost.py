@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import select
 import socket
 import sys
 import threading
@@ -12,95 +11,23 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from django.conf import settings
-from django.db import connections
 
-import distlock_app
 from distlock_app import Lock, locked
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
+from tests.cost import (
+    PACKAGE,
+    POLL,
+    block,
+    fewest,
+    is_bytecode,
+    is_call,
+    is_own_call,
+    methods_called,
+    new,
+    pair,
+)
 from tests.engines import running, until
-
-PACKAGE = distlock_app.__path__[0]
-POLL = type(select.poll())
-
-
-def pair(lock):
-    lock.acquire().release()
-
-
-def block(lock):
-    with lock:
-        pass
-
-
-def new(lock):
-    with Lock("a", using=lock.using):
-        pass
-
-
-def fewest(work, install, counted, *, warm=50, tries=7):
-    """Return how many events `counted` of the tracer sees in a warm `work`, at the least.
-
-    In a thread of its own, with one connection that is not in use: what other tests have left
-    behind is not counted, and neither is a collection of garbage in all of the tries.
-    """
-    answers = []
-
-    def measure():
-        _ = connections["default"]
-        for _ in range(warm):
-            work()
-        for _ in range(tries):
-            count = 0
-
-            def tracer(frame, event, arg):
-                nonlocal count
-                frame.f_trace_opcodes = True
-                count += counted(frame, event)
-                return tracer
-
-            before = sys.gettrace() if install is sys.settrace else sys.getprofile()
-            install(tracer)
-            try:
-                work()
-            finally:
-                install(before)
-            answers.append(count)
-
-    with running(measure):
-        pass
-    return min(answers)
-
-
-def methods_called(work, *kinds, look=lambda called: None):
-    """Return which methods of objects of these kinds `work` calls in this thread, in order."""
-    done = []
-
-    def tracer(frame, event, arg):
-        if event == "c_call" and isinstance(arg.__self__, kinds):
-            done.append(arg.__name__)
-            look(arg.__self__)
-
-    before = sys.getprofile()
-    sys.setprofile(tracer)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return done
-
-
-def is_call(frame, event):
-    return event == "call"
-
-
-def is_own_call(frame, event):
-    return event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-
-
-def is_bytecode(frame, event):
-    return event == "opcode"
 
 
 @pytest.mark.parametrize(("work", "most"), [(pair, 28), (block, 30), (new, 34)])
@@ -115,34 +42,6 @@ def test_a_lock_in_memory_costs_few_calls_of_our_own(work):
     lock = Lock("a", using="locmem")
 
     assert fewest(lambda: work(lock), sys.setprofile, is_own_call) <= 35
-
-
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("work", [pair, block])
-def test_a_lock_in_the_lock_table_costs_few_calls_of_our_own(work):
-    lock = Lock("a")
-    registry["default"].backend.close()  # which looks through what other tests have left idle
-
-    assert fewest(lambda: work(lock), sys.setprofile, is_own_call) <= 50
-
-
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.skipif(settings.ENGINE == "sqlite", reason="SQLite has no locks of its own")
-@pytest.mark.parametrize("work", [pair, block])
-def test_a_lock_of_the_database_server_costs_few_calls_of_our_own(work):
-    lock = Lock("a", using=settings.SERVER_LOCKS[settings.ENGINE][0])
-
-    assert fewest(lambda: work(lock), sys.setprofile, is_own_call) <= 44
-
-
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.skipif(settings.ENGINE == "sqlite", reason="SQLite has no server")
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_lock_on_a_database_server_waits_for_two_answers_and_looks_at_nothing_else(number):
-    lock = Lock("a", using=("default", settings.SERVER_LOCKS[settings.ENGINE][0])[number])
-    block(lock)
-
-    assert methods_called(lambda: block(lock), POLL) == ["poll", "poll"]
 
 
 def test_a_decorated_function_costs_little_more_than_a_block():
