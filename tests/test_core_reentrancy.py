@@ -268,9 +268,12 @@ def test_a_thread_that_waits_for_its_own_bare_hold_is_told(engine):
     hold.release()
 
 
-def test_a_reader_that_asks_for_the_write_lock_is_told_that_it_reads_itself(engine):
-    with Lock("a", shared=True):
-        with pytest.raises(LockTimeout, match="already holds the lock 'a', shared: release"):
+@pytest.mark.parametrize(
+    ("mode", "told"), [({"shared": True}, "shared"), ({"limit": 2}, "with limit=2")]
+)
+def test_one_of_several_that_asks_for_the_whole_lock_is_told_that_it_has_a_part(engine, mode, told):
+    with Lock("a", **mode):
+        with pytest.raises(LockTimeout, match=f"already holds the lock 'a', {told}: release"):
             Lock("a").acquire(wait=0.01)
         with pytest.raises(LockBusy, match="held by another owner"), running(_try_to_write):
             pass

@@ -182,17 +182,16 @@ class Attempt:
 
     def explain(self, busy: LockBusy) -> None:
         """Let the error say so if this runner itself holds the lock."""
-        for mode in ((False, 1), (True, 1), (False, self.lock.limit)):
-            lease = self.runner.held.get((*self.lease_key[:2], *mode))
-            if lease is None or not lease.holds or lease.lost:
+        for key, lease in list(self.runner.held.items()):
+            if key[:2] != self.lease_key[:2] or not lease.holds or lease.lost:
                 continue
-            name = shown(self.lock.name)
-            text = f"this thread or task already holds the lock {name!r}"
-            if (self.lock.shared, self.lock.limit) != mode:
-                kind = "shared" if mode[0] else "exclusively"
-                text += f", {kind}: release it before taking it in another mode"
-            else:
+            text = f"this thread or task already holds the lock {shown(self.lock.name)!r}"
+            if key == self.lease_key:
                 text += " by acquire(): it can be taken again only inside a `with`"
+            else:
+                _, _, shared, limit = key
+                kind = "shared" if shared else f"with limit={limit}" if limit > 1 else "exclusively"
+                text += f", {kind}: release it before taking it in another mode"
             busy.args = (text,)
 
     def facts(self) -> dict[str, Any]:
