@@ -17,7 +17,7 @@ from .hold import Hold
 from .lease import Lease
 from .limits import checked_wait
 from .registry import aliases_of, registry
-from .releasing import releaser
+from .releasing import gives_back, releaser
 from .renewal import renewer
 from .timer import timer
 from .wakers import AsyncWaker, Waker
@@ -150,10 +150,7 @@ class Attempt:
             releaser.give_back(self.backend, Grant(claim))
             return
         with suppress(Exception):  # Ctrl-C: the process may end before a worker could do it
-            if claim.stable:  # others of the same owner may hold it
-                self.backend.withdraw(claim)
-            else:
-                self.backend.release(Grant(claim))
+            gives_back(self.backend, Grant(claim))()
 
     def opened(self, claim: Claim, error: BackendError, *, entered: bool = False) -> Hold:
         """Return a hold of nothing, for the backend is down; raise `error` if ON_DOWN says so."""

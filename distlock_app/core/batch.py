@@ -14,7 +14,7 @@ from ..primitives.timing import monotonic, trusted_for
 from .acquiring import Attempt
 from .hold import Hold
 from .registry import registry
-from .releasing import releaser
+from .releasing import gives_back, releaser
 from .wakers import Waker
 
 
@@ -75,8 +75,8 @@ class Together:
         for hold in self.holds:
             hold.abandon()
         for claim in self.claims if at_once else self.claims[len(self.holds) :]:
-            if not at_once:
-                releaser.give_back(self.backend, Grant(claim))
-            elif not claim.stable:
+            if at_once:
                 with suppress(Exception):
-                    self.backend.release(Grant(claim))
+                    gives_back(self.backend, Grant(claim))()
+            else:
+                releaser.give_back(self.backend, Grant(claim))

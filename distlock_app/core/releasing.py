@@ -44,6 +44,16 @@ class Release:
     due: float | None = None
 
 
+def gives_back(backend: BaseLockBackend, grant: Grant) -> Callable[[], Any]:
+    """Return what releases a claim that may have been granted.
+
+    A stable owner only leaves the queue: others may have the claim, or the caller again.
+    """
+    if grant.claim.stable:
+        return partial(backend.withdraw, grant.claim)
+    return partial(backend.release, grant)
+
+
 class Releaser:
     """Makes releases that no caller waits for."""
 
@@ -59,9 +69,9 @@ class Releaser:
     def give_back(
         self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
     ) -> None:
-        """Release what may have been granted; a stable owner, who may own it again, only leaves."""
+        """Have `gives_back` done, or `ask` if nobody shares the claim."""
         if grant.claim.stable:
-            ask = partial(backend.withdraw, grant.claim)
+            ask = gives_back(backend, grant)
         self._give_back(backend, grant, ask)
 
     def release_later(self, lease: Lease, ask: Callable[[], bool]) -> None:
