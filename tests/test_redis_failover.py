@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import redis
-from redis.sentinel import Sentinel
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.alias import _master
@@ -316,6 +316,30 @@ def test_a_master_that_lost_its_place_while_it_was_connected_to_is_left(private_
         backend.release(grant)
     backend.close()
     for server in (sentinel, old, new):
+        server.close()
+
+
+def test_a_server_that_the_sentinels_name_but_do_not_confirm_gets_no_request(private_server):
+    master = private_server(RedisServer)
+    sentinel = private_server(SentinelServer, master)
+    backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
+    sentinels = backend._pool._recipe.sentinel_manager
+    named, discover = [("127.0.0.1", master.port)], sentinels.discover_master
+
+    def in_doubt(service):
+        if named:
+            return named.pop()
+        raise MasterNotFoundError(service)
+
+    sentinels.discover_master = in_doubt
+    with pytest.raises(BackendError, match="could not be reached"):
+        backend.acquire(claim("a"), 0)
+
+    assert client_of(master.url).dbsize() == 0
+    sentinels.discover_master = discover
+    assert backend.acquire(claim("a"), 0)
+    backend.close()
+    for server in (sentinel, master):
         server.close()
 
 

@@ -208,8 +208,12 @@ class Pool(Servers):
                 return link
             # The Sentinels named its server before we reached it: it may have died meanwhile, lost
             # its place and come back, empty and a master in its own eyes. So they are asked again.
-            self._master, self._ask_again = link.server, 0.0
-            if self._leads_to_master(link):
+            try:
+                self._master, self._ask_again = self._ask_master(), monotonic() + MASTER_SECONDS
+            except BaseException:
+                link.close()
+                raise
+            if link.server == self._master:
                 return link
             link.close()
         raise ConnectionError("the Sentinels keep naming different masters")
