@@ -26,10 +26,10 @@ from ..operations.people import (
     host_of,
     is_renewed,
     place_of,
+    said,
     since,
     state_of,
 )
-from ..primitives.names import shown
 from .rows import LiveLocks
 
 STATES = {
@@ -182,7 +182,7 @@ class LiveColumns:
 
     @admin.display(description=_("thread"))
     def thread(self, row: LiveLock) -> Any:
-        return shown(str(row.holding.holder.get("thread") or "")) or UNKNOWN
+        return said(row.holding.holder, "thread") or UNKNOWN
 
     @admin.display(description=_("fencing token"))
     def fence(self, row: LiveLock) -> Any:

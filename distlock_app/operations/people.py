@@ -66,24 +66,29 @@ def urgency(holding: Holding) -> tuple[bool, int]:
     return not holding.waiters, -int(holding.held_for or 0.0)
 
 
+def said(holder: Mapping[str, Any], *keys: str) -> str:
+    """Return what the holder said of itself, with ":" between, as printable text; or nothing."""
+    return shown(":".join(str(holder[key]) for key in keys if holder.get(key)))
+
+
 def host_of(holder: Mapping[str, Any]) -> str:
     """Return the holder's host, as printable text; empty if it did not say."""
-    return shown(str(holder.get("host") or ""))
+    return said(holder, "host")
 
 
 def place_of(holder: Mapping[str, Any]) -> str:
     """Return where the holder runs, host:pid, as printable text."""
-    return _joined(holder, "host", "pid")
+    return said(holder, "host", "pid")
 
 
 def origin_of(holder: Mapping[str, Any]) -> str:
     """Return where the holder runs, host:pid:thread, as printable text."""
-    return _joined(holder, "host", "pid", "thread")
+    return said(holder, "host", "pid", "thread")
 
 
 def activity_of(holder: Mapping[str, Any]) -> str:
     """Return what the holder does, as printable text; empty if it did not say."""
-    return shown(str(holder.get("who") or ""))
+    return said(holder, "who")
 
 
 def who(holder: Mapping[str, Any]) -> str:
@@ -109,10 +114,6 @@ def since(holding: Holding) -> str:
         return ""
     at = timezone.localtime(datetime.now(zones.utc) - timedelta(seconds=holding.held_for))
     return f"{at:%Y-%m-%d %H:%M:%S}"
-
-
-def _joined(holder: Mapping[str, Any], *keys: str) -> str:
-    return shown(":".join(str(holder[key]) for key in keys if holder.get(key)))
 
 
 def _ttl_of(holding: Holding) -> float:

@@ -16,6 +16,7 @@ from .people import (
     host_of,
     is_renewed,
     place_of,
+    said,
     since,
     state_of,
     urgency,
@@ -74,7 +75,7 @@ def _facts(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable
     yield "state", state_of(held)
     yield "who", activity_of(holder)
     for label, key in ("host", "host"), ("process", "pid"), ("thread", "thread"):
-        yield label, shown(str(holder.get(key) or ""))
+        yield label, said(holder, key)
     yield "held for", _clock(held.held_for)
     yield "since", since(held)
     if at_least := at_least_of(held):
