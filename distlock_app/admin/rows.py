@@ -90,7 +90,7 @@ class LiveLocks:
         self._holdings = list(holdings)
 
     def __len__(self) -> int:
-        return len(self._holdings)
+        return self.count()
 
     def __iter__(self) -> Iterator[LiveLock]:
         return map(row_of, self._holdings)
@@ -128,9 +128,6 @@ class LiveLocks:
             found.sort(key=_SORT_KEYS[name.lstrip("-")], reverse=name.startswith("-"))
         return LiveLocks(found)
 
-    def distinct(self) -> LiveLocks:
-        return self
-
     def _clone(self) -> LiveLocks:
         return self
 
@@ -144,9 +141,6 @@ class PagedLocks(LiveLocks):
     def __init__(self, backends: Iterable[Health]) -> None:
         super().__init__(())
         self._sizes = {e.alias: e.looked if e.total is None else e.total for e in backends}
-
-    def __len__(self) -> int:
-        return self.count()
 
     def __iter__(self) -> Iterator[LiveLock]:
         return iter(self[:])
@@ -170,8 +164,7 @@ class PagedLocks(LiveLocks):
 
     def filter(self, *conditions: Any, **lookups: Any) -> LiveLocks:
         if "pk__in" not in lookups:
-            super().filter(*conditions, **lookups)  # refuses whatever else is asked for
-            return self
+            return super().filter(*conditions, **lookups)  # all, or it refuses
         _, reading = read_again(lookups["pk__in"])
         return LiveLocks(reading.holdings).filter(*conditions, **lookups)
 
