@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
@@ -64,10 +64,10 @@ class LeftoverForm(forms.Form):
 class Found:
     """The locks asked for that are still held as shown, and what to say of the others."""
 
-    rows: list[LiveLock] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # for the user that asked
-    same: list[Holding] = field(default_factory=list)  # what is held of these locks, by any owner
-    free: int = 0  # how many of these locks are
+    rows: list[LiveLock]
+    problems: list[str]  # for the user that asked
+    same: list[Holding]  # what is held of these locks, by any owner
+    free: int  # how many of these locks are
 
 
 def rows_of(ids: Iterable[str]) -> Found:

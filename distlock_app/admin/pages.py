@@ -1,4 +1,4 @@
-"""The admin's pages of live locks (`LiveLockAdminMixin`): list, detail, history."""
+"""The admin's pages of live locks (`LiveLockAdminMixin`): list, detail, events, history."""
 
 from __future__ import annotations
 
@@ -202,15 +202,15 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             alias, key, _seen = parts_of(request.GET.get("lock", ""))
         except ValueError:
             return HttpResponseRedirect(self._list())
-        found = clearing.rows_of([id_of(alias, key)])
-        facts = self._facts(alias, key, found.same)
+        holdings = read({alias: [key]}).holdings
+        facts = self._facts(alias, key, holdings)
         past = facts["past"]
         if past is None:
             return HttpResponseRedirect(self._list())
         context = {
             **self._context(request, _("Events of a lock")),
             "alias": shown(alias),
-            "name": past.name or (shown(found.same[0].name) if found.same else shown(key)),
+            "name": past.name or shown(holdings[0].name if holdings else key),
             **facts,
         }
         return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
