@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -161,10 +161,8 @@ class _Writer:
 
 
 def _keep(events: Any, most: int) -> None:
-    first_too_many: Iterable[int] = events.order_by("-pk").values_list("pk", flat=True)[
-        most : most + 1
-    ]
-    for pk in first_too_many:
+    """Delete all but the latest, so many of them."""
+    for pk in events.order_by("-pk").values_list("pk", flat=True)[most : most + 1]:
         events.filter(pk__lte=pk).delete()
 
 
