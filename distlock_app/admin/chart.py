@@ -42,10 +42,9 @@ class Chart:
     height: int = HEIGHT
 
 
-def chart_of(events: Iterable[LockEvent], holdings: Iterable[Holding]) -> Chart | None:
+def chart_of(events: Sequence[LockEvent], holdings: Iterable[Holding]) -> Chart | None:
     """Return the chart of these events and holdings; None if none has a duration."""
     now = timezone.now()
-    events = list(events)
     cleared = _cleared(events)
     timed = [e for e in events if e.seconds]
     ends = [e for e in timed if e.event in LockEvent.ENDS]

@@ -95,7 +95,7 @@ def _detail(event: LockEvent) -> str:
         return ""
 
 
-def _sums(events: Iterable[LockEvent]) -> list[tuple[Any, int, float, float]]:
+def _sums(events: Sequence[LockEvent]) -> list[tuple[Any, int, float, float]]:
     sums = []
     for event in (*LockEvent.WAITS, *LockEvent.ENDS):
         seconds = [e.seconds for e in events if e.event == event and e.seconds is not None]
