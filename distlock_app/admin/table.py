@@ -53,9 +53,7 @@ class DistLockAdmin(ReadOnly, admin.ModelAdmin):  # type: ignore[type-arg]
     """The lock table, read-only, without the owners: they are secret tokens."""
 
     list_display = ("name", "held", "expires", "acquired", "activity", "origin", "fence")
-    fields = (
-        "name", "key", "database", "held", "expires", "acquired", "activity", "origin", "fence",
-    )  # fmt: skip
+    fields = ("name", "key", "database", *list_display[1:])
     readonly_fields = fields
     list_filter = (DatabaseFilter,)
     search_fields = ("name", "key")
