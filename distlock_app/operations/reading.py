@@ -1,4 +1,4 @@
-"""Read the locks held now, and the health of all backends, in parallel, within two seconds."""
+"""Ask all backends at once what they hold and how they are: two seconds for each question."""
 
 from __future__ import annotations
 
@@ -81,10 +81,7 @@ class Reading:
 
 
 def read(keys: Mapping[str, Iterable[str]]) -> Reading:
-    """Ask the backends of these aliases who holds these keys.
-
-    Return within `ANSWER_WITHIN` seconds, as do all functions below that ask backends.
-    """
+    """Ask the backends of these aliases who holds these keys."""
     return _read("keys", {alias: partial(_of, keys[alias]) for alias in keys})
 
 
@@ -95,10 +92,10 @@ def has_version(holding: Holding, version: str | None) -> bool:
 
 
 def read_all(aliases: Collection[str]) -> Reading:
-    """Ask the backends of these aliases for everything that can be read in time."""
+    """Ask the backends of these aliases for as much as two questions can tell in time."""
     reading = read_pages(dict.fromkeys(aliases, (0, MOST)))
     cut = [backend.alias for backend in reading.backends if backend.truncated]
-    return read_more(reading, cut, READ_FOR) if cut else reading
+    return read_more(reading, cut, READ_FOR)
 
 
 def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
