@@ -1,4 +1,4 @@
-"""Classes of all exceptions that this app raises; who raises one writes its text."""
+"""The exceptions of locks, fences and version conflicts; who raises one writes its text."""
 
 from __future__ import annotations
 
