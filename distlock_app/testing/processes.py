@@ -14,7 +14,6 @@ from random import uniform
 from time import sleep
 from unittest import SkipTest
 
-from .claims import a_claim
 from .suite import Suite
 
 # Seconds after which a child process that does not end is ended.
@@ -36,13 +35,7 @@ class ProcessContract(Suite):
             def work(number: int) -> None:
                 counter[1 + number] = 1
                 self.eventually(lambda: all(counter[1:]), within=50)  # all of them have begun
-                for _ in range(10):
-                    claim = a_claim(name)
-                    grant = self.eventually(lambda c=claim: self.backend.acquire(c, 0), within=50)
-                    seen = counter[0]
-                    sleep(0.0005)
-                    counter[0] = seen + 1
-                    self.backend.release(grant)
+                self.count_to_ten(counter, name)
 
             self._join([self._fork(partial(work, number)) for number in range(CHILDREN)])
 
