@@ -102,7 +102,7 @@ class LiveActions(LiveColumns, _Base):
         if form.is_valid() and posted:
             self._clear_up(request, **form.cleaned_data)
             return HttpResponseRedirect(f"{self._url('leftover')}?days={form.cleaned_data['days']}")
-        days = form.cleaned_data.get("days") or 7
+        days = form.cleaned_data.get("days", 7)
         context = {
             **self._context(request, _("Clear up lock tables")),
             "days": days,
