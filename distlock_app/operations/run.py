@@ -22,9 +22,6 @@ from . import tethered
 
 # It stands in sysexits.h beside 75 (busy), and no shell uses it.
 EX_LOST = 76
-# What a shell answers for a command that it cannot run, or not find.
-EX_NOT_EXECUTABLE = 126
-EX_NOT_FOUND = 127
 
 # Signals that would end this process, and those that programs take for commands.
 PASSED_ON = (

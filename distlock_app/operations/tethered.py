@@ -12,6 +12,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+# What a shell answers for a command that it cannot run, or not find.
+EX_NOT_EXECUTABLE, EX_NOT_FOUND = 126, 127
 
 
 def main(parent: int, fd: int, program: list[str]) -> int:
@@ -29,7 +31,7 @@ def main(parent: int, fd: int, program: list[str]) -> int:
     try:
         os.execvp(program[0], program)
     except OSError as error:
-        return 127 if isinstance(error, FileNotFoundError) else 126
+        return EX_NOT_FOUND if isinstance(error, FileNotFoundError) else EX_NOT_EXECUTABLE
 
 
 def kill_at_the_end_of(fd: int) -> None:

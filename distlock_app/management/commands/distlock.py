@@ -30,8 +30,9 @@ from distlock_app.management.looking import Looking
 from distlock_app.operations import doctor
 from distlock_app.operations.people import facts_of
 from distlock_app.operations.reading import has_version
-from distlock_app.operations.run import EX_LOST, EX_NOT_EXECUTABLE, EX_NOT_FOUND, lead, run
+from distlock_app.operations.run import EX_LOST, lead, run
 from distlock_app.operations.tables import SORTS
+from distlock_app.operations.tethered import EX_NOT_EXECUTABLE, EX_NOT_FOUND
 from distlock_app.primitives import identity
 
 # A fence goes on from the server's clock, which is never set back by so much.
