@@ -1,4 +1,4 @@
-"""`manage.py distlock`: options, defaults (age of rows to purge); clear, purge, run a program.
+"""`manage.py distlock`: its options, and the actions `doctor`, `clear`, `purge`, `run`, `lead`.
 
 Exit codes: 0 done; 1 `show`, `clear`: it is free, or has another version; 2 usage; 69 a backend is
 down or cannot be used, or cannot list its locks (`show`, `clear`); 75 `run`: another owner
@@ -61,13 +61,13 @@ class Command(Looking):
         clearing = action("clear", "Take a lock away from its holder.")
         watching = action("watch", "Refresh the list until Ctrl-C.")
         stuck = action("stuck", "List those that are contended, not renewed, or held for long.")
-        doctor = action("doctor", "Try each backend, and say what is wrong with it.")
+        examining = action("doctor", "Try each backend, and say what is wrong with it.")
         purging = action("purge", "Delete rows of locks that have long been free.", "default")
         running = action("run", "Run a program under a lock; exit 75 if it is busy.", "default")
         leading = action("lead", "Run a program in one process at a time, and go on.", "default")
         for added in (showing, clearing, running, leading):
             added.add_argument("name", metavar="NAME", help="after -- if it begins with -")
-        for added in (listing, showing, watching, stuck, doctor, clearing, purging):
+        for added in (listing, showing, watching, stuck, examining, clearing, purging):
             added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
         for added in (listing, watching, stuck):
             added.add_argument("--sort", choices=SORTS, default="urgency")
@@ -166,7 +166,7 @@ class Command(Looking):
 
     def _under_lock(
         self,
-        run: Callable[[Lock, list[str]], int],
+        run_or_lead: Callable[[Lock, list[str]], int],
         *,
         action: str,
         name: str,
@@ -187,7 +187,7 @@ class Command(Looking):
         # Not the arguments: there may be a password among them.
         with identity.activity(f"distlock {action} {program[0]}"):
             try:
-                code = run(lock, program)
+                code = run_or_lead(lock, program)
             except LockBusy as error:
                 raise CommandError(f"busy: {held_by(lock)}", returncode=EX_TEMPFAIL) from error
             except LockLost as error:
