@@ -102,13 +102,13 @@ class Extending(SessionsBackend[S]):
         if not self._serves(session, claim):
             return False
         try:
-            if not session.awaiting_reply and not session.heard(0):
-                if now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
-                    return None
+            heard = session.heard(0)
             if session.awaiting_reply:
-                if not session.heard(0):
+                if not heard:
                     return BackendError(self._says("still no answer"))
                 session.receive()  # it comes too late to be worth anything
+            elif not heard and now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
+                return None
             session.send(*session.question(claim))
         except ServerError as error:
             return self._after_error(session, error)
