@@ -231,7 +231,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
                 self._give_up(queued)
                 raise
             return Busy(answer.free_in, wake_fd=queued.wake_fd)
-        return Busy(answer.free_in)
+        return answer
 
     def _take_turn(
         self, queued: QueuedConnection, waiter: Waiter, claim: Claim, wait: float | None
@@ -246,13 +246,10 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             if not isinstance(error, ConnectionLost):
                 raise
             answer = None
-        if answer is None:
-            queues.detach(waiter, queued)
-            return self._join(claim, wait, waiter)
-        if isinstance(answer, Grant):
-            queues.detach(waiter, queued)
-            return self._granted(queued, answer)
-        return Busy(answer.free_in)
+        if isinstance(answer, Busy):
+            return answer
+        queues.detach(waiter, queued)
+        return self._granted(queued, answer) if answer else self._join(claim, wait, waiter)
 
     def _take_turn_on(
         self, queued: QueuedConnection, claim: Claim, wait: float | None, session: Session
