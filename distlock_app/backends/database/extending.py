@@ -7,10 +7,9 @@ from functools import partial
 
 from ...claims import Claim, Grant
 from . import members
-from .connections import Contended, Session
+from .connections import Contended
 from .members import kind_of
 from .requests import Requests, claim_key_of
-from .sql.base import Pair
 
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
 BATCH = 400
@@ -65,8 +64,8 @@ class Extending(Requests):
                 owners = {g.claim.owner: ttl for g, ttl in sorted(work, key=lambda w: w[1])}
                 kept = self._ask(partial(members.extend, pairs[0][0], owners), urgent=True)
                 return [owner in kept for _, owner in pairs]
-            extend = partial(_extend_pairs, pairs, work[0][1])
-            ours = self._ask(extend, urgent=True)
+            ttl = work[0][1]
+            ours = self._ask(lambda s: s.dialect.extend_pairs(s.cursor, pairs, ttl), urgent=True)
         except Exception as error:
             several_rows = self._sessions.dialect.locks_rows and not members_of_one
             if isinstance(error, Contended) and several_rows:
@@ -74,7 +73,3 @@ class Extending(Requests):
                 return super().extend_many(work)
             return [error] * len(work)
         return [pair in ours for pair in pairs]
-
-
-def _extend_pairs(pairs: Sequence[Pair], ttl: float, session: Session) -> set[Pair]:
-    return session.dialect.extend_pairs(session.cursor, pairs, ttl)

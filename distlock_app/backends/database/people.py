@@ -103,8 +103,7 @@ class ForPeople(Requests, Purgeable):
         Other owners may take such a lock anyway. From now on its holder may not, and is behind
         the next fence.
         """
-        clear = [partial(_clear_part, part) for part in PARTS]
-        return sum(self._unless_contended(part) for part in clear)
+        return sum(map(self._clear_part, PARTS))
 
     def purge(self, older_than: float) -> int:
         """Delete the rows of names that were free for `older_than` seconds; return how many.
@@ -114,11 +113,14 @@ class ForPeople(Requests, Purgeable):
         """
         return sum(self._purge_part(part, older_than) for part in PARTS)
 
+    def _clear_part(self, part: str) -> int:
+        return self._unless_contended(lambda s: s.dialect.clear_expired(s.cursor, part))
+
     def _purge_part(self, part: str, older_than: float) -> int:
         total = 0
         while True:
             began = monotonic()
-            deleted = self._unless_contended(partial(_purge_part, part, older_than))
+            deleted = self._unless_contended(lambda s: s.dialect.purge(s.cursor, older_than, part))
             total += deleted
             if deleted < PURGED or self._sessions.dialect.locks_rows:
                 return total
@@ -127,14 +129,6 @@ class ForPeople(Requests, Purgeable):
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         asked = check_table(self.alias, self._sessions) if ask else []
         return [*check_sharing(self.alias, self.using), *asked]
-
-
-def _clear_part(part: str, session: Session) -> int:
-    return session.dialect.clear_expired(session.cursor, part)
-
-
-def _purge_part(part: str, older_than: float, session: Session) -> int:
-    return session.dialect.purge(session.cursor, older_than, part)
 
 
 def _fence_of(version: str) -> int:
