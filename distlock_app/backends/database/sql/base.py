@@ -87,6 +87,7 @@ class Dialect(Statements):
     queues = False  # waiters, by a lock of the server's own: see `connections`
     locks_rows = True  # not the whole database at once
     looks_first = False  # at a row, however long a try for it may take
+    crowded: frozenset[Any]  # the codes by which the server says that others were at the rows
 
     INSERT: str  # a row that is ours from the start, unless there is a row
     EVICT: str  # the session that has the queue lock
@@ -118,7 +119,7 @@ class Dialect(Statements):
 
     def contended(self, error: Exception) -> bool:
         """Return whether others were at the same rows, so that another try may succeed."""
-        raise NotImplementedError
+        return code_of(error) in self.crowded
 
     def execute(self, cursor: Cursor, statement: str, asked: Named) -> Cursor:
         """Run one statement; return the cursor."""

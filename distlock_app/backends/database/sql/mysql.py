@@ -12,12 +12,9 @@ from ....claims import Busy, Claim, Grant
 from ....primitives.names import key_of
 from ...sessions.link import ServerError
 from ...sessions.pool import LONG_WAITS, PROCESSES, adapt_to_mysql
-from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Step, code_of, refused
+from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Step, refused
 from .cursors import MySQLCursor
 from .statements import Statements
-
-# Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
-CROWDED = frozenset({1213, 1205, 3572, 1020})
 
 # What a driver gets that sends one statement at a time.
 SYNTAX_ERROR = 1064
@@ -119,6 +116,8 @@ class MySQL(Dialect):
 
     queues = True
     one_request = True
+    # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
+    crowded = frozenset({1213, 1205, 3572, 1020})
 
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]
@@ -137,9 +136,6 @@ class MySQL(Dialect):
             self.database = cursor.fetchone()[0]
         ours = hasattr(wrapper.connection, "send_query")  # not PyMySQL's
         return MySQLCursor(wrapper.connection) if ours else cursor
-
-    def contended(self, error: Exception) -> bool:
-        return code_of(error) in CROWDED
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)

@@ -16,9 +16,6 @@ from ...sessions.link import ANSWER_WAIT
 from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, code_of, refused
 from .cursors import PooledCursor, PostgreSQLCursor
 
-# Serialization failure, deadlock, lock timeout or NOWAIT.
-CROWDED = frozenset({"40001", "40P01", "55P03"})
-
 # The longest statement_timeout, in seconds: 24 days.
 LONGEST_WAIT = 2_147_483.0
 
@@ -51,6 +48,8 @@ class PostgreSQL(Dialect):
     """
 
     queues = True
+    # Serialization failure, deadlock, lock timeout or NOWAIT.
+    crowded = frozenset({"40001", "40P01", "55P03"})
 
     words = {
         "key": "key",
@@ -178,9 +177,6 @@ class PostgreSQL(Dialect):
             cursor, around = (PostgreSQLCursor(wrapper.connection) for _ in range(2))
             cursor.prepares = not pooled
         return PooledCursor(cursor, around, BEGIN) if pooled else cursor
-
-    def contended(self, error: Exception) -> bool:
-        return code_of(error) in CROWDED
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)
