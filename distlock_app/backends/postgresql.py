@@ -16,7 +16,7 @@ from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, PostgreSQLLink, ServerError, Value, Values
 from .sessions.lock_session import REPLICA, LockSession
 from .sessions.notes import NOTE, note
-from .sessions.pool import GRACE
+from .sessions.pool import GRACE, adapt_to_postgresql
 
 # Lock timeout; deadlock.
 BUSY = frozenset({"55P03", "40P01"})
@@ -79,11 +79,8 @@ class AdvisoryLockSession(PostgreSQLLink, LockSession):
 
     def adapt(self, settings: dict[str, Any]) -> None:
         options = settings["OPTIONS"]
-        options.pop("pool", None)
-        options.pop("isolation_level", None)
+        adapt_to_postgresql(options)
         options.pop("assume_role", None)  # the one that logged in may end its other sessions
-        options.setdefault("connect_timeout", ANSWER_WAIT)
-        options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
         options["application_name"] = APPLICATION
 
     def connect(self, connection: Any) -> None:

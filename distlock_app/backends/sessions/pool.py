@@ -65,13 +65,21 @@ def database_of(alias: str, location: Any) -> str:
 
 
 def adapt_to_mysql(options: dict[str, Any]) -> None:
-    """Change the OPTIONS of an alias for connections of our own."""
+    """Change the OPTIONS of an alias of MySQL or MariaDB for connections of our own."""
     options["charset"] = "utf8mb4"
     options.pop("collation", None)  # it may be of another charset
     # Flags of the alias replace Django's. Without this one a row that need not change is not found.
     options["client_flag"] = options.get("client_flag", 0) | FOUND_ROWS
     for wait in ("connect_timeout", "read_timeout", "write_timeout"):
         options.setdefault(wait, ANSWER_WAIT)
+
+
+def adapt_to_postgresql(options: dict[str, Any]) -> None:
+    """Change the OPTIONS of an alias of PostgreSQL for connections of our own."""
+    options.pop("pool", None)
+    options.pop("isolation_level", None)
+    options.setdefault("connect_timeout", ANSWER_WAIT)
+    options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
 
 
 class PooledSession:

@@ -13,6 +13,7 @@ from ....claims import Busy, Claim, Grant
 from ....primitives.names import key_of
 from ....primitives.timing import Deadline
 from ...sessions.link import ANSWER_WAIT
+from ...sessions.pool import adapt_to_postgresql
 from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, code_of, refused
 from .cursors import PooledCursor, PostgreSQLCursor
 
@@ -154,11 +155,7 @@ class PostgreSQL(Dialect):
                           FOR UPDATE SKIP LOCKED)"""
 
     def adapt(self, settings: dict[str, Any]) -> None:
-        options = settings["OPTIONS"]
-        options.pop("pool", None)
-        options.pop("isolation_level", None)
-        options.setdefault("connect_timeout", ANSWER_WAIT)
-        options.setdefault("tcp_user_timeout", ANSWER_WAIT * 1000)
+        adapt_to_postgresql(settings["OPTIONS"])
 
     def cursor(self, wrapper: Any) -> Cursor:
         # Never prepared, whatever the alias says: several statements at once cannot be.
