@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.checks import CheckMessage, Error
 
@@ -15,6 +15,8 @@ from ..primitives.names import checked_key
 
 # Methods for the admin and the command, which identify a lock by its key.
 FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
+
+Item = TypeVar("Item")
 
 
 class BaseLockBackend:
@@ -272,6 +274,11 @@ class Purgeable:
     def purge(self, older_than: float) -> int:
         """Delete locks that have been free for `older_than` seconds; return how many."""
         raise NotImplementedError
+
+
+def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Yield the items in groups of at most `size`."""
+    return (items[at : at + size] for at in range(0, len(items), size))
 
 
 def no_answer(alias: str, error: Exception, id: str) -> Error:

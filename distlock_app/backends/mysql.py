@@ -17,6 +17,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ..claims import Claim
 from ..primitives.names import KEY, is_key
+from .base import batches
 from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, MySQLLink, ServerError, Values
 from .sessions.lock_session import REPLICA, LockSession
@@ -182,8 +183,7 @@ class NamedLockSession(MySQLLink, LockSession):
                 if error.code not in DENIED:
                     raise
         more = sorted({self._lock(key) for key in keys} | {*waited} - held.keys())
-        for start in range(0, len(more), BATCH):
-            some = more[start : start + BATCH]
+        for some in batches(more, BATCH):
             (row,) = self.ask("SELECT " + ", ".join(["IS_USED_LOCK(%s)"] * len(some)), *some)
             used = zip(some, row, strict=True)
             held |= {lock: (number, None) for lock, number in used if number is not None}

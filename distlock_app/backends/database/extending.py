@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ...claims import Claim, Grant
+from ..base import batches
 from . import members
 from .connections import Contended
 from .members import kind_of
@@ -41,8 +42,7 @@ class Extending(Requests):
             indexes.setdefault(alike, []).append(index)
         results: list[bool | Exception] = [False] * len(work)
         for same in indexes.values():
-            for start in range(0, len(same), BATCH):
-                batch = same[start : start + BATCH]
+            for batch in batches(same, BATCH):
                 answers = self._extend_batch([work[index] for index in batch])
                 for index, answer in zip(batch, answers, strict=True):
                     results[index] = answer

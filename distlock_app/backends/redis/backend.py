@@ -16,11 +16,11 @@ from django.core.exceptions import ImproperlyConfigured
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import GuardedWrites
+from ..base import GuardedWrites, batches
 from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
-from .people import ForPeople, about, batches, milliseconds, part_of
+from .people import BATCH, ForPeople, about, milliseconds, part_of
 from .pool import Pool, Servers
 from .scripts import (
     ACQUIRE,
@@ -166,7 +166,7 @@ class RedisBackend(ForPeople, GuardedWrites):
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []
-        for batch in batches(work):
+        for batch in batches(work, BATCH):
             try:
                 answers = self._pool.run_all(EXTEND, [self._extend(*item) for item in batch])
             except BackendError as error:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ...claims import Holding
 from ...primitives.names import shown
-from ..base import BaseLockBackend
+from ..base import BaseLockBackend, batches
 from .pool import Servers
 from .scripts import EXTEND, Script, bulks, pack
-
-Item = TypeVar("Item")
 
 # Requests in one round trip: their answers fit any socket buffer, and others get a turn.
 BATCH = 500
@@ -88,7 +86,7 @@ class ForPeople(BaseLockBackend):
 
     def _ask(self, requests: Sequence[bytes]) -> list[Any]:
         """Like the pool's `ask`, in round trips of a fair size."""
-        return [answer for batch in batches(requests) for answer in self._pool.ask(*batch)]
+        return [answer for batch in batches(requests, BATCH) for answer in self._pool.ask(*batch)]
 
     def _listed(self, requests: Sequence[bytes]) -> list[str]:
         """Return the keys that these requests find in the index."""
@@ -96,7 +94,7 @@ class ForPeople(BaseLockBackend):
 
     def _held(self, keys: Sequence[str]) -> Iterator[tuple[bytes, Holding]]:
         """Yield each claim on these keys, with its owner."""
-        for batch in batches(keys):
+        for batch in batches(keys, BATCH):
             requests = []
             for lock in map(self._lock, batch):
                 requests += [pack(b"GET", lock), pack(b"PTTL", lock), pack(b"ZCARD", lock + b":q")]
@@ -131,11 +129,6 @@ class ForPeople(BaseLockBackend):
         now_ms = now_us // 1000  # as the scripts count
         found = zip(owners, entries, ends, strict=True)
         return [(owner, entry, int(end) - now_ms) for owner, entry, end in found if entry]
-
-
-def batches(items: Sequence[Item], size: int = BATCH) -> Iterator[Sequence[Item]]:
-    """Yield the items in groups of at most `size`."""
-    return (items[at : at + size] for at in range(0, len(items), size))
 
 
 def holding_of(alias: str, key: str, entry: bytes, left: int, waiters: int, now_us: int) -> Holding:

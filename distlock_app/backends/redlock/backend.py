@@ -14,8 +14,9 @@ from django.core.exceptions import ImproperlyConfigured
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
+from ..base import batches
 from ..redis.alias import recipe, server_of
-from ..redis.people import about, batches, milliseconds
+from ..redis.people import about, milliseconds
 from ..redis.scripts import Script, bulks
 from .checks import check_nodes
 from .clock import ServerClock

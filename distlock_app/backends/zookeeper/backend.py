@@ -14,6 +14,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
+from ..base import batches
 from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
 from .people import BATCH, ForPeople
 from .session import Gone, Session, unsigned
@@ -111,8 +112,8 @@ class ZooKeeperBackend(ForPeople):
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | BackendError]:
         results: list[bool | BackendError] = []
         self._session.prove(self._root)  # once for all
-        for start in range(0, len(work), BATCH):
-            sent = [self._ask_for(grant, ttl) for grant, ttl in work[start : start + BATCH]]
+        for batch in batches(work, BATCH):
+            sent = [self._ask_for(grant, ttl) for grant, ttl in batch]
             results += [self._is_there(one) for one in sent]
         return results
 

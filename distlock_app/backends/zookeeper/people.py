@@ -9,7 +9,7 @@ from typing import Any
 
 from ...claims import Holding
 from ...primitives.identity import holder_fields
-from ..base import BaseLockBackend
+from ..base import BaseLockBackend, batches
 from .nodes import Node, holding_of, in_line
 from .session import Gone, Session
 
@@ -57,8 +57,8 @@ class ForPeople(BaseLockBackend):
 
     def _ask_all(self, method: str, paths: list[str]) -> Iterator[Any]:
         """Yield an answer for each path, None for one that has gone."""
-        for start in range(0, len(paths), BATCH):
-            sent = [self._session.send(method, path) for path in paths[start : start + BATCH]]
+        for batch in batches(paths, BATCH):
+            sent = [self._session.send(method, path) for path in batch]
             for one in sent:
                 try:
                     yield self._session.answer(one)
