@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -139,13 +139,13 @@ class RedlockBackend(ForPeople):
         claim: Claim,
         stamp: int,
         *waiting: bytes,
-        but: Iterable[int] = (),
+        but: Container[int] = (),
     ) -> None:
         """Release what was granted, or may yet be, over the connections that asked for it."""
         script = RELEASE_AND_WAIT if waiting else RELEASE
         words = claim.owner.encode(), b"%d" % stamp, *waiting
         request = self._request(script, claim.key, *words, keep=claim.ttl)
-        connections.broadcast(request, but=set(but))
+        connections.broadcast(request, but=but)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         [result] = self.extend_many([(grant, ttl)])

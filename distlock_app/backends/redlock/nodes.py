@@ -190,7 +190,7 @@ class Links:
         self._poll.register(link.fd, select.POLLIN)
         self._links[at] = link  # last: an interrupted call leaves nothing to drop
 
-    def _drop(self, at: int, why: str = "") -> None:
+    def _drop(self, at: int) -> None:
         link, self._links[at] = self._links[at], None
         assert link is not None
         self._poll.unregister(link.fd)

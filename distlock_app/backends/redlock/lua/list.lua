@@ -14,6 +14,5 @@ for _, lock in ipairs(locks) do
     found[#found + 1] = {string.sub(lock, #ARGV[1] + 1), held, redis.call('PTTL', lock), waiters}
   end
 end
-local time = redis.call('TIME')
-local now = string.format('%.0f', time[1] * 1000000 + time[2])
-return {ok = '1 ' .. now .. ' ' .. (#found > 0 and cjson.encode(found) or '[]')}
+-- include: shared/clock.lua
+return {ok = '1 ' .. text(now) .. ' ' .. (#found > 0 and cjson.encode(found) or '[]')}
