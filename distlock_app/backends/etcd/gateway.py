@@ -65,7 +65,7 @@ class Gateway:
         A request that failed is sent again to every other endpoint: all that we send may be
         repeated. With `repeat=False` only if no endpoint can have got it; else `ConnectionLost`.
         """
-        data = json.dumps(body, separators=(",", ":")).encode()
+        data = _bytes(body)
         token = self._token
         if self._login and not token:
             token = self._log_in(token)
@@ -198,4 +198,4 @@ def decoded(text: str) -> str:
 
 
 def _bytes(body: dict[str, Any]) -> bytes:
-    return json.dumps(body).encode()
+    return json.dumps(body, separators=(",", ":")).encode()
