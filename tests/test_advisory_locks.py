@@ -16,7 +16,7 @@ from distlock_app.backends import postgresql
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.postgresql import AdvisoryLockBackend
 from distlock_app.backends.sessions.link import ServerError
-from distlock_app.backends.sessions.pool import GRACE
+from distlock_app.backends.sessions.lock_session import GRACE
 from distlock_app.core.registry import registry
 from distlock_app.testing.claims import a_claim
 from tests.engines import running, until

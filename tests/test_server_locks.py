@@ -18,8 +18,7 @@ from django.test import override_settings
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.backends.sessions import backend as session_backend
 from distlock_app.backends.sessions import extending as session_extending
-from distlock_app.backends.sessions import link
-from distlock_app.backends.sessions import pool as session_pool
+from distlock_app.backends.sessions import link, lock_session
 from distlock_app.claims import Grant
 from distlock_app.core.limits import MAX_TTL
 from distlock_app.core.registry import registry
@@ -296,7 +295,7 @@ def test_an_idle_session_that_died_is_not_noticed_by_who_locks_next(backend):
 def test_a_hold_lives_on_by_its_heartbeats_alone():
     hold = lock("a", ttl=2).acquire()
 
-    time.sleep(2 + session_pool.GRACE + 1.5)  # MySQL counts whole seconds
+    time.sleep(2 + lock_session.GRACE + 1.5)  # MySQL counts whole seconds
 
     assert not hold.lost
     assert not free("a")
@@ -613,7 +612,7 @@ def test_a_thousand_acquisitions_leave_no_lock_and_hardly_a_session(backend):
 
 
 def test_threads_share_the_sessions_and_idle_ones_are_closed(backend, monkeypatch):
-    monkeypatch.setattr(session_pool, "IDLE", 0.2)
+    monkeypatch.setattr(lock_session, "IDLE", 0.2)
     barrier = threading.Barrier(6)
 
     def work(mine):

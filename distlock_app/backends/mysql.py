@@ -20,9 +20,9 @@ from ..primitives.names import KEY, is_key
 from .base import batches
 from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, MySQLLink, ServerError, Values
-from .sessions.lock_session import REPLICA, LockSession
+from .sessions.lock_session import GRACE, REPLICA, LockSession
 from .sessions.notes import note
-from .sessions.pool import GRACE, LONG_WAITS, PROCESSES, adapt_to_mysql
+from .sessions.pool import LONG_WAITS, PROCESSES, adapt_to_mysql
 
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})

@@ -14,9 +14,9 @@ from django.db import connections
 from ..claims import Claim
 from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, PostgreSQLLink, ServerError, Value, Values
-from .sessions.lock_session import REPLICA, LockSession
+from .sessions.lock_session import GRACE, REPLICA, LockSession
 from .sessions.notes import NOTE, note
-from .sessions.pool import GRACE, adapt_to_postgresql
+from .sessions.pool import adapt_to_postgresql
 
 # Lock timeout; deadlock.
 BUSY = frozenset({"55P03", "40P01"})

@@ -15,8 +15,8 @@ from ...claims import Grant
 from ...errors import BackendError
 from ..base import BaseLockBackend
 from .link import ANSWER_WAIT, ReplyTimeout, ServerError
-from .lock_session import LockSession
-from .pool import ServerSessions, database_of
+from .lock_session import LockSession, LockSessions
+from .pool import database_of
 from .queues import ASKING, FairSemaphore
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
                 f"database {self.using!r} is {connections[self.using].vendor}"
             )
         title = f"{type(self).__name__} on {self.using!r}"
-        self._pool: ServerSessions[S] = ServerSessions(self.using, self.session_type, title)
+        self._pool: LockSessions[S] = LockSessions(self.using, self.session_type, title)
         self._lend = self._pool.lend
         self._begin()
 

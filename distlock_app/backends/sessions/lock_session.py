@@ -1,22 +1,62 @@
-"""`LockSession`: what the session of one lock has to do, on any server."""
+"""`LockSession`: what the session of one lock has to do, on any server; and the pool of these."""
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any
+from math import inf
+from time import sleep
+from typing import Any, TypeVar
+
+from django.db import Error as DatabaseError
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...claims import Claim
-from .link import Values
+from ...errors import BackendError
+from ...primitives.timing import monotonic
+from .link import ANSWER_WAIT, Link, ReplyTimeout, ServerError, Values
 from .notes import note
-from .pool import ServerSession
+from .pool import Pool, PooledSession
+
+# The server ends a session that asked nothing for the ttl of its lock and so much longer: a
+# client that is cut off or stopped cannot keep a lock forever. Beyond the ttl, because the answer
+# that brings a lock after a wait may have been under way.
+GRACE = 2.0
+
+# Sessions that were idle for so long are closed, before the server does it for their ttl.
+IDLE = 15.0
 
 # Why a session is refused: another process may ask the primary, and get the same lock.
 REPLICA = "the server is a read-only replica: its locks do not exclude callers on the primary"
 
+S = TypeVar("S", bound="LockSession")
 
-class LockSession(ServerSession):
+
+class LockSession(PooledSession, Link):
     """A session that holds one lock, or waits for it."""
+
+    def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
+        """Connect; raises Django's database errors, ServerError and ReplyTimeout."""
+        self.mutex = threading.Lock()  # of the thread that asks, unless it was lent the session
+        self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
+        self.claim: Claim | None = None  # what it holds, or waits for
+        self.fence: int | None = None
+        self.waits = False
+        super().__init__(wrapper, epoch)
+
+    def prepare(self) -> None:
+        self.connect(self.wrapper.connection)
+        self.number = self.begin()  # the session's, as the server counts
+
+    def reserve(self) -> None:
+        """Wait for the right to ask, which a heartbeat may have; raise ReplyTimeout."""
+        if not self.mutex.acquire(timeout=ANSWER_WAIT):
+            raise ReplyTimeout("the session is busy")
+
+    @abstractmethod
+    def begin(self) -> int:
+        """Prepare the new session; return its number on the server."""
 
     @abstractmethod
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
@@ -53,3 +93,42 @@ class LockSession(ServerSession):
     @abstractmethod
     def kill(self, key: str, number: int) -> bool:
         """End the session if it holds the lock, and wait until the lock is free."""
+
+
+class LockSessions(Pool[S]):
+    """Sessions that are closed by a thread, before the server does it for their ttl."""
+
+    TIDY_ABOVE = 0
+
+    def __init__(self, using: str, kind: type[S], title: str) -> None:
+        """Open sessions of this `kind`; errors begin with `title`."""
+        self._kind = kind
+        self.title = title
+        super().__init__(using)
+
+    def _closed_at_the_end(self) -> Iterable[S]:
+        return self._open
+
+    def _new(self, wrapper: BaseDatabaseWrapper) -> S:
+        try:
+            return self._kind(wrapper, self._epoch)
+        except (DatabaseError, ServerError, ReplyTimeout) as error:
+            raise BackendError(f"{self.title}: {error}") from error
+
+    def _tidy(self) -> None:
+        self._tidy_above = inf  # as long as the thread runs
+        try:
+            threading.Thread(target=self._sweep, name="distlock-idle", daemon=True).start()
+        except RuntimeError:  # no thread to be had: the server will close them
+            self._tidy_above = self.TIDY_ABOVE
+
+    def _sweep(self) -> None:
+        while (session := self._take_oldest()) is not None:
+            # Half of the ttl at most: by then the server has not closed it yet.
+            left = session.used_at + min(IDLE, session.ttl / 2) - monotonic()
+            if left <= 0:
+                session.close()
+            else:
+                self._idle.appendleft(session)
+                sleep(left)
+        self._tidy_above = self.TIDY_ABOVE

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from math import inf
-from time import sleep
 from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
-from django.db import Error as DatabaseError
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from ...claims import Claim
-from ...errors import BackendError
 from ...primitives.timing import monotonic
-from .link import ANSWER_WAIT, Link, ReplyTimeout, ServerError
-
-# The server ends a session that asked nothing for the ttl of its lock and so much longer: a
-# client that is cut off or stopped cannot keep a lock forever. Beyond the ttl, because the answer
-# that brings a lock after a wait may have been under way.
-GRACE = 2.0
-
-# Sessions that were idle for so long are closed, before the server does it for their ttl.
-IDLE = 15.0
+from .link import ANSWER_WAIT
 
 FOUND_ROWS = 2  # a flag of MySQL's protocol
 
@@ -48,7 +34,6 @@ PROCESSES = """(
        ) AS process"""
 
 P = TypeVar("P", bound="PooledSession")
-S = TypeVar("S", bound="ServerSession")
 
 
 def database_of(alias: str, location: Any) -> str:
@@ -116,32 +101,6 @@ class PooledSession:
         self.epoch = -1  # of no pool
         with suppress(Exception):  # closed before, by the server or by us
             self.wrapper.connection.close()
-
-
-class ServerSession(PooledSession, Link):
-    """One session; asked by the thread that has its `mutex` or was lent it."""
-
-    def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
-        """Connect; raises Django's database errors, ServerError and ReplyTimeout."""
-        self.mutex = threading.Lock()
-        self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
-        self.claim: Claim | None = None  # what it holds, or waits for
-        self.fence: int | None = None
-        self.waits = False
-        super().__init__(wrapper, epoch)
-
-    def prepare(self) -> None:
-        self.connect(self.wrapper.connection)
-        self.number = self.begin()  # the session's, as the server counts
-
-    def begin(self) -> int:
-        """Prepare the new session; return its number on the server."""
-        raise NotImplementedError
-
-    def reserve(self) -> None:
-        """Wait for the right to ask, which a heartbeat may have; raise ReplyTimeout."""
-        if not self.mutex.acquire(timeout=ANSWER_WAIT):
-            raise ReplyTimeout("the session is busy")
 
 
 class Pool(Generic[P]):
@@ -234,45 +193,6 @@ class Pool(Generic[P]):
         # drops no database with a connection to it.
         if connection.alias == NO_DB_ALIAS:
             self.close()
-
-
-class ServerSessions(Pool[S]):
-    """Sessions that are closed by a thread, before the server does it for their ttl."""
-
-    TIDY_ABOVE = 0
-
-    def __init__(self, using: str, kind: type[S], title: str) -> None:
-        """Open sessions of this `kind`; errors begin with `title`."""
-        self._kind = kind
-        self.title = title
-        super().__init__(using)
-
-    def _closed_at_the_end(self) -> Iterable[S]:
-        return self._open
-
-    def _new(self, wrapper: BaseDatabaseWrapper) -> S:
-        try:
-            return self._kind(wrapper, self._epoch)
-        except (DatabaseError, ServerError, ReplyTimeout) as error:
-            raise BackendError(f"{self.title}: {error}") from error
-
-    def _tidy(self) -> None:
-        self._tidy_above = inf  # as long as the thread runs
-        try:
-            threading.Thread(target=self._sweep, name="distlock-idle", daemon=True).start()
-        except RuntimeError:  # no thread to be had: the server will close them
-            self._tidy_above = self.TIDY_ABOVE
-
-    def _sweep(self) -> None:
-        while (session := self._take_oldest()) is not None:
-            # Half of the ttl at most: by then the server has not closed it yet.
-            left = session.used_at + min(IDLE, session.ttl / 2) - monotonic()
-            if left <= 0:
-                session.close()
-            else:
-                self._idle.appendleft(session)
-                sleep(left)
-        self._tidy_above = self.TIDY_ABOVE
 
 
 def sever(fd: int) -> None:
