@@ -104,9 +104,8 @@ def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any
     """Return the function that builds a pool from the settings of such a cache."""
     path = params.get("BACKEND", "")
     cache = import_string(path)
-    if path.startswith("django_redis.") or any(
-        base.__module__.startswith("django_redis.") for base in cache.__mro__
-    ):
+    modules = [base.__module__ for base in cache.__mro__]
+    if any(module.startswith("django_redis.") for module in modules):
         client = params.get("OPTIONS", {}).get("CLIENT_CLASS", "")
         if "ShardClient" in client:
             raise ImproperlyConfigured(
@@ -114,7 +113,7 @@ def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any
                 "a lock needs an alias with one server, DefaultClient or SentinelClient."
             )
         return _django_redis
-    if any(base.__module__ == "django.core.cache.backends.redis" for base in cache.__mro__):
+    if "django.core.cache.backends.redis" in modules:
         return _django
     raise ImproperlyConfigured(
         f"CACHES[{alias!r}] is not a Redis cache (BACKEND {path!r}): "
