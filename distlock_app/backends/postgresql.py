@@ -54,8 +54,7 @@ OURS = """
 OF_KEY = " AND lock.classid = $3::oid AND lock.objid = $4::oid"
 
 LOCKS = f"""
-    SELECT lock.pid, lock.mode, activity.query, lock.classid, lock.objid,
-           (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+    SELECT lock.pid, lock.mode, activity.query, lock.classid, lock.objid, {NOW_US},
            (extract(epoch FROM activity.state_change) * 1000000)::bigint,
            (SELECT count(*) FROM pg_locks AS waiter
              WHERE waiter.locktype = 'advisory' AND NOT waiter.granted
