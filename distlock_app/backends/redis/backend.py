@@ -20,7 +20,7 @@ from ..base import GuardedWrites, batches
 from .alias import where
 from .checks import check_server, check_sharing
 from .cluster import Cluster, slot_of
-from .people import BATCH, ForPeople, about, milliseconds, part_of
+from .people import BATCH, ForPeople, about, milliseconds, part_of, refuse_wrong_prefix
 from .pool import Pool, Servers
 from .scripts import (
     ACQUIRE,
@@ -72,12 +72,11 @@ class RedisBackend(ForPeople, GuardedWrites):
         `replicas_timeout` seconds is not granted.
         """
         super().__init__(alias=alias, location=location)
+        refuse_wrong_prefix(alias, prefix)
         self._prefix = prefix
         self._channels = f"{prefix}:wake:"
         try:
             self._recipe, self._nodes = where(location, cluster)
-            if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
-                raise ImproperlyConfigured("PREFIX must be text without braces or blanks.")
             if type(replicas) is not int or replicas < 0:
                 raise ImproperlyConfigured("REPLICAS must be a whole number.")
             longest = self._recipe.connection_kwargs["socket_timeout"]

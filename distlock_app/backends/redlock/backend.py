@@ -16,7 +16,7 @@ from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import batches
 from ..redis.alias import recipe, server_of
-from ..redis.people import about, milliseconds
+from ..redis.people import about, milliseconds, refuse_wrong_prefix
 from ..redis.scripts import Script, bulks
 from .checks import check_nodes
 from .clock import ServerClock
@@ -50,10 +50,8 @@ class RedlockBackend(ForPeople):
     def __init__(self, *, alias: str, location: Any = None, prefix: str = "distlock") -> None:
         """`prefix` begins every key and channel; the caches' own KEY_PREFIX is not used."""
         super().__init__(alias=alias, location=location)
-        where = f"DISTLOCK[{alias!r}]"
-        self._nodes = _checked(where, location)
-        if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
-            raise ImproperlyConfigured(f"{where}: PREFIX must be text without braces or blanks.")
+        self._nodes = _checked(f"DISTLOCK[{alias!r}]", location)
+        refuse_wrong_prefix(alias, prefix)
         self._prefix = f"{prefix}:redlock:"
         self._head = lru_cache(maxsize=4096)(self._make_head)
         self._start()
