@@ -241,10 +241,8 @@ class PostgreSQL(Dialect):
             cursor.execute(statement.replace("{nowait}", "NOWAIT" * (wait == 0)))
         except Exception as error:
             # Cancelled by a person, it says what it says after its time.
-            refused = code_of(error) == "55P03" or (
-                code_of(error) == "57014" and deadline.remaining() == 0
-            )
-            if not refused:
+            timed_out = code_of(error) == "57014" and deadline.remaining() == 0
+            if not timed_out and code_of(error) != "55P03":
                 raise
             cursor.execute("ROLLBACK TO SAVEPOINT distlock")
             return Busy()
