@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...claims import Claim, Grant
 from ...errors import BackendError
@@ -15,7 +14,7 @@ from .extending import Extending
 from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
 from .people import ForPeople
-from .queues import Waiter, WaiterQueues
+from .queues import WaiterQueues
 
 S = TypeVar("S", bound=LockSession)
 
@@ -73,8 +72,11 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         return self._wait_in_queue(claim, deadline)
 
     def _wait_in_queue(self, claim: Claim, deadline: Deadline) -> Grant | None:
+        """Enter the queue of this process: its first waits on the server for all."""
         attempt, gate = 0, Gate()
-        waiter = self._enqueue(claim, lambda _: gate.open())
+        with self._mutex:
+            self._refuse_what_was_given_up(claim)
+            waiter = self._queues.enqueue((claim.key, claim.owner), lambda _: gate.open())
         try:
             while True:
                 pause = SLICE
@@ -91,12 +93,6 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
                     return None
         finally:
             self._queues.leave(waiter)
-
-    def _enqueue(self, claim: Claim, wake: Callable[[Any], None]) -> Waiter:
-        """Enter the queue of this process: its first waits on the server for all."""
-        with self._mutex:
-            self._refuse_what_was_given_up(claim)
-            return self._queues.enqueue((claim.key, claim.owner), wake)
 
     def _lead(self, claim: Claim, wait: float) -> Grant | None:
         """Wait on the server; only try if as many sessions wait there as may."""
