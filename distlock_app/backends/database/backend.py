@@ -98,18 +98,18 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             return None
         queues = self._sessions.queues
         waiter = queues.waiter_of(claim_key_of(claim))
-        first = True
+        waits = False  # on the server
         if waiter is not None and waiter.queue is not None:
             if waiter.connection is not None:
                 return None  # another one leads, or did: it is not to wait for that one
             if not queues.leads(waiter):
                 return Busy()
             queued = waiter.queue.connection
-            if not waiter.asked or (queued is not None and queued.wake_fd and queued.called()):
+            waits = queued is not None and queued.wake_fd is not None
+            if not waiter.asked or (waits and queued.called()):
                 return None
-            first = queued is None or queued.wake_fd is None
         try:
-            return self._ask(partial(members.look, claim, self.poll_max if first else None))
+            return self._ask(partial(members.look, claim, None if waits else self.poll_max))
         except Contended:
             return Busy()
 
