@@ -149,7 +149,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             return self._ask(release, again=partial(self._release_again, grant), urgent=True)
         finally:
             if queued is not None:
-                self._leave(claim)  # after the row, for this calls the next one
+                self._close_connection_of(claim)  # after the row, for this calls the next one
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for the queue of this process, or at the deadline for this claim alone."""

@@ -28,7 +28,7 @@ class Extending(Requests):
             lambda s: s.dialect.extend(s.cursor, claim, ttl, exactly=exactly), urgent=True
         )
         if not ours:
-            self._leave(claim)
+            self._close_connection_of(claim)
         return ours
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
@@ -47,10 +47,11 @@ class Extending(Requests):
                 for index, answer in zip(batch, answers, strict=True):
                     results[index] = answer
                     if answer is False:
-                        self._leave(work[index][0].claim)
+                        self._close_connection_of(work[index][0].claim)
         return results
 
-    def _leave(self, claim: Claim) -> None:
+    def _close_connection_of(self, claim: Claim) -> None:
+        """Close the connection that stays with a claim, if one does: that calls the next one."""
         queued = self._sessions.queued.pop(claim_key_of(claim), None)
         if queued is not None:
             queued.give_up()

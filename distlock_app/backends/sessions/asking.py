@@ -24,7 +24,7 @@ S = TypeVar("S", bound=LockSession)
 
 
 class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
-    """LOCATION is an alias of DATABASES; each lock has a session of its own while it is held."""
+    """Knows which session of this process has which lock, and asks the server by others."""
 
     vendor: ClassVar[str]
     session_type: ClassVar[type[Any]]
