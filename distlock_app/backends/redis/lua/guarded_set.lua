@@ -16,5 +16,5 @@ if ARGV[4] == '0' then
 else
   redis.call('SET', KEYS[7], ARGV[3], 'PX', ARGV[4])
 end
-if ARGV[5] == '1' then give_up(token) end
+if ARGV[5] == '1' then give_up() end
 return 1

@@ -20,5 +20,5 @@ end
 
 local was_mine = mine or is_member()
 if was_mine and ARGV[3] then return 0 end
-give_up(token)
+give_up()
 return was_mine and 1 or 0

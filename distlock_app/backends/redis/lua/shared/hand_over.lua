@@ -41,14 +41,14 @@ local function hand_over(me)
   return granted
 end
 
--- Take away what `owner` holds or waits for, and let the next in.
-local function give_up(owner)
+-- Take away what this token holds or waits for, and let the next in.
+local function give_up()
   if mine then
     redis.call('DEL', lock)
     held = false
   else
     drop_expired()
-    drop(owner)
+    drop(token)
   end
   if not held then hand_over('') end
 end
