@@ -113,8 +113,7 @@ def range_of(prefix: str) -> dict[str, Any]:
 
 def put(key: str, value: str, lease: Lease) -> dict[str, Any]:
     """Return the request that writes a key with a lease."""
-    put = {"key": encoded(key), "value": encoded(value), "lease": lease.id}
-    return {"request_put": put}
+    return {"request_put": {"key": encoded(key), "value": encoded(value), "lease": lease.id}}
 
 
 def delete(key: str) -> dict[str, Any]:
