@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -169,6 +170,15 @@ def end_the_transaction_in_a_child():
         answers.append(in_child(work))
         held = bool(list(backend.holders()))
     return {"children": answers, "held": held, "free": not list(backend.holders())}
+
+
+def modules_of_the_first_lock(using):
+    """Return what is imported by the first lock of a process, once its backend is made."""
+    _ = registry[using]
+    before = set(sys.modules)
+    with Lock("a", using=using):
+        pass
+    return sorted(sys.modules.keys() - before)
 
 
 def fork_while_threads_lock(forks):

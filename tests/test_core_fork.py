@@ -49,3 +49,22 @@ def test_a_child_forked_while_other_threads_lock_does_not_hang(processes):
     worker = processes.start("tests.core_workers:fork_while_threads_lock", forks=15)
 
     assert worker.result() == ["fine"] * 15
+
+
+@pytest.mark.parametrize(
+    ("using", "server"),
+    [
+        ("redis", "redis_url"),
+        ("cluster", "cluster_urls"),
+        ("quorum", "redlock_urls"),
+        ("etcd", "etcd_url"),
+        ("zookeeper", "zookeeper_url"),
+    ],
+)
+def test_the_first_lock_imports_nothing_of_which_a_fork_would_leave_a_half(
+    using, server, processes, request
+):
+    request.getfixturevalue(server)
+
+    worker = processes.start("tests.core_workers:modules_of_the_first_lock", using=using)
+    assert worker.result() == []

@@ -151,6 +151,17 @@ def test_a_release_of_somebody_elses_lock_is_accused():
     assert found == {"releases only its own"}
 
 
+def test_an_old_master_that_still_knows_the_lock_explains_its_release():
+    first = hold("1", 1.0, 2.5, fence=1)
+
+    def found(end):
+        failover = Fault("failover", 0.5, end, forgets=True)
+        return accused(first, hold("2", 2.2, 3.0, fence=2), faults=[failover])
+
+    assert found(2.1) == set()
+    assert found(0.6) == {"one at a time", "releases only its own"}
+
+
 def test_a_grant_that_was_forgotten_before_it_was_heard_accuses_nobody():
     """Killed sessions: 2 was granted first, 1 next; but 2 heard of it after 1 did."""
     slow = hold("2", 1.3, 1.4, asked=0.5, fence=1, answer="lost")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import encodings.ascii
+import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import islice

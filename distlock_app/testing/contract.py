@@ -223,7 +223,7 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
     def test_a_waiter_that_withdraws_leaves_the_queue_and_a_holder_keeps_its_lock(self) -> None:
         self.needs("expires")  # else no owner has several claims
         if self.backend.blocks:
-            return
+            raise SkipTest("it waits on its server, within acquire()")
         name = self.name()
         holder = self.take(name)
         first, second = (Waiter(self.backend, name, fair=True, stable=True) for _ in range(2))

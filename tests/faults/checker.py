@@ -141,12 +141,15 @@ def _surely_later(history: History, one: Attempt, other: Attempt) -> bool:
 
 
 def foreign_releases(history: History, held: list[Attempt]) -> Iterator[Accusation]:
-    """Accuse a release() that said yes though somebody else had got the lock before it."""
+    """Accuse a release() that said yes though somebody else had got the lock before it.
+
+    What an engine forgot explains that, too: after a failover, the old master may still know it.
+    """
     sure = [a for a in held if a.ours is not None]
     for attempt, later in pairwise(sure):
         if attempt.answer != "released" or _got(later) >= (attempt.over or 0.0):
             continue
-        if _surely_later(history, attempt, later):
+        if _surely_later(history, attempt, later) and not _forgot(history, attempt, later):
             text = f"{attempt.id} released {attempt.name}, which {later.id} had got"
             yield Accusation("releases only its own", _got(later), text)
 

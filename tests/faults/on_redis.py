@@ -170,11 +170,15 @@ class Sentinel(Redis):
         self._until_one_master()
 
     def _until_one_master(self) -> None:
-        # Until the Sentinel tells it, seconds later, an old master is one for whoever asks it.
+        # Until the Sentinel tells it, seconds later, an old master is one for whoever asks it. A
+        # failover that has begun goes on, though the old master is back.
         def agreed() -> bool:
             master = self._master()
+            calm = b"\r\nflags\r\n$6\r\nmaster\r\n" in self.sentinel.tell("SENTINEL masters")
             said = [server.tell("INFO replication") for server in self.servers]
-            return all((b"role:master" in one) == (at == master) for at, one in enumerate(said))
+            return calm and all(
+                (b"role:master" in one) == (at == master) for at, one in enumerate(said)
+            )
 
         self._until(agreed)
 

@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.connection import ConnectionPool
+from redis.connection import Connection, ConnectionPool
 from redis.retry import Retry
 
 # The default of redis-py since 8.0; older ones wait forever.
@@ -36,6 +36,9 @@ _NOT_OURS = (
     "maint_notifications_config",
     "maint_notifications_pool_handler",
 )
+
+# The first one imports modules: a fork meanwhile would leave a child with half of them.
+Connection()  # type: ignore[no-untyped-call]
 
 
 def recipe(alias: str) -> Any:
@@ -106,7 +109,7 @@ def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any
     cache = import_string(path)
     modules = [base.__module__ for base in cache.__mro__]
     if any(module.startswith("django_redis.") for module in modules):
-        client = params.get("OPTIONS", {}).get("CLIENT_CLASS", "")
+        client = (params.get("OPTIONS") or {}).get("CLIENT_CLASS", "")
         if "ShardClient" in client:
             raise ImproperlyConfigured(
                 f"CACHES[{alias!r}] spreads its keys over several servers (ShardClient): "

@@ -49,10 +49,10 @@ def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckM
             )
         )
     for name, fact in facts.items():
-        if int(fact.get("connected_slaves", 0)) < replicas:
+        if (connected := int(fact.get("connected_slaves", 0))) < replicas:
             messages.append(
                 Warning(
-                    f"Redis {name!r} has {fact['connected_slaves']} replicas, but REPLICAS of "
+                    f"Redis {name!r} has {connected} replicas, but REPLICAS of "
                     f"DISTLOCK[{alias!r}] requires {replicas}: it grants no lock.",
                     hint="Add replicas, or lower REPLICAS.",
                     id="distlock_app.W016",

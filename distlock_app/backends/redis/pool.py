@@ -148,8 +148,9 @@ class Pool(Servers):
         return [self]
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        with suppress(IndexError):  # another thread may take the last one meanwhile
+            while True:
+                self._idle.pop().close()
 
     def exchange(
         self, script: Script | None, requests: Sequence[bytes], repeat: bool = True

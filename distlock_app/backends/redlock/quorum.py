@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from redis.exceptions import AuthenticationError
 
@@ -103,11 +104,11 @@ class Quorum:
     def close(self) -> None:
         """Disconnect what is idle; what is in use goes with its last vote."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
-        for node in self.nodes:
-            while node.fresh:
-                node.fresh.pop().close()
+        kept: list[deque[Any]] = [self._idle, *(node.fresh for node in self.nodes)]
+        for idle in kept:
+            with suppress(IndexError):  # another thread may take the last one meanwhile
+                while True:
+                    idle.pop().close()
 
     def _take(self) -> NodeConnections:
         try:
