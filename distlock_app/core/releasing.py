@@ -72,7 +72,9 @@ class Releaser:
         """Have `gives_back` done, or `ask` if nobody shares the claim."""
         if grant.claim.stable:
             ask = gives_back(backend, grant)
-        self._give_back(backend, grant, ask)
+        release = Release(backend, grant, monotonic() + grant.claim.ttl, ask=ask)
+        self._under_way.add(release)
+        self._put(release)
 
     def release_later(self, lease: Lease, ask: Callable[[], bool]) -> None:
         """Release `lease` unless it is taken again first. Never blocks; safe in a finalizer."""
@@ -96,7 +98,7 @@ class Releaser:
         if callbacks is None:
             return
         if not lease.backend.expires:
-            self._give_back(lease.backend, lease.grant)
+            self.give_back(lease.backend, lease.grant)
         report_lost(lease, reason, callbacks)
 
     def ended(self, lease: Lease, was_ours: bool) -> None:
@@ -111,13 +113,6 @@ class Releaser:
         end = monotonic() + EXIT_PATIENCE
         while (lease.release_pending if lease else self._under_way) and monotonic() < end:
             sleep(0.001)
-
-    def _give_back(
-        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
-    ) -> None:
-        release = Release(backend, grant, monotonic() + grant.claim.ttl, ask=ask)
-        self._under_way.add(release)
-        self._put(release)
 
     def _end(self, release: Release, lease: Lease) -> None:
         if lease.end_if_unused():
