@@ -144,12 +144,15 @@ class Attempt:
         if self.lock.on_lost is not None:
             hold.on_lost(self.lock.on_lost)
 
-    def give_back(self, claim: Claim, error: BaseException) -> None:
-        """Have released what may have been granted without our hearing of it."""
-        if isinstance(error, Exception):
+    def give_back(self, claim: Claim, *, at_once: bool) -> None:
+        """Have released what may have been granted without our hearing of it.
+
+        `at_once`, by Ctrl-C: the process may end before a worker could do it.
+        """
+        if not at_once:
             releaser.give_back(self.backend, Grant(claim))
             return
-        with suppress(Exception):  # Ctrl-C: the process may end before a worker could do it
+        with suppress(Exception):
             gives_back(self.backend, Grant(claim))()
 
     def opened(self, claim: Claim, error: BackendError, *, entered: bool = False) -> Hold:
@@ -202,7 +205,7 @@ class Attempt:
 
     def failed(self, claim: Claim, error: BackendError) -> dict[str, Any]:
         """Give back what may have been granted; return what the signal of that says."""
-        self.give_back(claim, error)
+        self.give_back(claim, at_once=False)
         opened = registry[self.lock.using].stand_in is not None
         return {**self.facts(), "error": str(error), "opened": opened}
 

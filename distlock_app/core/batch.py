@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from ..backends.base import BaseLockBackend
@@ -14,7 +13,6 @@ from ..primitives.timing import monotonic, trusted_for
 from .acquiring import Attempt
 from .hold import Hold
 from .registry import registry
-from .releasing import gives_back, releaser
 from .wakers import Waker
 
 
@@ -74,9 +72,5 @@ class Together:
         """Release what may have been granted; `at_once` if this process may end soon."""
         for hold in self.holds:
             hold.abandon()
-        for claim in self.claims if at_once else self.claims[len(self.holds) :]:
-            if at_once:
-                with suppress(Exception):
-                    gives_back(self.backend, Grant(claim))()
-            else:
-                releaser.give_back(self.backend, Grant(claim))
+        for attempt, claim in self.asked if at_once else self.asked[len(self.holds) :]:
+            attempt.give_back(claim, at_once=at_once)

@@ -161,7 +161,7 @@ class Lock(WithBlock[Hold]):
             if hold is not None:
                 hold.leave(error, unused=True)
             else:
-                attempt.give_back(claim, error)
+                attempt.give_back(claim, at_once=not isinstance(error, Exception))
             raise
 
     async def aacquire(self, wait: float | None = UNSET) -> Hold:
