@@ -285,6 +285,11 @@ class AllOf(WithBlock[Holds]):
         )
 
 
+def one_or_all(holds: list[Hold]) -> Hold:
+    """Return the hold of a lock on one alias, or the `Holds` of a lock on several."""
+    return holds[0] if len(holds) == 1 else Holds(holds)  # type: ignore[return-value]
+
+
 def _in_order(taken: dict[int, Hold]) -> Holds:
     return Holds(taken[index] for index in sorted(taken))
 
@@ -320,4 +325,4 @@ def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "def
     if not found or None in found:
         what = "no lock is held here" if name is None else f"{shown(name)!r} is not held"
         raise NotHeld(what)
-    return found[0] if len(found) == 1 else Holds(found)  # type: ignore[return-value]
+    return one_or_all(found)

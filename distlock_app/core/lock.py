@@ -21,7 +21,7 @@ from ..primitives.names import shown
 from ..signals import asend, lock_acquired, lock_busy, lock_failed, send
 from .acquiring import UNSET, Attempt
 from .entered import WithBlock
-from .groups import AllOf, Holds
+from .groups import AllOf, one_or_all
 from .handover import parts_of, unpacked
 from .hold import Hold
 from .limits import LONG_TTL, check_max_hold, checked_ttl, checked_wait
@@ -242,8 +242,7 @@ class Lock(WithBlock[Hold]):
         parts = [cls._resuming(part, True, None) for part in parts_of(text)]
         for attempt, grant in parts:
             releaser.give_back(attempt.backend, grant)
-        holds = [attempt.opened(grant.claim, error) for attempt, grant in parts]
-        return holds[0] if len(holds) == 1 else Holds(holds)  # type: ignore[return-value]
+        return one_or_all([attempt.opened(grant.claim, error) for attempt, grant in parts])
 
     @classmethod
     def _resuming(cls, text: str, renew: bool, max_hold: float | None) -> tuple[Attempt, Grant]:
@@ -306,8 +305,7 @@ def _resumed(parts: list[tuple[Attempt, Grant]], answers: list[bool]) -> Hold:
                 releaser.give_back(attempt.backend, grant)
         name = shown(parts[0][0].lock.name)
         raise LockLost(f"the lock {name!r} was not resumed in time, or was already released")
-    holds = [attempt.hold(grant, attempt.started) for attempt, grant in parts]
-    return holds[0] if len(holds) == 1 else Holds(holds)  # type: ignore[return-value]
+    return one_or_all([attempt.hold(grant, attempt.started) for attempt, grant in parts])
 
 
 def all_of(*locks: Lock) -> AllOf:
