@@ -14,7 +14,7 @@ connection. A leased row excludes transactions, a locked row excludes `Lock`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -120,28 +120,24 @@ def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
     left = deadline.remaining()
     if attempt.wait and left is not None:
         left = max(left, 0.001)  # 0 would mean a single try, not the end of a wait
-
-    def release(grant: Grant) -> bool:
-        """Release at the commit: until then the UPDATE keeps the row locked."""
-        dropped = partial(releaser.give_back, attempt.backend, grant)
-        transactions.call_at_end(
-            connection, committed=lambda: None, dropped=dropped, savepoints=True
-        )
-        released = backend.release_at_commit(grant)
-        if not released:  # the row has another owner by now, and may be locked
-            connection.set_rollback(True)
-        return released
-
-    return _lease(attempt, left, release)
+    return _lease(attempt, left, backend, connection)
 
 
-def _lease(attempt: Attempt, wait: float | None, release: Callable[[Grant], bool]) -> int:
-    """Wait for the name in turn with every `Lock`, take a lease, and call `release` with it."""
+def _lease(attempt: Attempt, wait: float | None, backend: InTransaction, connection: Any) -> int:
+    """Wait for the name in turn with every `Lock`, take a lease, and release it at the commit.
+
+    Until the commit, the UPDATE of that release keeps the row locked.
+    """
     waker = Waker()
     claim = attempt.claim(waker)
     try:
         grant, _ = acquired(attempt.backend, claim, wait, waker)
-        if not release(grant):
+        dropped = partial(releaser.give_back, attempt.backend, grant)
+        transactions.call_at_end(
+            connection, committed=lambda: None, dropped=dropped, savepoints=True
+        )
+        if not backend.release_at_commit(grant):
+            connection.set_rollback(True)  # the row has another owner by now, and may be locked
             raise LockLost(
                 f"this process was stopped just after it got {shown(claim.name)!r}, whose lease has"
                 " ended: restart the transaction"
