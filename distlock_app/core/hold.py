@@ -17,7 +17,7 @@ from ..primitives.timing import monotonic
 from ..signals import lock_released, send
 from .ending import Ending
 from .handover import packed
-from .lease import GONE
+from .lease import GONE, REFUSED
 from .limits import MIN_TTL, checked_ttl
 from .offloading import in_thread
 from .releasing import releaser
@@ -164,8 +164,7 @@ class Hold(Ending):
         asked_at = monotonic()
         ttl = lease.capped(lease.ttl) if lease.renews else 0.0
         if not backend.pin(lease.grant, ttl):
-            releaser.lose(lease, GONE)
-            raise self._lost_error()
+            self._lose(GONE)
         lease.pin()
         transactions.call_at_end(
             connection,
@@ -201,7 +200,7 @@ class Hold(Ending):
                 "guarded_set(release=True) cannot release: another hold of the lock is open"
             )
         if not backend.guarded_set(self._lease.grant, key, value, ttl=ttl, release=release):
-            self._refused_write()
+            self._lose(REFUSED)
         if release:
             self._lease.remove_hold(self)
             timer.cancel(self._lease)
@@ -220,7 +219,7 @@ class Hold(Ending):
         backend = self._guarding("guarded_script()")
         answer = backend.guarded_script(self._lease.grant, script, keys, args)
         if answer is None:
-            self._refused_write()
+            self._lose(REFUSED)
         return answer
 
     def enter(self, *, inside: bool = True) -> Hold:
@@ -235,8 +234,8 @@ class Hold(Ending):
             raise LockError(f"the backend of alias {self._lease.alias!r} has no {what}")
         return backend
 
-    def _refused_write(self) -> NoReturn:
-        releaser.lose(self._lease, "the backend refused the guarded write")
+    def _lose(self, why: str) -> NoReturn:
+        releaser.lose(self._lease, why)
         raise self._lost_error()
 
     def _waits_for_commit(self) -> bool:
@@ -274,8 +273,7 @@ class Hold(Ending):
 
     def _extended(self, ttl: float, asked_at: float, answer: bool) -> None:
         if not answer:
-            releaser.lose(self._lease, GONE)
-            raise self._lost_error()
+            self._lose(GONE)
         self._lease.extended(ttl, asked_at=asked_at)
         self.check()  # the answer may have come too late
         renewer.watch(self._lease)

@@ -16,6 +16,7 @@ from ..primitives.timing import DRIFT_FACTOR, DRIFT_FLOOR, monotonic, trusted_fo
 # Why a lease is lost.
 LATE = "it was not renewed in time"
 GONE = "the backend reports that it is gone or has another owner"
+REFUSED = "the backend refused the guarded write"
 
 
 class Process:
