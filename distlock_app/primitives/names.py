@@ -89,6 +89,6 @@ def shown(name: str) -> str:
     """
     if len(name) <= SHOWN_LENGTH and name.isprintable():
         return str(name)
-    cut = name if len(name) <= SHOWN_LENGTH else name[: SHOWN_LENGTH - 1] + "…"
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    # One more than fits shows that there is more: no escape is shorter than its character.
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name[: SHOWN_LENGTH + 1])
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
