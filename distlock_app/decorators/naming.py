@@ -18,7 +18,7 @@ from typing import Any
 from django.db import models
 
 from ..primitives.calls import path_of
-from ..primitives.names import Made
+from ..primitives.names import Made, checked
 
 _FIELD = re.compile(r"(?P<root>[^\W\d]\w*)(?P<rest>(\.\w+|\[[^\[\]{}]+\])*)")
 _STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
@@ -36,11 +36,7 @@ class NameTemplate:
     """
 
     def __init__(self, template: str) -> None:
-        if not isinstance(template, str):
-            raise TypeError(f"the name of a lock must be a str, not {type(template).__name__}")
-        if not template:
-            raise ValueError("the name of a lock must not be empty")
-        self.template = template
+        self.template = checked(template)
         self._parts = _parts(template)
         self.fields = any(field for _, field in self._parts)
         self._quoted = {"%", ":"}
