@@ -256,8 +256,8 @@ def _value(field: str, values: Mapping[str, Any]) -> Any:
 
 def _has_own_text(value: Any) -> bool:
     """Whether the class defines its own text; `repr` often shows an address."""
-    texts: list[Any] = [type(value).__str__, object.__str__]
-    return texts[0] is not texts[1] and not isinstance(value, (bytes, BaseException, type))
+    cls: Any = type(value)
+    return cls.__str__ is not object.__str__ and not isinstance(value, bytes | BaseException | type)
 
 
 def _percent(character: str) -> str:
