@@ -96,9 +96,9 @@ class Leader:
                     *(shown(self._lock.name), error),
                     extra=fields("not_elected", ", ".join(aliases), error=str(error)),
                 )
-            if failure is not None and not again:
-                raise failure
             if not again:
+                if failure is not None:
+                    raise failure
                 return
             await asyncio.sleep(full_jitter(failures, base=RETRY_MIN, cap=RETRY_MAX))
             failures += 1
