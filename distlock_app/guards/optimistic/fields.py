@@ -175,9 +175,8 @@ class TimestampVersionField(AnyVersionField, models.DateTimeField):  # type: ign
 
     def first(self) -> datetime:
         now = timezone.now()
-        return (
-            now - (now - now.replace(hour=0, minute=0, second=0, microsecond=0)) % self.resolution
-        )
+        midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        return now - (now - midnight) % self.resolution
 
     def after(self, version: datetime) -> datetime:
         return max(self.first(), version + self.resolution)
