@@ -189,11 +189,11 @@ def with_versions(manager: Any) -> Any:
 
     class VersionedRelatedManager(manager):  # type: ignore[misc]
         def add(self, *objs: Any, bulk: bool = True) -> None:
-            rows: Any = VersionedQuerySet(self.model)
             if not bulk or not all(isinstance(obj, self.model) for obj in objs):
                 return super().add(*objs, bulk=bulk)  # type: ignore[no-any-return]
-            rows = rows.using(router.db_for_write(self.model, instance=self.instance))
-            with transaction.atomic(using=rows.db):
+            using = router.db_for_write(self.model, instance=self.instance)
+            rows: Any = VersionedQuerySet(self.model, using=using)
+            with transaction.atomic(using=using):
                 before = rows._versions(objs, lock=True)
                 super().add(*objs, bulk=bulk)
                 written = rows._versions(objs)
@@ -201,6 +201,6 @@ def with_versions(manager: Any) -> Any:
                     expected = obj.__dict__.get(self.model._version_field.attname)
                     # A stale object stays stale.
                     if expected is not None and before.get(obj.pk) == expected:
-                        obj._version_written(written[obj.pk], expected, rows.db)
+                        obj._version_written(written[obj.pk], expected, using)
 
     return VersionedRelatedManager
