@@ -101,9 +101,8 @@ def _refusal(request: Any, error: Exception) -> HttpResponse:
     else:
         status = 412 if "If-Match" in request.headers else 409
         text = gettext("Another user changed this meanwhile. Read it again before you change it.")
-    if request.get_preferred_type(["text/plain", "text/html", "application/json"]) == (
-        "application/json"
-    ):
+    wanted = request.get_preferred_type(["text/plain", "text/html", "application/json"])
+    if wanted == "application/json":
         response: HttpResponse = JsonResponse({"detail": text}, status=status)
     else:
         response = HttpResponse(text, content_type="text/plain; charset=utf-8", status=status)
