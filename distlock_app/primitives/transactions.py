@@ -91,10 +91,10 @@ async def check_caller(name: str) -> None:
         blocks = await sync_to_async(open_blocks)()
     except RuntimeError:  # that thread waits no longer, or it runs this loop: nothing is sent to it
         return
-    for connection in blocks:
+    if blocks:
         raise LockError(
             f"The lock {name[:200]!r} is taken by a task that async_to_sync() began inside "
-            f"atomic() on {connection.alias!r}: it would be released before the commit. Take it "
+            f"atomic() on {blocks[0].alias!r}: it would be released before the commit. Take it "
             'around that atomic(), or Lock(..., release="now") for what is not in the database.'
         )
 
