@@ -278,7 +278,7 @@ class AllOf(WithBlock[Holds]):
         return None if None in waits else max(w for w in waits if w is not None)
 
     def _order(self) -> list[tuple[int, Any]]:
-        # The same order for everybody, by what the engines compare: otherwise A-B and B-A
+        # The same order for everybody, by what the backends compare: otherwise A-B and B-A
         # wait for each other.
         return sorted(
             enumerate(self.locks), key=lambda x: (x[1].using, names.key_of(x[1].name), x[0])

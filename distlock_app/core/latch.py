@@ -43,8 +43,8 @@ class Latch:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"count must be a whole number of 1 or more, not {self.count!r}")
         if not self._backend.latches:
-            engine = type(self._backend).__name__
-            raise ValueError(f"a Latch is not possible with {engine} (alias {self.using!r})")
+            kind = type(self._backend).__name__
+            raise ValueError(f"a Latch is not possible with {kind} (alias {self.using!r})")
 
     def count_down(self, *, by: str | None = None) -> int:
         """Count one more as done; return how many are left.

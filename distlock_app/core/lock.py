@@ -32,7 +32,7 @@ from .releasing import releaser
 from .waiting import acquired, arun
 from .wakers import AsyncWaker, Waker
 
-# What every backend can do: see `_check_engines`.
+# What most locks leave as it is and every backend can do; `_check_special` checks the others.
 PLAIN = (False, False, 1, None, 0.0, None)
 
 
@@ -87,11 +87,11 @@ class Lock(WithBlock[Hold]):
             raise ImproperlyConfigured(f"atomic={self.atomic!r} is not an alias of DATABASES")
         asked = (self.shared, self.fair, self.limit, self.owner, self.at_least, self.on_lost)
         if asked != PLAIN or self.using.__class__ is tuple:
-            self._check_engines()
+            self._check_special()
         else:
             registry[self.using]  # type: ignore[index]
 
-    def _check_engines(self) -> None:
+    def _check_special(self) -> None:
         if self.at_least:
             checked_ttl(self.at_least, "at_least")
         if self.max_hold is not None and self.max_hold < self.at_least:
@@ -105,9 +105,9 @@ class Lock(WithBlock[Hold]):
         if self.owner is not None and not (isinstance(self.owner, str) and self.owner):
             raise ValueError(f"owner must be a name, not {self.owner!r}")
         for alias in aliases_of(self.using):
-            self._check_engine(registry[alias].backend)
+            self._check_backend(registry[alias].backend)
 
-    def _check_engine(self, backend: BaseLockBackend) -> None:
+    def _check_backend(self, backend: BaseLockBackend) -> None:
         for wanted, able, what in (
             (self.shared, backend.shares, "shared=True"),
             (self.fair, backend.queues, "fair=True"),
@@ -117,8 +117,8 @@ class Lock(WithBlock[Hold]):
             (self.at_least, backend.expires, "at_least="),
         ):
             if wanted and not able:
-                engine = type(backend).__name__
-                raise ValueError(f"{what} is not possible with {engine} (alias {backend.alias!r})")
+                kind = type(backend).__name__
+                raise ValueError(f"{what} is not possible with {kind} (alias {backend.alias!r})")
 
     def acquire(self, wait: float | None = UNSET) -> Hold:
         """Take the lock; raise LockBusy (wait=0), LockTimeout or BackendError."""
