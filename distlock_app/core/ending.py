@@ -243,15 +243,15 @@ class Ending(Entered):
         if not isinstance(error, (LockLost, NotHeld)):
             self.released = True
             give_back(self._lease)
-            if isinstance(error, BackendError) and not self._lease.lost:
-                # The body ran under the lock; only the release is late.
-                logger.warning(
-                    "cannot release %r yet: %s",
-                    *(shown(self.name), error),
-                    extra=self.log_fields("released_late", error=str(error)),
-                )
-                return
             if isinstance(error, BackendError):
+                if not self._lease.lost:
+                    # The body ran under the lock; only the release is late.
+                    logger.warning(
+                        "cannot release %r yet: %s",
+                        *(shown(self.name), error),
+                        extra=self.log_fields("released_late", error=str(error)),
+                    )
+                    return
                 error = self._lost_error()
         if exc is None:
             raise error
