@@ -210,7 +210,7 @@ class Attempt:
         return {**self.facts(), "error": str(error), "opened": opened}
 
 
-def leases_of_runner(using: Any, name: str, *, shared: bool = False) -> list[Lease | None]:
+def leases_of_runner(using: Any, name: str, *, shared: bool) -> list[Lease | None]:
     """Return the leases by which the current thread or task holds the mutex `name`, lost or not.
 
     One for each alias, or None.
