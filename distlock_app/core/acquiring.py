@@ -194,20 +194,21 @@ class Attempt:
                 text += f", {kind}: release it before taking it in another mode"
             busy.args = (text,)
 
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments of the signals about acquiring."""
+    def facts(self, **more: Any) -> dict[str, Any]:
+        """Return the arguments of a signal about acquiring, with `more` of them."""
         return {
             "sender": type(self.backend),
             "alias": self.lock.using,
             "name": self.lock.name,
             "waited": monotonic() - self.started,
+            **more,
         }
 
     def failed(self, claim: Claim, error: BackendError) -> dict[str, Any]:
         """Give back what may have been granted; return what the signal of that says."""
         self.give_back(claim, at_once=False)
         opened = registry[self.lock.using].stand_in is not None
-        return {**self.facts(), "error": str(error), "opened": opened}
+        return self.facts(error=str(error), opened=opened)
 
 
 def leases_of_runner(using: Any, name: str, *, shared: bool) -> list[Lease | None]:

@@ -232,7 +232,7 @@ class AllOf(WithBlock[Holds]):
                 return None
             if lock_acquired.receivers:
                 for hold, attempt in zip(holds, together.attempts, strict=True):
-                    send(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+                    send(lock_acquired, attempt.facts(fence=hold.fence))
             return Holds(holds)
         except BackendError as error:
             for facts in together.failed(error):
@@ -259,7 +259,7 @@ class AllOf(WithBlock[Holds]):
                 return None
             if lock_acquired.receivers:
                 for hold, attempt in zip(holds, together.attempts, strict=True):
-                    await asend(lock_acquired, {"fence": hold.fence, **attempt.facts()})
+                    await asend(lock_acquired, attempt.facts(fence=hold.fence))
             return Holds(holds)
         except BackendError as error:
             for facts in together.failed(error):

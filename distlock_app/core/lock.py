@@ -147,7 +147,7 @@ class Lock(WithBlock[Hold]):
             grant, asked_at = acquired(attempt.backend, claim, attempt.wait, waker)
             hold = attempt.hold(grant, asked_at, entered=entered)
             if lock_acquired.receivers:
-                send(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+                send(lock_acquired, attempt.facts(fence=grant.fence))
             return hold
         except LockBusy as busy:
             attempt.explain(busy)
@@ -194,7 +194,7 @@ class Lock(WithBlock[Hold]):
             )
             hold = attempt.hold(grant, asked_at, entered=entered)
             if lock_acquired.receivers:
-                await asend(lock_acquired, {"fence": grant.fence, **attempt.facts()})
+                await asend(lock_acquired, attempt.facts(fence=grant.fence))
             return hold
         except LockBusy as busy:
             attempt.explain(busy)
