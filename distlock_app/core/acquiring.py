@@ -180,8 +180,8 @@ class Attempt:
                 extra=fields(event, self.lock.using, grant, name=name, key=self.key, waited=waited),
             )
 
-    def explain(self, busy: LockBusy) -> None:
-        """Let the error say so if this runner itself holds the lock."""
+    def busy(self, error: LockBusy) -> dict[str, Any]:
+        """Let the error say so if this runner has the lock; return what the signal of it says."""
         for key, lease in list(self.runner.held.items()):
             if key[:2] != self.lease_key[:2] or not lease.holds or lease.lost:
                 continue
@@ -192,7 +192,9 @@ class Attempt:
                 _, _, shared, limit = key
                 kind = "shared" if shared else f"with limit={limit}" if limit > 1 else "exclusively"
                 text += f", {kind}: release it before taking it in another mode"
-            busy.args = (text,)
+            error.args = (text,)
+        self.note_wait("timeout")
+        return self.facts()
 
     def facts(self, **more: Any) -> dict[str, Any]:
         """Return the arguments of a signal about acquiring, with `more` of them."""

@@ -149,10 +149,8 @@ class Lock(WithBlock[Hold]):
             if lock_acquired.receivers:
                 send(lock_acquired, attempt.facts(fence=grant.fence))
             return hold
-        except LockBusy as busy:
-            attempt.explain(busy)
-            attempt.note_wait("timeout")
-            send(lock_busy, attempt.facts())
+        except LockBusy as error:
+            send(lock_busy, attempt.busy(error))
             raise
         except BackendError as error:
             send(lock_failed, attempt.failed(claim, error))
@@ -196,10 +194,8 @@ class Lock(WithBlock[Hold]):
             if lock_acquired.receivers:
                 await asend(lock_acquired, attempt.facts(fence=grant.fence))
             return hold
-        except LockBusy as busy:
-            attempt.explain(busy)
-            attempt.note_wait("timeout")
-            await asend(lock_busy, attempt.facts())
+        except LockBusy as error:
+            await asend(lock_busy, attempt.busy(error))
             raise
         except BackendError as error:
             await asend(lock_failed, attempt.failed(claim, error))
