@@ -153,12 +153,14 @@ def _lease(attempt: Attempt, wait: float | None, backend: InTransaction, connect
 
 
 @contextmanager
-def transaction_under_lock(name: str, *, using: str = "default", **wait: Any) -> Iterator[int]:
+def transaction_under_lock(
+    name: str, *, wait: float | None = UNSET, using: str = "default"
+) -> Iterator[int]:
     """Open `atomic()` on the database of the lock table, and lock `name` in it first."""
     database = database_of(using)
     begun = connections[database].in_atomic_block
     with transaction.atomic(database):
-        yield begun_under_lock(name, using=using, warn=begun, **wait)
+        yield begun_under_lock(name, wait=wait, using=using, warn=begun)
 
 
 def held_in_transaction(name: str, using: str) -> bool:
