@@ -234,7 +234,7 @@ class Lock(WithBlock[Hold]):
 
     @classmethod
     def _not_resumed(cls, text: str, error: BackendError) -> Hold:
-        """Give up what nobody will resume, once its backend is back; raise `error`, or ON_DOWN."""
+        """Have released what nobody will resume; raise `error`, or go on as ON_DOWN says."""
         parts = [cls._resuming(part, True, None) for part in parts_of(text)]
         for attempt, grant in parts:
             releaser.give_back(attempt.backend, grant)
