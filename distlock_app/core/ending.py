@@ -122,7 +122,7 @@ class Ending(Entered):
         if self._lease.foreign:
             return  # A child of fork() shares the parent's connection: a statement would break it.
         if exc is None and self._lease.doubtful:
-            error = self._lost_error()
+            error = self._lease.lost_error()
             block.__exit__(type(error), error, None)
             raise error
         block.__exit__(exc_type, exc, traceback)
@@ -162,15 +162,6 @@ class Ending(Entered):
         if (unused or isinstance(exc, BROKEN_OFF)) and self._lease.holds == 1:
             self._lease.keep_until = 0.0
 
-    def _lost_error(self) -> LockLost:
-        lease = self._lease
-        why = lease.lost_because or LATE
-        if lease.foreign:
-            why = "a parent process holds it"
-        elif lease.release_asked and not lease.lost:
-            why = "the answer to its release was lost"
-        return LockLost(f"the lock {shown(self.name)!r} may belong to another owner: {why}")
-
     def _begin_release(self) -> bool:
         """Note the release; return whether to send it now."""
         lease = self._lease
@@ -201,7 +192,7 @@ class Ending(Entered):
             if lease.due is not None:
                 timer.cancel(lease)
         elif last is not None and lease.lost:
-            raise self._lost_error()
+            raise lease.lost_error()
         return bool(last)
 
     def _ask_release(self) -> bool:
@@ -221,7 +212,7 @@ class Ending(Entered):
                 if lease.backend.expires:
                     give_back(lease)
                 releaser.lose(lease, LATE, at_release=True)
-                raise self._lost_error() from error
+                raise lease.lost_error() from error
             lease.release_asked |= in_time
             lease.restore_hold()
             self.released = self.entered = False
@@ -237,7 +228,7 @@ class Ending(Entered):
         if lease.lost_because is None and not lease.release_asked:
             releaser.lose(lease, GONE, at_release=True)
         if lease.lost_because is not None:
-            raise self._lost_error()
+            raise lease.lost_error()
 
     def _left_badly(self, error: Exception, exc: BaseException | None) -> None:
         if not isinstance(error, (LockLost, NotHeld)):
@@ -252,7 +243,7 @@ class Ending(Entered):
                         extra=self.log_fields("released_late", error=str(error)),
                     )
                     return
-                error = self._lost_error()
+                error = self._lease.lost_error()
         if exc is None:
             raise error
         about = self.log_fields("not_raised", error=str(error))
@@ -308,4 +299,4 @@ def drop_at_end(lease: Lease, block: int) -> None:
 def check_at_end(lease: Lease) -> None:
     """Raise LockLost before a commit of work done under `lease`, if it is lost by now."""
     if lease.lost and not lease.foreign:
-        raise Ending(lease, release_now=True, released=True)._lost_error()
+        raise lease.lost_error()

@@ -68,7 +68,7 @@ class Hold(Ending):
         if self.released:
             raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
         if self._lease.doubtful:
-            raise self._lost_error()
+            raise self._lease.lost_error()
 
     async def acheck(self) -> None:
         """Like `check`; it costs no request either."""
@@ -236,7 +236,7 @@ class Hold(Ending):
 
     def _lose(self, why: str) -> NoReturn:
         releaser.lose(self._lease, why)
-        raise self._lost_error()
+        raise self._lease.lost_error()
 
     def _waits_for_commit(self) -> bool:
         """Whether a release now, or an earlier one, is that of an open transaction."""

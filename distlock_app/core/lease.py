@@ -9,8 +9,10 @@ from typing import Any, cast
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
+from ..errors import LockLost
 from ..primitives import identity
 from ..primitives.identity import Runner
+from ..primitives.names import shown
 from ..primitives.timing import DRIFT_FACTOR, DRIFT_FLOOR, monotonic, trusted_for
 
 # Why a lease is lost.
@@ -118,6 +120,16 @@ class Lease:
     def doubtful(self) -> bool:
         """Whether it is lost, or may have been released by a request whose answer was lost."""
         return self.release_asked or self.lost
+
+    def lost_error(self) -> LockLost:
+        """Return the error that says so, and why."""
+        why = self.lost_because or LATE
+        if self.foreign:
+            why = "a parent process holds it"
+        elif self.release_asked and not self.lost:
+            why = "the answer to its release was lost"
+        name = shown(self.grant.claim.name)
+        return LockLost(f"the lock {name!r} may belong to another owner: {why}")
 
     def extended(self, ttl: float, *, asked_at: float) -> None:
         """Trust it for `ttl` seconds from `asked_at`; backends never shorten a claim.
