@@ -16,6 +16,7 @@ from django.db import connection, transaction
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all_of, locked
 from distlock_app.core import entered
+from distlock_app.core.acquiring import held_by_runner, release_half_taken
 from distlock_app.core.registry import registry
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
@@ -166,6 +167,18 @@ def test_leaving_a_lost_lock_raises(engine):
         with Lock("a") as hold:
             lose(hold)
     assert not entered._entries
+
+
+@pytest.mark.parametrize("mode", [{}, {"shared": True}, {"limit": 2}], ids=str)
+def test_what_a_signal_kept_from_its_caller_is_released(engine, mode):
+    lock = Lock("a", **mode)
+    before = held_by_runner(lock)
+    hold = lock.acquire()
+
+    release_half_taken(lock, before)
+
+    assert engines.free(engine)
+    del hold
 
 
 def test_what_a_test_takes_away_is_the_lock_of_that_hold_only(engine):

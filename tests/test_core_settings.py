@@ -41,6 +41,7 @@ LOCMEM = {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}
         ({"max_hold": float("nan")}, ValueError),
         ({"limit": 0}, ValueError),
         ({"limit": 1.5}, ValueError),
+        ({"limit": True}, ValueError),
         ({"limit": 2, "shared": True}, ValueError),
         ({"owner": ""}, ValueError),
         ({"owner": 7}, ValueError),

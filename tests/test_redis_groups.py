@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
@@ -110,6 +111,19 @@ def test_free_locks_are_taken_by_one_request(names, asked):
     assert asked == ["acquire_all"]
     assert told == names
     assert free(names)
+
+
+def test_a_backend_need_not_say_when_it_was_asked(names, asked, monkeypatch):
+    real = RedisBackend.acquire_all
+
+    def untimed(self, claims):
+        return [replace(grant, asked_at=None) for grant in real(self, claims)]
+
+    monkeypatch.setattr(RedisBackend, "acquire_all", untimed)
+    with all_of(*locks(names)):
+        pass
+
+    assert "acquire" not in asked
 
 
 def test_tasks_take_them_by_one_request_too(names, asked):

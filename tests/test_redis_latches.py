@@ -9,6 +9,7 @@ from contextlib import suppress
 from time import monotonic, sleep
 
 import pytest
+from django.conf import settings
 
 from distlock_app import BackendError, Latch
 from distlock_app.backends.redis.waiting import Listener
@@ -28,7 +29,7 @@ def name(redis_url):
 
 
 def waiters_of(name, server):
-    return server.hlen(f"distlock:{{0}}:{key_of(name, b'latch')}:w")
+    return server.hlen(f"distlock{settings.SUFFIX}:{{0}}:{key_of(name, b'latch')}:w")
 
 
 def test_all_who_wait_in_processes_and_threads_are_told(processes, name, server):

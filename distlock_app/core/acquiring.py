@@ -213,19 +213,19 @@ class Attempt:
         return self.facts(error=str(error), opened=opened)
 
 
-def leases_of_runner(using: Any, name: str, *, shared: bool) -> list[Lease | None]:
-    """Return the leases by which the current thread or task holds the mutex `name`, lost or not.
+def leases_of_runner(using: Any, name: str, *, shared: bool, limit: int = 1) -> list[Lease | None]:
+    """Return the leases by which the current thread or task holds the lock `name`, lost or not.
 
     One for each alias, or None.
     """
     key, held = names.key_of(name), identity.current_runner().held
-    leases = (held.get((registry[x].backend, key, shared, 1)) for x in aliases_of(using))
+    leases = (held.get((registry[x].backend, key, shared, limit)) for x in aliases_of(using))
     return [lease if lease is not None and lease.holds else None for lease in leases]
 
 
 def held_by_runner(lock: Any) -> list[Lease | None]:
     """Return what the current thread already has of `lock`; see `release_half_taken`."""
-    return leases_of_runner(lock.using, lock.name, shared=lock.shared)
+    return leases_of_runner(lock.using, lock.name, shared=lock.shared, limit=lock.limit)
 
 
 def release_half_taken(lock: Any, held_before: list[Lease | None]) -> None:

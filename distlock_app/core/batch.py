@@ -9,10 +9,10 @@ from ..backends.base import BaseLockBackend
 from ..claims import Claim, Grant
 from ..errors import BackendError
 from ..primitives import transactions
-from ..primitives.timing import monotonic, trusted_for
 from .acquiring import Attempt
 from .hold import Hold
 from .registry import registry
+from .waiting import trusted
 from .wakers import Waker
 
 
@@ -50,13 +50,14 @@ class Together:
         """Return the holds of the grants; None if nothing was granted, or too late."""
         if grants is None:
             return None
-        for grant in grants:
-            ttl = grant.claim.ttl
-            if grant.asked_at is None or monotonic() >= grant.asked_at + trusted_for(ttl):
-                self.give_back()
-                return None
-        for attempt, grant in zip(self.attempts, grants, strict=True):
-            self.holds.append(attempt.hold(grant, grant.asked_at or 0.0))
+        taken = list(zip(self.attempts, grants, strict=True))
+        began = [trusted(grant, attempt.started) for attempt, grant in taken]
+        if None in began:
+            self.give_back()
+            return None
+        for (attempt, grant), since in zip(taken, began, strict=True):
+            assert since is not None
+            self.holds.append(attempt.hold(grant, since))
         return self.holds
 
     @property

@@ -71,7 +71,7 @@ def acquired(
         # Certainly trusted; otherwise compute it exactly.
         if answer.ttl is None and monotonic() < began + claim.ttl / 2:
             return answer, began
-        if (exactly := _trusted(answer, asked_at)) is not None:
+        if (exactly := trusted(answer, asked_at)) is not None:
             return answer, exactly
     waiting[waker] = backend, claim.name
     try:
@@ -121,7 +121,7 @@ def acquiring(
             pause = _seconds(backend, attempt, refusal, free_in, failed=bool(failures))
             answer = yield Pause(deadline.cap(pause), *_wakes(refusal))
         if answer:
-            if (began := _trusted(answer, asked_at)) is not None:
+            if (began := trusted(answer, asked_at)) is not None:
                 return answer, began
             # The process or the network stalled for longer than the lease, which may be over.
             failures += yield from _giving_back(backend, answer)
@@ -171,7 +171,7 @@ def _withdrawing(
             yield Call(backend.withdraw, (claim,))
 
 
-def _trusted(grant: Grant, asked_at: float) -> float | None:
+def trusted(grant: Grant, asked_at: float) -> float | None:
     """Return a time before which the lease cannot begin; None: it may already be over."""
     began = asked_at if grant.asked_at is None else grant.asked_at
     ttl = grant.ttl or grant.claim.ttl  # a backend may grant less than requested
