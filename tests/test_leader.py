@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
+import threading
 import time
 from threading import Event
 
@@ -247,6 +249,25 @@ def test_a_coroutine_that_returns_ends_the_run():
     Leader("a", work, using="locmem").run()
 
     assert not Lock("a", using="locmem").locked()
+
+
+def test_a_signal_that_does_not_wake_the_loop_stops_it():
+    waited, main = [], threading.get_ident()
+
+    def work(ended):
+        until(lambda: sys._current_frames()[main].f_code.co_name == "select")
+        time.sleep(0.05)  # for the system call; if it has not begun by then, this shows nothing
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # not of the loop's thread
+        waited.append(ended.wait(DEADLINE))
+
+    leader = Leader("a", work, using="locmem")
+    before = signal.signal(signal.SIGUSR1, lambda *_: leader.stop())
+    try:
+        leader.run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert waited == [True]
 
 
 @pytest.mark.django_db(transaction=True)

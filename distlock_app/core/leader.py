@@ -22,6 +22,8 @@ from .lock import Lock
 from .offloading import begin_alone
 from .registry import aliases_of, registry
 
+# Seconds for which the loop sleeps at most while the work goes on.
+LOOK_EVERY = 1.0
 # Shortest and longest pause in seconds before retrying a backend that does not answer.
 RETRY_MIN, RETRY_MAX = 0.1, 5.0
 
@@ -119,7 +121,10 @@ class Leader:
         self._end = end
         hold.on_lost(lambda _: loop.call_soon_threadsafe(end))
         try:
-            await asyncio.wait([work])
+            while not work.done():
+                # Python runs the handler of a signal that came just before the loop slept, or in
+                # another thread, when the loop wakes.
+                await asyncio.wait([work], timeout=LOOK_EVERY)
         finally:
             while not work.done():  # however often it is cancelled: the next one leads after that
                 end()

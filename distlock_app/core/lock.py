@@ -79,7 +79,7 @@ class Lock(WithBlock[Hold]):
             checked_wait(self.wait)
         if self.max_hold is not None:
             check_max_hold(self.max_hold)
-        if isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 1:
+        if type(self.limit) is not int or self.limit < 1:
             raise ValueError(f"limit must be a whole number of 1 or more, not {self.limit!r}")
         if self.release not in ("transaction_end", "now"):
             raise ValueError(f"release must be 'transaction_end' or 'now', not {self.release!r}")
