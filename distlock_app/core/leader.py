@@ -22,8 +22,9 @@ from .lock import Lock
 from .offloading import begin_alone
 from .registry import aliases_of, registry
 
-# Seconds for which the loop sleeps at most while the work goes on.
-LOOK_EVERY = 1.0
+# Seconds for which the event loop sleeps at most: Python runs the handler of a signal that came
+# just before it slept, or in another thread, when it wakes.
+WAKE_EVERY = 1.0
 # Shortest and longest pause in seconds before retrying a backend that does not answer.
 RETRY_MIN, RETRY_MAX = 0.1, 5.0
 
@@ -68,11 +69,14 @@ class Leader:
         """Like `run`, in this event loop; a cancellation ends the work and the lead."""
         standing = asyncio.ensure_future(self._stand())
         self._loop, self._end = asyncio.get_running_loop(), standing.cancel
+        self._wake_again(self._loop)
         try:
             await standing
         except asyncio.CancelledError:
             if not self._stopped:
                 raise
+        finally:
+            self._alarm.cancel()
 
     def stop(self) -> None:
         """Make run() end the work and the lead, and return; from any thread or signal handler."""
@@ -80,6 +84,9 @@ class Leader:
         if self._loop is not None and not stopped:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(lambda: self._end())
+
+    def _wake_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._alarm = loop.call_later(WAKE_EVERY, self._wake_again, loop)
 
     async def _stand(self) -> None:
         failures, aliases = 0, aliases_of(self._lock.using)
@@ -121,10 +128,7 @@ class Leader:
         self._end = end
         hold.on_lost(lambda _: loop.call_soon_threadsafe(end))
         try:
-            while not work.done():
-                # Python runs the handler of a signal that came just before the loop slept, or in
-                # another thread, when the loop wakes.
-                await asyncio.wait([work], timeout=LOOK_EVERY)
+            await asyncio.wait([work])
         finally:
             while not work.done():  # however often it is cancelled: the next one leads after that
                 end()
