@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import encodings.ascii
 import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -281,6 +283,13 @@ class Purgeable:
 def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """Yield the items in groups of at most `size`."""
     return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def close_all(idle: deque[Any]) -> None:
+    """Close connections that nobody uses; other threads may take some of them meanwhile."""
+    with suppress(IndexError):
+        while True:
+            idle.pop().close()
 
 
 def no_answer(alias: str, error: Exception, id: str) -> Error:

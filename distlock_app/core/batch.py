@@ -50,13 +50,15 @@ class Together:
         """Return the holds of the grants; None if nothing was granted, or too late."""
         if grants is None:
             return None
-        taken = list(zip(self.attempts, grants, strict=True))
-        began = [trusted(grant, attempt.started) for attempt, grant in taken]
-        if None in began:
+        trusted_grants = [
+            (attempt, grant, since)
+            for attempt, grant in zip(self.attempts, grants, strict=True)
+            if (since := trusted(grant, attempt.started)) is not None
+        ]
+        if len(trusted_grants) < len(grants):
             self.give_back()
             return None
-        for (attempt, grant), since in zip(taken, began, strict=True):
-            assert since is not None
+        for attempt, grant, since in trusted_grants:
             self.holds.append(attempt.hold(grant, since))
         return self.holds
 

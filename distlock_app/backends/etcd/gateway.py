@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
+from ..base import close_all
 from .http import Link
 
 KEEP_IDLE = 64
@@ -57,7 +58,7 @@ class Gateway:
         # Reentrant: a signal handler may lock or release meanwhile.
         self._logging_in = threading.RLock()
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
-        weakref.finalize(self, _close_all, self._idle)  # what came back after close()
+        weakref.finalize(self, close_all, self._idle)  # what came back after close()
 
     def ask(self, path: str, body: dict[str, Any], *, repeat: bool = True) -> dict[str, Any]:
         """Return the answer to one request; raise BackendError.
@@ -102,7 +103,7 @@ class Gateway:
 
     def close(self) -> None:
         """Close what is idle; in a child of fork(), only its copies of the parent's."""
-        _close_all(self._idle)
+        close_all(self._idle)
 
     def _send(self, path: str, data: bytes, token: str, *, repeat: bool = True) -> dict[str, Any]:
         failure: Exception | None = None
@@ -166,14 +167,6 @@ class Gateway:
 
     def _unreachable(self, error: Exception | None) -> BackendError:
         return BackendError(f"etcd {self._alias!r} did not answer: {type(error).__name__}.")
-
-
-def _close_all(links: deque[Link]) -> None:
-    while links:
-        try:
-            links.pop().close()
-        except IndexError:
-            return
 
 
 def _answer_of(status: int, text: bytes) -> dict[str, Any]:

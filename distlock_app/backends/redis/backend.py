@@ -18,9 +18,9 @@ from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import GuardedWrites, batches
 from .alias import where
-from .checks import check_server, check_sharing
+from .checks import check_server, check_sharing, refuse_wrong_prefix
 from .cluster import Cluster, slot_of
-from .people import BATCH, ForPeople, about, milliseconds, part_of, refuse_wrong_prefix
+from .people import BATCH, ForPeople, about, milliseconds, part_of
 from .pool import Pool, Servers
 from .scripts import (
     ACQUIRE,

@@ -1,15 +1,26 @@
-"""System checks of Redis: settings under which locks would vanish."""
+"""Checks of Redis: a PREFIX that is none, and settings under which locks would vanish."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.conf import settings
 from django.core.checks import CheckMessage, Warning
+from django.core.exceptions import ImproperlyConfigured
 
 from ...errors import BackendError
 from ..base import no_answer
 from .alias import server_of
 from .pool import Pool, Servers
 from .scripts import pack
+
+
+def refuse_wrong_prefix(alias: str, prefix: Any) -> None:
+    """Raise ImproperlyConfigured for what no key of ours can begin with."""
+    if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: PREFIX must be text without braces or blanks."
+        )
 
 
 def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
-
 from ...claims import Holding
 from ...primitives.names import shown
 from ..base import BaseLockBackend, batches
@@ -131,14 +129,6 @@ class ForPeople(BaseLockBackend):
         now_ms = now_us // 1000  # as the scripts count
         found = zip(owners, entries, ends, strict=True)
         return [(owner, entry, int(end) - now_ms) for owner, entry, end in found if entry]
-
-
-def refuse_wrong_prefix(alias: str, prefix: Any) -> None:
-    """Raise ImproperlyConfigured for what no key of ours can begin with."""
-    if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
-        raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: PREFIX must be text without braces or blanks."
-        )
 
 
 def holding_of(alias: str, key: str, entry: bytes, left: int, waiters: int, now_us: int) -> Holding:

@@ -20,6 +20,7 @@ from redis.exceptions import (
 
 from ...errors import BackendError, LockError
 from ...primitives.timing import monotonic
+from ..base import close_all
 from .link import Link
 from .scripts import Script, pack
 
@@ -148,9 +149,7 @@ class Pool(Servers):
         return [self]
 
     def close(self) -> None:
-        with suppress(IndexError):  # another thread may take the last one meanwhile
-            while True:
-                self._idle.pop().close()
+        close_all(self._idle)
 
     def exchange(
         self, script: Script | None, requests: Sequence[bytes], repeat: bool = True

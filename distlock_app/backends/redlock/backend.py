@@ -16,7 +16,8 @@ from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import batches
 from ..redis.alias import recipe, server_of
-from ..redis.people import about, milliseconds, refuse_wrong_prefix
+from ..redis.checks import refuse_wrong_prefix
+from ..redis.people import about, milliseconds
 from ..redis.scripts import Script, bulks
 from .checks import check_nodes
 from .clock import ServerClock

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from redis.exceptions import AuthenticationError
 
 from ...errors import BackendError
 from ...primitives.threads import started
 from ...primitives.timing import monotonic
+from ..base import close_all
 from .nodes import Link, Node, NodeConnections, QuorumRequest
 
 # How long the last connections are waited for when a majority is there, unless a node is known to
@@ -104,11 +104,9 @@ class Quorum:
     def close(self) -> None:
         """Disconnect what is idle; what is in use goes with its last vote."""
         self._closed = True
-        kept: list[deque[Any]] = [self._idle, *(node.fresh for node in self.nodes)]
-        for idle in kept:
-            with suppress(IndexError):  # another thread may take the last one meanwhile
-                while True:
-                    idle.pop().close()
+        close_all(self._idle)
+        for node in self.nodes:
+            close_all(node.fresh)
 
     def _take(self) -> NodeConnections:
         try:
