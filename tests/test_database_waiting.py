@@ -79,6 +79,22 @@ def sessions():
     eventually(lambda: not waiting_in(sessions))
 
 
+@pytest.fixture
+def assumed_role(monkeypatch):
+    """The alias assumes a role that may use the tables, but may end no session."""
+    role = f"distlock_few_{os.getpid()}"
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(f"CREATE ROLE {role}; GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
+    options = {**connections["locks"].settings_dict["OPTIONS"], "assume_role": role}
+    with monkeypatch.context() as context:
+        context.setitem(connections["locks"].settings_dict, "OPTIONS", options)
+        registry["locks"].backend.close()
+        yield
+    registry["locks"].backend.close()
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
 class Waiter(threading.Thread):
     """Somebody else who wants the lock; `order` gets its number when it has it."""
 
@@ -630,6 +646,28 @@ def test_a_holder_that_hangs_with_the_queue_is_waited_for_until_its_row_expires(
     assert waiter.served()
     assert waiter.got_at < expired_at + 20  # before the server ends its wait
     assert backend.release(held) is False
+
+
+def hangs_with_the_queue_until_ended(backend):
+    held = grab(backend, "a")  # it has the queue, too, and is not heard of again
+    DistLock.objects.using("locks").update(expiry=F("acquired_at"))
+    ours = registry["locks"].backend
+
+    assert ours.release(grab(ours, "a"))  # cannot hand it over
+
+    with pytest.raises(link.ServerError):
+        held.session.session.cursor.execute("SELECT 1")
+
+
+def test_a_release_ends_a_session_that_hangs_with_the_queue(backend):
+    hangs_with_the_queue_until_ended(backend)
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="about PostgreSQL")
+def test_a_release_ends_a_session_that_hangs_also_if_the_alias_assumes_a_role(
+    backend, assumed_role
+):
+    hangs_with_the_queue_until_ended(backend)
 
 
 def test_who_comes_to_lead_the_queue_at_its_deadline_tries_once_more(backend, sessions):

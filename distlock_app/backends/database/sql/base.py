@@ -281,7 +281,7 @@ class Dialect(Statements):
         that lives lines up again.
         """
         with suppress(Exception):  # gone meanwhile, or another user's: then all go on as before
-            self.execute(cursor, self.EVICT, {"queue": self.queue_of(key)})
+            cursor.execute(self.EVICT.replace("{queue}", str(self.queue_of(key))), None)
 
     def released(self, cursor: Cursor, grant: Grant) -> bool:
         """Return whether the row is as a release of this grant leaves it."""

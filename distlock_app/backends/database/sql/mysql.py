@@ -85,7 +85,7 @@ class MySQL(Dialect):
            AND CASE WHEN owner = %(owner)s
                     THEN LAST_INSERT_ID(RELEASE_ALL_LOCKS()) >= 0 END"""
     EVICT = """
-        KILL IS_USED_LOCK(%(queue)s)"""
+        KILL IS_USED_LOCK('{queue}')"""
     WAITING = f"""
         SELECT SUBSTRING_INDEX(SUBSTRING_INDEX(CONVERT(info USING utf8mb4), '''', 2), '''', -1),
                COUNT(*)

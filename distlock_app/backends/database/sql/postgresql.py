@@ -110,13 +110,15 @@ class PostgreSQL(Dialect):
            SET owner = '', expiry = {now}
          WHERE key = %(key)s AND owner = %(owner)s
      RETURNING pg_advisory_unlock(%(queue)s::bigint)"""
+    # As the user that logged in: the role that the alias assumes may end no session.
     EVICT = """
+        SET LOCAL ROLE NONE;
         SELECT pg_terminate_backend(pid, 300)
           FROM pg_locks
          WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND pid <> pg_backend_pid()
            AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-           AND classid = ((%(queue)s::bigint >> 32) & 4294967295)::oid
-           AND objid = (%(queue)s::bigint & 4294967295)::oid"""
+           AND classid = (('{queue}'::bigint >> 32) & 4294967295)::oid
+           AND objid = ('{queue}'::bigint & 4294967295)::oid"""
     WAITING = """
         SELECT (classid::bigint << 32) | objid::bigint, count(*)
           FROM pg_locks
