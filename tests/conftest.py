@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +93,14 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what stays until the end: the app, and the tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Fail a test that ends the tracing of what measures coverage: it would see no more of them."""
+    before = sys.gettrace()
+    yield
+    assert sys.gettrace() is before
 
 
 @pytest.fixture(autouse=True)

@@ -207,13 +207,14 @@ def interrupted_at(at, module, function, *args):
         frame.f_trace_opcodes = True
         return at_opcode
 
+    before = sys.gettrace()
     sys.settrace(trace)
     try:
         function(*args)
     except KeyboardInterrupt:
         return False
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return True
 
 

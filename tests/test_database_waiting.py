@@ -1090,7 +1090,7 @@ def test_an_owner_whose_connection_was_killed_asks_again(backend):
 
 
 def test_a_claim_that_is_interrupted_just_as_it_is_kept_is_released(backend, monkeypatch):
-    asked, keep = claim("a"), QueuedConnection.keep
+    asked, keep = claim("kept"), QueuedConnection.keep  # the queue lock of "a" may be taken
 
     def interrupted(queued, session):
         keep(queued, session)
