@@ -21,6 +21,7 @@ from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
+from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_at, interrupted_everywhere, running
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, claim, wait_for
@@ -426,6 +427,47 @@ def test_an_extension_that_crosses_the_release_brings_nothing_back(backend, node
     for _ in range(3):  # until the node has read what it was sent
         nodes.clients[0].ping()
     assert not nodes.holding(grant.claim.key)
+
+
+def test_a_stable_owner_keeps_what_is_healed_after_an_earlier_release(backend, nodes):
+    wanted = a_claim("a", owner="scheduler", stable=True)
+    backend.release(backend.acquire(wanted, 0))
+    grant = backend.acquire(wanted, 0)
+    until(lambda: backend.extend(grant, 30) and len(nodes.holding(wanted.key)) == 5)
+    nodes.clients[0].flushall()
+
+    assert backend.extend(grant, 30) is True
+
+    until(lambda: len(nodes.holding(wanted.key)) == 5)
+    assert not backend.acquire(claim("a"), 0)
+
+
+def test_a_try_of_a_stable_owner_that_fails_takes_nothing_from_who_has_the_lock(backend, nodes):
+    wanted = a_claim("a", owner="scheduler", stable=True)
+    grant = backend.acquire(wanted, 0)
+    until(lambda: backend.extend(grant, 30) and len(nodes.holding(wanted.key)) == 5)
+    for server in nodes.servers[:3]:
+        server.pause()
+
+    with pytest.raises(BackendError):
+        backend.acquire(wanted, 0)
+    for server in nodes.servers[:3]:
+        server.resume()
+
+    until(lambda: backend.acquire(claim("b"), 0))
+    for client in nodes.clients * 3:  # until the node has read what it was sent
+        client.ping()
+    assert len(nodes.holding(wanted.key)) == 5
+
+
+def test_a_stable_owner_that_is_refused_keeps_nothing_of_a_minority(backend, nodes):
+    wanted = a_claim("a", owner="scheduler", stable=True)
+    for client in nodes.clients[:3]:
+        client.set(f"distlock:redlock:{wanted.key}", "stranger 5 1 {} a", px=60_000)
+
+    until(lambda: isinstance(backend.acquire(wanted, 0), Busy))
+
+    until(lambda: nodes.holding(wanted.key) == [0, 1, 2])
 
 
 def test_a_release_that_a_node_refuses_is_sent_again(backend, nodes):

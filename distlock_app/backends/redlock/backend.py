@@ -36,8 +36,13 @@ from .scripts import (
     RELEASE_AND_WAIT,
 )
 
-# Owners of the latest releases: a renewal that crosses one must not bring its lock back.
+# Of the latest releases: a renewal that crosses one must not bring its lock back.
 KEEP_RELEASED = 1000
+
+# As the stamp of a release: before all tries, so a lock that is held is kept.
+KEEP = 0
+# A node says so to an owner that had the lock before this try.
+HAD_IT = b" again"
 
 
 class RedlockBackend(ForPeople):
@@ -116,7 +121,7 @@ class RedlockBackend(ForPeople):
         if fences.count(fence) >= self._quorum.majority:
             return fence
         request = self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
-        self._ask_or_undo(request, claim, stamp)
+        self._ask_or_undo(request, claim, KEEP if claim.stable else stamp)
         if not request.won:
             raise self._quorum.failure(request)
         return fence
@@ -124,13 +129,23 @@ class RedlockBackend(ForPeople):
     def _ask_or_undo(
         self, request: QuorumRequest, claim: Claim, stamp: int, *waiting: bytes
     ) -> None:
-        """Ask the nodes; unless a majority says yes, give up the claim at the others, too."""
+        """Ask the nodes; unless a majority says yes, give up the claim at the others, too.
+
+        A stable owner may have the lock already, and keeps it at nodes that say so or nothing.
+        """
 
         def undo_unless_won(connections: NodeConnections) -> None:
-            if not request.won:
-                self._give_up(connections, claim, stamp, *waiting, but=request.no)
+            if request.won:
+                return
+            no, kept = set(request.no), set[int]()
+            if claim.stable:
+                all_nodes, yes = set(range(len(self._nodes))), request.yes.items()
+                kept = all_nodes - no - {at for at, line in yes if not line.endswith(HAD_IT)}
+                self._give_up(connections, claim, KEEP, *waiting, but=all_nodes - kept)
+            self._give_up(connections, claim, stamp, *waiting, but=no | kept)
 
-        self._quorum.ask([request], undo_unless_won)
+        grace = ANSWER_GRACE if claim.stable else 0.0
+        self._quorum.ask([request], undo_unless_won, grace=grace)
 
     def _give_up(
         self,
@@ -178,7 +193,7 @@ class RedlockBackend(ForPeople):
                 if request.no and request.won:
                     have = set(range(len(self._nodes))) - set(request.no)
                     connections.broadcast(self._take_again(grant, ttl), but=have)
-                    if grant.claim.owner in self._released:  # it crossed the release
+                    if _acquisition(grant) in self._released:  # it crossed the release
                         self._give_up(connections, grant.claim, grant.session or 0)
 
         self._quorum.ask(requests, heal, grace=ANSWER_GRACE)
@@ -200,7 +215,7 @@ class RedlockBackend(ForPeople):
         """Release it everywhere, also where it may not have been granted."""
         claim = grant.claim
         self._listener.forget(claim)
-        self._released.append(claim.owner)
+        self._released.append(_acquisition(grant))
         # A hold may end in another process than it began, where the guess is another.
         stamp = max(self._clock.stamp(), grant.session or 0)
         words = claim.owner.encode(), b"%d" % stamp
@@ -208,7 +223,7 @@ class RedlockBackend(ForPeople):
 
     def withdraw(self, claim: Claim) -> None:
         if not self._listener.forget(claim):
-            words = claim.owner.encode(), b"0"  # before all stamps: a lock that is held is kept
+            words = claim.owner.encode(), b"%d" % KEEP
             self._answer(self._request(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
 
     def _answer(self, request: QuorumRequest) -> bool:
@@ -260,7 +275,7 @@ class RedlockBackend(ForPeople):
         self._quorum = Quorum(self.alias, nodes)
         self._listener = Listener(f"{self._prefix}wake:{secrets.token_hex(8)}", self._quorum)
         self._clock = ServerClock()
-        self._released: deque[str] = deque(maxlen=KEEP_RELEASED)
+        self._released: deque[Any] = deque(maxlen=KEEP_RELEASED)
 
     def _make_head(self, script: Script, key: str) -> bytes:
         lock = f"{self._prefix}{key}".encode()
@@ -271,6 +286,11 @@ class RedlockBackend(ForPeople):
     ) -> QuorumRequest:
         packed = self._head(script, key) + bulks(*words)
         return QuorumRequest(self._quorum.majority, script, packed, keep=keep, once=once)
+
+
+def _acquisition(grant: Grant) -> tuple[Any, ...]:
+    """Tell an acquisition from others, also of the same owner."""
+    return grant.claim.key, grant.claim.owner, grant.session
 
 
 def _times(answers: Iterable[list[bytes]]) -> list[int]:
