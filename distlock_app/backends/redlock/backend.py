@@ -9,18 +9,16 @@ from functools import lru_cache, partial
 from typing import Any
 
 from django.core.checks import CheckMessage
-from django.core.exceptions import ImproperlyConfigured
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import batches
-from ..redis.alias import recipe, server_of
 from ..redis.checks import refuse_wrong_prefix
 from ..redis.people import about, milliseconds
 from ..redis.scripts import Script, bulks
-from .checks import check_nodes
-from .clock import ServerClock
+from .checks import check_nodes, checked_location
+from .clock import ServerClock, times_in
 from .listening import Listener
 from .nodes import Node, NodeConnections, QuorumRequest
 from .people import BATCH, PARTS, ForPeople
@@ -56,7 +54,7 @@ class RedlockBackend(ForPeople):
     def __init__(self, *, alias: str, location: Any = None, prefix: str = "distlock") -> None:
         """`prefix` begins every key and channel; the caches' own KEY_PREFIX is not used."""
         super().__init__(alias=alias, location=location)
-        self._nodes = _checked(f"DISTLOCK[{alias!r}]", location)
+        self._nodes = checked_location(f"DISTLOCK[{alias!r}]", location)
         refuse_wrong_prefix(alias, prefix)
         self._prefix = f"{prefix}:redlock:"
         self._head = lru_cache(maxsize=4096)(self._make_head)
@@ -102,7 +100,7 @@ class RedlockBackend(ForPeople):
         self._ask_or_undo(request, claim, stamp, *waiting)
         yes = [line.split() for line in request.yes.values()]
         no = [line.split() for line in request.no.values()]
-        self._clock.learn(monotonic(), _times(yes + no))
+        self._clock.learn(monotonic(), times_in(yes + no))
         if request.won:
             fence = self._agree(claim, stamp, [int(words[1]) for words in yes])
             return Grant(claim, fence=fence, asked_at=asked, session=stamp)
@@ -131,20 +129,20 @@ class RedlockBackend(ForPeople):
     ) -> None:
         """Ask the nodes; unless a majority says yes, give up the claim at the others, too.
 
-        A stable owner may have the lock already, and keeps it at nodes that say so or nothing.
+        A stable owner may have had the lock before, and keeps it at nodes that say so or nothing.
         """
 
         def undo_unless_won(connections: NodeConnections) -> None:
             if request.won:
                 return
-            no, kept = set(request.no), set[int]()
+            but = set(request.no)
             if claim.stable:
-                all_nodes, yes = set(range(len(self._nodes))), request.yes.items()
-                kept = all_nodes - no - {at for at, line in yes if not line.endswith(HAD_IT)}
-                self._give_up(connections, claim, KEEP, *waiting, but=all_nodes - kept)
-            self._give_up(connections, claim, stamp, *waiting, but=no | kept)
+                fresh = {at for at, line in request.yes.items() if not line.endswith(HAD_IT)}
+                self._give_up(connections, claim, KEEP, *waiting, but=but | fresh)
+                but = set(range(len(self._nodes))) - fresh
+            self._give_up(connections, claim, stamp, *waiting, but=but)
 
-        grace = ANSWER_GRACE if claim.stable else 0.0
+        grace = ANSWER_GRACE if claim.stable else 0
         self._quorum.ask([request], undo_unless_won, grace=grace)
 
     def _give_up(
@@ -293,42 +291,8 @@ def _acquisition(grant: Grant) -> tuple[Any, ...]:
     return grant.claim.key, grant.claim.owner, grant.session
 
 
-def _times(answers: Iterable[list[bytes]]) -> list[int]:
-    """Return the nodes' times in microseconds, of those that told it (see acquire.lua)."""
-    return [int(words[2]) * 1_000_000 + int(words[3]) for words in answers if words[3:]]
-
-
 def _free_in(refusals: Iterable[list[bytes]], wanted: int) -> float | None:
     """Return the seconds until so many more nodes may grant the lock; None: unknown."""
     lefts = sorted(int(words[1]) for words in refusals)
     left = lefts[min(wanted, len(lefts)) - 1]
     return left / 1000 if left >= 0 else None
-
-
-def _checked(where: str, location: Any) -> list[tuple[str, Any]]:
-    """Return the aliases of a LOCATION and how to connect to each, or say what is wrong."""
-    if not isinstance(location, (list, tuple)) or not all(isinstance(a, str) for a in location):
-        raise ImproperlyConfigured(
-            f"{where}: LOCATION must be a list of aliases in CACHES, one for each server."
-        )
-    if len(location) < 3 or len(location) % 2 == 0:
-        raise ImproperlyConfigured(
-            f"{where}: LOCATION names {len(location)} servers; a majority needs an odd number, at "
-            "least 3. For a single server use RedisBackend."
-        )
-    recipes = [(alias, recipe(alias)) for alias in location]
-    _check_independence(where, location)
-    return recipes
-
-
-def _check_independence(where: str, location: Sequence[str]) -> None:
-    """Raise ImproperlyConfigured if one server is named twice."""
-    names: dict[Any, str] = {}
-    for alias in location:
-        server = (server_of(alias) or (alias,))[0]
-        if server in names:
-            raise ImproperlyConfigured(
-                f"{where}: LOCATION names the same server twice, as {names[server]!r} and "
-                f"{alias!r}: a majority needs independent servers."
-            )
-        names[server] = alias

@@ -1,17 +1,48 @@
-"""System checks of Redlock: nodes that forget locks, or are one server under two names."""
+"""Checks of Redlock: its LOCATION; nodes that forget locks, or are one server under two names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 from django.core.checks import CheckMessage, Error, Warning
+from django.core.exceptions import ImproperlyConfigured
 
 from ...errors import BackendError
 from ..base import no_answer
-from ..redis.alias import recipe
+from ..redis.alias import recipe, server_of
 from ..redis.checks import check_server, check_sharing, facts_of
 from ..redis.pool import Pool
+
+
+def checked_location(where: str, location: Any) -> list[tuple[str, Any]]:
+    """Return the aliases of a LOCATION and how to connect to each, or say what is wrong."""
+    if not isinstance(location, (list, tuple)) or not all(isinstance(a, str) for a in location):
+        raise ImproperlyConfigured(
+            f"{where}: LOCATION must be a list of aliases in CACHES, one for each server."
+        )
+    if len(location) < 3 or len(location) % 2 == 0:
+        raise ImproperlyConfigured(
+            f"{where}: LOCATION names {len(location)} servers; a majority needs an odd number, at "
+            "least 3. For a single server use RedisBackend."
+        )
+    recipes = [(alias, recipe(alias)) for alias in location]
+    _check_independence(where, location)
+    return recipes
+
+
+def _check_independence(where: str, location: Sequence[str]) -> None:
+    """Raise ImproperlyConfigured if one server is named twice."""
+    names: dict[Any, str] = {}
+    for alias in location:
+        server = (server_of(alias) or (alias,))[0]
+        if server in names:
+            raise ImproperlyConfigured(
+                f"{where}: LOCATION names the same server twice, as {names[server]!r} and "
+                f"{alias!r}: a majority needs independent servers."
+            )
+        names[server] = alias
 
 
 def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[CheckMessage]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...primitives.timing import monotonic
 
@@ -51,3 +51,8 @@ class ServerClock:
         if self._ahead is not None and ahead > self._ahead - SET_BY:
             ahead = max(ahead, self._ahead - (heard - self._learned) * 1e6 * RATE_DRIFT)
         self._ahead, self._learned = ahead, heard
+
+
+def times_in(answers: Iterable[list[bytes]]) -> list[int]:
+    """Return the nodes' times in microseconds, of those that told it (see acquire.lua)."""
+    return [int(words[2]) * 1_000_000 + int(words[3]) for words in answers if words[3:]]
