@@ -127,6 +127,16 @@ def test_work_that_failed_keeps_it(engine, error):
     assert 0 < left(engine) <= 5
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_work_that_was_done_keeps_it_although_its_release_is_interrupted(engine, after):
+    engine.fail("end_in", error=TimeoutError(), times=1, after=after)
+    with pytest.raises(TimeoutError):
+        with Lock("a", at_least=5):
+            pass
+
+    assert 0 < left(engine) <= 5
+
+
 def test_work_that_was_broken_off_does_not(engine):
     with pytest.raises(KeyboardInterrupt):
         with Lock("a", at_least=5):

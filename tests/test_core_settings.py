@@ -38,6 +38,7 @@ LOCMEM = {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}
         ({"wait": "5"}, TypeError),
         ({"max_hold": 0}, ValueError),
         ({"max_hold": 1e-9}, ValueError),
+        ({"max_hold": 10**400}, ValueError),
         ({"max_hold": float("nan")}, ValueError),
         ({"limit": 0}, ValueError),
         ({"limit": 1.5}, ValueError),

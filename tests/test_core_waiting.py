@@ -72,6 +72,16 @@ def get(request):
     return acquired
 
 
+def test_a_late_grant_of_a_stable_owner_is_not_released(get):
+    # Another process of that owner may hold it.
+    ours = claim(owner="scheduler", stable=True)
+    late = Grant(ours, asked_at=monotonic() - 2 * ours.ttl)
+    backend = Scripted(late, Grant(ours))
+
+    assert get(backend, ours, 5, Waker())[0] == Grant(ours)
+    assert "release" not in backend.asked
+
+
 @pytest.mark.parametrize("wait", [0, 0.02])
 def test_a_claim_that_has_waited_is_withdrawn_at_its_time_limit(get, wait):
     backend = Scripted(Busy())

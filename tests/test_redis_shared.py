@@ -361,6 +361,28 @@ def test_a_guarded_write_gives_the_lock_up_with_it(name, server, options):
     server.delete(key)
 
 
+def test_a_guarded_release_whose_answer_is_lost_leaves_no_trusted_hold(name, server, monkeypatch):
+    backend, key = registry["redis"].backend, f"{name}:written"
+    guarded_set = backend.guarded_set
+
+    def lose_the_answer(*args, **options):
+        guarded_set(*args, **options)
+        raise BackendError("no answer")
+
+    hold = Lock(name, using="redis").acquire()
+    monkeypatch.setattr(backend, "guarded_set", lose_the_answer)
+    with pytest.raises(BackendError):
+        hold.guarded_set(key, "written", ttl=60)
+    hold.check()
+    with pytest.raises(BackendError):
+        hold.guarded_set(key, "written", ttl=60, release=True)
+
+    with pytest.raises(LockLost, match="the answer to its release was lost"):
+        hold.check()
+    hold.release()
+    server.delete(key)
+
+
 def test_an_engine_without_guarded_writes_says_so(name):
     with (
         Lock(name, using="locmem") as hold,

@@ -65,7 +65,7 @@ class Ending(Entered):
         except BaseException:  # Ctrl-C, a time limit: the process may end before a worker does it
             with suppress(Exception):
                 if (not self.released and self._begin_release()) or self._lease.ended:
-                    self._lease.backend.release(self._lease.grant)
+                    end_claim(self._lease)
             raise
 
     async def arelease(self) -> None:

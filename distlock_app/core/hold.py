@@ -10,7 +10,7 @@ from django.db import connections
 
 from ..backends.base import GuardedWrites, InTransaction
 from ..claims import Grant
-from ..errors import LockError, NotHeld
+from ..errors import BackendError, LockError, NotHeld
 from ..primitives import transactions
 from ..primitives.names import shown
 from ..primitives.timing import monotonic
@@ -199,7 +199,12 @@ class Hold(Ending):
             raise LockError(
                 "guarded_set(release=True) cannot release: another hold of the lock is open"
             )
-        if not backend.guarded_set(self._lease.grant, key, value, ttl=ttl, release=release):
+        try:
+            written = backend.guarded_set(self._lease.grant, key, value, ttl=ttl, release=release)
+        except BackendError:
+            self._lease.release_asked |= release
+            raise
+        if not written:
             self._lose(REFUSED)
         if release:
             self._lease.remove_hold(self)

@@ -41,5 +41,5 @@ def check_max_hold(seconds: Any) -> None:
     """Raise TypeError or ValueError unless `seconds` can be a `max_hold`."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"max_hold must be a number of seconds, not {seconds!r}")
-    if not seconds >= MIN_TTL:
+    if not MIN_TTL <= seconds <= sys.float_info.max and seconds != float("inf"):
         raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")

@@ -19,6 +19,7 @@ from ..errors import BackendError, LockBusy, LockError, LockTimeout
 from ..primitives.names import shown
 from ..primitives.timing import Deadline, full_jitter, monotonic, trusted_for
 from .offloading import Begin, Seen, begin, begin_alone, begin_first, ended
+from .releasing import gives_back
 from .wakers import AsyncWaker, Waker
 
 # Seconds between the expected expiry of a claim and the next try.
@@ -152,7 +153,7 @@ def _asking(
 
 def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
     try:
-        yield Call(backend.release, (grant,))
+        yield Call(gives_back(backend, grant), ())
     except BackendError as error:
         return [error]  # the same owner will be granted again
     return []
