@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic, sleep
 from unittest.mock import patch
 from urllib.request import Request, urlopen
@@ -1052,6 +1053,87 @@ def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):
             with Lock("a", using="own", ttl=TTL):
                 assert [h.name for h in own().holders(key_of("a"))] == ["a"]
         own().close()
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+@pytest.mark.parametrize(
+    "nonsense", ["[]", '"not found"', "null", "17", "{}", '{"result": []}', '{"code": "gone"}']
+)
+def test_json_of_another_server_than_etcd_is_told_as_an_outage(nonsense, status):
+    with answering(nonsense, status) as url:
+        setting = {"BACKEND": BACKENDS["etcd"], "LOCATION": url}
+        with override_settings(DISTLOCK={"own": setting, "user": with_login(setting)}):
+            claim = a_claim("a", ttl=TTL)
+            grant = Grant(claim)
+            for ask in (
+                lambda: own().acquire(claim, 0),
+                lambda: own().acquire(claim, 5),
+                lambda: own().extend(grant, TTL),
+                lambda: own().end_in(grant, TTL),
+                lambda: own().release(grant),
+                lambda: own().clear(claim.key),
+                lambda: list(own().holders()),
+                lambda: own()._leases.renew(own()._leases.of(7)),
+                lambda: own()._leases.remaining(7),
+                own().ping,
+                registry["user"].backend.ping,
+            ):
+                with pytest.raises(BackendError):
+                    ask()
+            for entry in registry.made():
+                entry.backend.close()
+
+
+def with_login(setting):
+    return setting | {"OPTIONS": {"USER": "locks", "PASSWORD": "opensesame"}}
+
+
+@contextmanager
+def answering(text, status):
+    """Run an HTTP server with one answer to all requests; yield its URL."""
+
+    class Answer(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_watch_that_says_nonsense_is_replaced(engine, monkeypatch, caplog):
+    if engine.name == "zookeeper":
+        return  # kazoo reads its answers
+    said, messages = [], Link.messages
+
+    def nonsense_first(link):
+        if said:
+            return messages(link)
+        said.append([])
+        return iter(said)
+
+    monkeypatch.setattr(Link, "messages", nonsense_first)
+    held = other().acquire(a_claim("a", ttl=60), 0)
+
+    with waiting("a", using="own"):
+        until(lambda: said and own()._watch._link)
+        assert other().release(held) is True
+
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("verb", ["acquire", "release"])

@@ -31,7 +31,7 @@ class ConnectionLost(BackendError):
 class Refused(BackendError):
     """etcd answered with an error, whose code says which."""
 
-    def __init__(self, message: str | None = None, code: int = 0) -> None:
+    def __init__(self, message: str | None = None, code: Any = None) -> None:
         super().__init__(message)
         self.code = code
 
@@ -120,7 +120,7 @@ class Gateway:
                 continue
             if "error" in answer:
                 text = str(answer.get("message") or answer["error"])
-                raise Refused(f"etcd {self._alias!r} refused: {text}", int(answer.get("code", 0)))
+                raise Refused(f"etcd {self._alias!r} refused: {text}", answer.get("code"))
             return answer
         raise self._unreachable(failure) from failure
 
@@ -171,12 +171,21 @@ class Gateway:
 
 def _answer_of(status: int, text: bytes) -> dict[str, Any]:
     """Read an answer, which has an "error" if it is one; raise OSError, ValueError."""
-    answer: dict[str, Any] = json.loads(text)
-    answer = answer.get("result", answer)  # around that of a stream of one (keepalive)
+    answer = result_of(json.loads(text))  # keepalive is a stream of one
     if status >= 500 or answer.get("code") in UNAVAILABLE:
         raise ConnectionError(f"HTTP {status}")
     if status >= 400:  # since 3.6 there is no "error" beside the message
         answer.setdefault("error", answer.get("message") or f"HTTP {status}")
+    if "error" not in answer and "header" not in answer:
+        raise ValueError("not an etcd response")  # each has a header, also if all else is empty
+    return answer
+
+
+def result_of(message: Any) -> dict[str, Any]:
+    """Return the answer in a message of a stream, or one that is alone; raise ValueError."""
+    answer = message.get("result", message) if isinstance(message, dict) else None
+    if not isinstance(answer, dict):
+        raise ValueError("not an etcd response")
     return answer
 
 

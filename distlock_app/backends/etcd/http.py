@@ -61,7 +61,7 @@ class Link:
             body = b"".join(_chunks(file)) if length is None else _exactly(file, length)
             return status, body, stays
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[Any]:
         """Yield what a stream says, until it ends; raise OSError or ValueError."""
         with self.socket.makefile("rb") as file:
             _head(file)

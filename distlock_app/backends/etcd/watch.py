@@ -11,7 +11,7 @@ from typing import Any
 from ...primitives.threads import Worker
 from ...primitives.timing import monotonic
 from .entries import Waiters
-from .gateway import Gateway, decoded
+from .gateway import Gateway, decoded, result_of
 from .http import Link
 
 # A stream that said nothing for so long may be dead, and is replaced; or it is not needed.
@@ -72,8 +72,8 @@ class Watch:
             self._link = link
             needed_at = monotonic()
             for message in link.messages():
-                answer = message.get("result", {})
-                if "canceled" in answer or "error" in message or self._ended.is_set():
+                answer = result_of(message)
+                if "canceled" in answer or "error" in answer or self._ended.is_set():
                     return False
                 if "created" in answer:
                     began = True
