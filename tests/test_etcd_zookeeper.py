@@ -619,6 +619,55 @@ def test_no_lease_is_given_to_two_locks(engine):
     assert all(own().release(grant) for grant in grants)
 
 
+def test_a_request_that_is_carried_out_late_takes_no_lock_that_another_keeps_alive(
+    engine, monkeypatch
+):
+    if engine.name == "zookeeper":
+        return  # has no leases
+    assert own().release(own().acquire(a_claim("b", ttl=TTL), 0)) is True
+    with held_back(monkeypatch, engine) as carry_out:
+        grant = own().acquire(a_claim("a", ttl=TTL), 0)
+    assert own().release(grant) is True
+    after = own().acquire(a_claim("b", ttl=TTL), 0)
+
+    carry_out()
+
+    assert [h.name for h in other().holders(key_of("a"))] == ["a"]  # and nobody has it
+    until(lambda: own().extend(after, TTL) and not list(other().holders(key_of("a"))))
+    assert own().release(after) is True
+
+
+def test_a_longer_lease_that_comes_late_is_no_other_locks(engine, monkeypatch):
+    if engine.name == "zookeeper":
+        return  # has no leases
+    grant = own().acquire(a_claim("a", ttl=TTL), 0)
+    with held_back(monkeypatch, engine) as carry_out:
+        assert own().extend(grant, 60) is True
+    assert own().end_in(grant, 60)
+    after = own().acquire(a_claim("b", ttl=60), 0)
+
+    carry_out()
+
+    assert lease_of(grant) != lease_of(after)
+    assert own().release(grant) is True and own().release(after) is True
+
+
+@contextmanager
+def held_back(monkeypatch, engine):
+    """Let the first write with a lease time out; yield what has the server carry it out."""
+    late, send = [], Link.send
+
+    def send_later(link, path, data, token):
+        if b'"request_put"' in data and not late:
+            late.append(Request(engine.server.url + path, data))
+            raise TimeoutError
+        send(link, path, data, token)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "send", send_later)
+        yield lambda: urlopen(late[0], timeout=10).close()
+
+
 def lease_of(grant):
     """Return the number of the lease that the key of a claim has."""
     return own()._entry(own()._key(grant.claim)).lease

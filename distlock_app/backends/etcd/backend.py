@@ -15,7 +15,7 @@ from ...primitives.names import shown
 from ...primitives.timing import monotonic
 from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
 from .epoch import Epoch
-from .gateway import NOT_FOUND, ConnectionLost, Gateway, Refused, decoded, encoded
+from .gateway import NOT_FOUND, ConnectionLost, Doubt, Gateway, Refused, decoded, encoded
 from .leases import Lease, Leases
 from .people import ForPeople
 from .watch import Watch
@@ -178,7 +178,7 @@ class EtcdBackend(ForPeople):
         # etcd compares with each key of the range: there must be none.
         keys = {"key": encoded(self._key(claim))} if stay else range_of(self._queue_of(claim.key))
         none_exists = {**keys, "target": "CREATE", "create_revision": 0}
-        return self._view([none_exists], [write, *read], read)
+        return self._view([none_exists], [write, *read], read, doubt=lease.doubt)
 
     def _leave(self, claim: Claim, view: View, lease: Lease) -> Grant | Busy:
         """Leave the queue, unless our key is its first by now.
@@ -199,13 +199,14 @@ class EtcdBackend(ForPeople):
     def _give_lease(self, entry: Entry, ttl: float) -> bool:
         """Give a key another lease; return whether it was still there."""
         lease = self._leases.new(ttl)
-        there = self._if_there(entry, put(entry.key, decoded(entry.value), lease))
+        write = put(entry.key, decoded(entry.value), lease)
+        there = self._if_there(entry, write, doubt=lease.doubt)
         self._leases.give_back(entry.lease if there else lease.id)
         return there
 
-    def _if_there(self, entry: Entry, request: dict[str, Any], *, repeat: bool = True) -> bool:
+    def _if_there(self, entry: Entry, request: dict[str, Any], **how: Any) -> bool:
         """Carry out the request if an entry is still there; return whether it was."""
-        answer = self._gateway.txn([entry.condition], [request], [], repeat=repeat)
+        answer = self._gateway.txn([entry.condition], [request], [], **how)
         return bool(answer.get("succeeded"))
 
     def _forget(self, claim: Claim) -> None:
@@ -253,10 +254,10 @@ class EtcdBackend(ForPeople):
     def _look(self, key: str) -> View:
         return self._view([], [self._read_queue(key), self._epoch.request], [])
 
-    def _view(self, *txn: list[dict[str, Any]]) -> View:
+    def _view(self, *txn: list[dict[str, Any]], doubt: Doubt | None = None) -> View:
         """Run a transaction that reads the queue and the epoch last."""
         asked_at = monotonic()
-        answer = self._gateway.txn(*txn)
+        answer = self._gateway.txn(*txn, doubt=doubt)
         queue, epoch = (
             response["response_range"].get("kvs", []) for response in answer["responses"][-2:]
         )

@@ -8,13 +8,16 @@ import ssl
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import close_all
 from .http import Link
+
+# Called when a request was repeated or its answer lost: it may be carried out late, too.
+Doubt = Callable[[], None]
 
 KEEP_IDLE = 64
 # Codes of gRPC (google.golang.org/grpc/codes).
@@ -60,7 +63,9 @@ class Gateway:
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
         weakref.finalize(self, close_all, self._idle)  # what came back after close()
 
-    def ask(self, path: str, body: dict[str, Any], *, repeat: bool = True) -> dict[str, Any]:
+    def ask(
+        self, path: str, body: dict[str, Any], *, repeat: bool = True, doubt: Doubt | None = None
+    ) -> dict[str, Any]:
         """Return the answer to one request; raise BackendError.
 
         A request that failed is sent again to every other endpoint: all that we send may be
@@ -71,12 +76,12 @@ class Gateway:
         if self._login and not token:
             token = self._log_in(token)
         try:
-            return self._send(path, data, token, repeat=repeat)
+            return self._send(path, data, token, repeat, doubt)
         except Refused as error:
             # Tokens expire, and end with the member that gave them.
             if error.code not in UNAUTHENTICATED or not self._login:
                 raise
-        return self._send(path, data, self._log_in(token), repeat=repeat)
+        return self._send(path, data, self._log_in(token), repeat, doubt)
 
     def _log_in(self, refused: str) -> str:
         """Return another token than the one that was refused, the same to all threads."""
@@ -86,10 +91,10 @@ class Gateway:
                 self._token = answer["token"]
             return self._token
 
-    def txn(self, *parts: list[dict[str, Any]], repeat: bool = True) -> dict[str, Any]:
+    def txn(self, *parts: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
         """Return the answer to a transaction: what is compared, done if so, done if not."""
         body = dict(zip(("compare", "success", "failure"), parts, strict=True))
-        return self.ask("/v3/kv/txn", body, repeat=repeat)
+        return self.ask("/v3/kv/txn", body, **how)
 
     def stream(self, path: str, body: dict[str, Any]) -> Link:
         """Ask for answers without an end, on a connection of their own; raise OSError."""
@@ -105,7 +110,9 @@ class Gateway:
         """Close what is idle; in a child of fork(), only its copies of the parent's."""
         close_all(self._idle)
 
-    def _send(self, path: str, data: bytes, token: str, *, repeat: bool = True) -> dict[str, Any]:
+    def _send(
+        self, path: str, data: bytes, token: str, repeat: bool = True, doubt: Doubt | None = None
+    ) -> dict[str, Any]:
         failure: Exception | None = None
         for _ in range(len(self._endpoints) + 1):
             endpoint, link = self._endpoints[0], None
@@ -115,6 +122,8 @@ class Gateway:
             except OSError as error:
                 failure = error
                 self._avoid(endpoint, link, error)
+                if link is not None and doubt is not None:
+                    doubt()
                 if link is not None and not repeat:
                     raise ConnectionLost(self._unreachable(error).args[0]) from error
                 continue

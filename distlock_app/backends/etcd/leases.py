@@ -17,17 +17,22 @@ KEEP_FREE = 64  # free leases of one length; each expires
 class Lease:
     """One lease: the server ends it `seconds` after `began`, or later."""
 
-    __slots__ = ("asked", "began", "id", "seconds")
+    __slots__ = ("asked", "began", "id", "in_doubt", "seconds")
 
     def __init__(self, id: int, seconds: int = 0, began: float = 0.0, asked: int = 0) -> None:
         self.id = id
         self.asked = asked  # seconds; the server may have given more
         self.seconds = seconds  # whole ones, as etcd counts; 0: not known yet
         self.began = began  # when it was asked for, or to be renewed
+        self.in_doubt = False
 
     def covers(self, ttl: float, at: float) -> bool:
         """Return whether it surely lasts until `ttl` seconds after `at`."""
         return self.began + self.seconds * (1 - DRIFT_FACTOR) >= at + ttl
+
+    def doubt(self) -> None:
+        """Keep it from other claims: a key may get it late, when nobody wants that any more."""
+        self.in_doubt = True
 
     @property
     def is_due(self) -> bool:
@@ -75,8 +80,8 @@ class Leases:
         return self._used.get(id) or Lease(id)
 
     def give_back(self, id: int) -> None:
-        """Keep a lease of ours for other claims: no key uses it now."""
-        if (lease := self._used.pop(id, None)) is not None:
+        """Keep a lease of ours for other claims: no key uses it now. One in doubt just ends."""
+        if (lease := self._used.pop(id, None)) is not None and not lease.in_doubt:
             self._free[lease.asked].append(lease)
 
     def renew(self, lease: Lease) -> bool:
