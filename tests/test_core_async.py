@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -19,6 +20,7 @@ from distlock_app import (
     all_of,
     locked,
 )
+from distlock_app.core import offloading
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
@@ -268,6 +270,77 @@ def test_an_engine_that_hangs_holds_up_no_other(engine):
         return took
 
     assert asyncio.run(main()) < 10
+
+
+def test_a_call_that_gets_no_thread_is_not_made_later(engine, monkeypatch):
+    async def main():
+        async with busy(engine) as one:
+            monkeypatch.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(BackendError, match="thread"):
+                await Lock("a").aacquire()
+            monkeypatch.undo()
+            engine.go_on()
+            await (await one).arelease()
+            await use_explicitly()  # by the thread that was busy, after all that it was left
+
+    asyncio.run(main())
+
+    assert engine.asked.count("acquire") == 2
+    until(lambda: all_free(engine))
+
+
+def test_a_call_that_gets_another_thread_than_its_own_is_made_once(engine, monkeypatch):
+    def late(thread):
+        engine.go_on()
+        until(lambda: engine.asked.count("acquire") == 2)
+        no_thread(thread)
+
+    async def main():
+        async with busy(engine) as one:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", late)
+                request = asyncio.ensure_future(Lock("a").aacquire())
+                await asyncio.sleep(0)
+            for taken in await asyncio.gather(one, request):
+                await taken.arelease()
+
+    asyncio.run(main())
+
+    assert engine.asked.count("acquire") == 2
+    assert all_free(engine)
+
+
+@asynccontextmanager
+async def busy(engine):
+    """Keep the only thread that the engine has busy until it goes on; yield the task."""
+    engine.hang("acquire")
+    task = asyncio.ensure_future(Lock("b").aacquire())
+    while engine.asked != ["acquire"]:
+        await asyncio.sleep(0.001)
+    yield task
+
+
+def no_thread(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_call_that_waits_on_the_server_and_gets_no_thread_is_told_so(engine, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+
+    with pytest.raises(BackendError, match="thread"):
+        asyncio.run(Lock("a", using="blocking", wait=None).aacquire(wait=0.1))
+
+    monkeypatch.undo()
+    until(lambda: all_free(registry["blocking"].backend))
+
+
+def test_an_event_loop_that_outlives_the_main_thread_can_lock(engine):
+    offloading.begin(engine, int).result(DEADLINE)
+    offloading._pools[engine].shutdown()
+
+    asyncio.run(use_explicitly())
+
+    assert all_free(engine)
 
 
 def test_a_task_that_waits_on_the_server_can_be_cancelled(engine):

@@ -153,6 +153,27 @@ def test_a_candidate_asks_a_backend_until_it_answers(engine, caplog):
     assert [r.lock_event for r in caplog.records].count("not_elected") == 2
 
 
+def test_a_leader_that_gets_no_thread_for_its_work_stands_again(engine, monkeypatch):
+    start, refused = threading.Thread.start, []
+
+    def refuse_once(thread):
+        if thread.name == "distlock-wait" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    work = Work()
+    leader = Leader("a", work)
+
+    with running(leader.run):
+        until(lambda: refused)
+        until(lambda: work.log == ["begun"])
+        leader.stop()
+
+    assert free(engine)
+
+
 def test_the_pauses_of_a_candidate_grow_with_each_failure(engine, monkeypatch):
     pauses = []
     monkeypatch.setattr(leading, "full_jitter", lambda number, **_: pauses.append(number) or 0.0)

@@ -8,10 +8,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..backends.base import BaseLockBackend
 from ..claims import Claim
+from ..errors import BackendError
+from ..primitives.threads import started
 
 THREADS = 8  # per backend, so a backend that hangs does not delay the others
 
@@ -60,15 +63,33 @@ _first_tries = weakref.WeakKeyDictionary()
 
 
 def begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Make the call in one of the threads of `backend`."""
+    """Make the call in one of the threads of `backend`; raise BackendError if it has none."""
     pool = _pools.get(backend)
     if pool is None:
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="distlock-io")
         pool = _pools.setdefault(backend, pool)
+    request: Future[Any] = Future()
     try:
-        return pool.submit(function, *args)
-    except RuntimeError:  # the main thread has ended, and another still runs its event loop
-        return begin_alone(backend, function, *args)
+        pool.submit(_answer, request, function, args)
+    except RuntimeError:
+        # The main thread has ended, and another still runs its event loop. Or no thread could be
+        # started, but the call is in the queue, and a thread that is there may have begun it.
+        if request.cancel():
+            return begin_alone(backend, function, *args)
+    return request
+
+
+def _answer(request: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Make the call, unless it was cancelled."""
+    if not request.set_running_or_notify_cancel():
+        return
+    try:
+        answer = function(*args)
+    except BaseException as error:
+        request.set_exception(error)
+        del request  # it refers to the error, and that to this frame
+    else:
+        request.set_result(answer)
 
 
 class Seen(NamedTuple):
@@ -99,18 +120,11 @@ def _try_first(
             room.release()
 
 
-def begin_alone(_: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
+def begin_alone(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Call it in a daemon thread: in the pool, waiters could block the holder's release."""
     request: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            request.set_result(function(*args))
-        except BaseException as error:
-            request.set_exception(error)
-
-    request.set_running_or_notify_cancel()
-    threading.Thread(target=work, name="distlock-wait", daemon=True).start()
+    if not started(partial(_answer, request, function, args), "distlock-wait"):
+        raise BackendError(f"{backend.alias!r} was not asked: no thread could be started.")
     return request
 
 
