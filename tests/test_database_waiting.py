@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, sleep
+from unittest.mock import patch
 
 import pytest
 from django.conf import settings
@@ -44,6 +45,7 @@ pytestmark = [
 ]
 
 on_mysql = pytest.mark.skipif(connection.vendor != "mysql", reason="about MySQL and MariaDB")
+on_postgresql = pytest.mark.skipif(connection.vendor != "postgresql", reason="about PostgreSQL")
 
 DEADLINE = 30.0
 
@@ -93,6 +95,20 @@ def assumed_role(monkeypatch):
     registry["locks"].backend.close()
     with connections["locks"].cursor() as cursor:
         cursor.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+@pytest.fixture
+def other_schema():
+    """A lock table in another schema; a context in which connections find that one."""
+    schema, table = f"distlock_other_{os.getpid()}", DistLock._meta.db_table
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(f"CREATE SCHEMA {schema}")
+        cursor.execute(f"CREATE TABLE {schema}.{table} (LIKE {table} INCLUDING ALL)")
+    options = {**connections["locks"].settings_dict["OPTIONS"]}
+    options["options"] = f"-c search_path={schema}"
+    yield patch.dict(connections["locks"].settings_dict, OPTIONS=options)
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(f"DROP SCHEMA {schema} CASCADE")
 
 
 class Waiter(threading.Thread):
@@ -663,11 +679,34 @@ def test_a_release_ends_a_session_that_hangs_with_the_queue(backend):
     hangs_with_the_queue_until_ended(backend)
 
 
-@pytest.mark.skipif(connection.vendor != "postgresql", reason="about PostgreSQL")
+@on_postgresql
 def test_a_release_ends_a_session_that_hangs_also_if_the_alias_assumes_a_role(
     backend, assumed_role
 ):
     hangs_with_the_queue_until_ended(backend)
+
+
+@on_postgresql
+def test_tables_in_two_schemas_of_a_database_share_no_queue(backend, sessions, other_schema):
+    held, waiter = grab(backend, "a"), Waiter()
+    waiter.start()
+    in_line_once(sessions)
+
+    with other_schema:
+        other = DatabaseBackend(alias="default", location="locks")
+        held_there, wanted = grab(other, "a"), claim("a")
+        waiters_there = [holding.waiters for holding in other.holders()]
+        assert not other.acquire(wanted, 30)
+        assert other.release(held_there) is True
+
+        assert waiters_there == [0]
+        assert queued_in(other._sessions).called(within=DEADLINE)
+        assert other.release(other.acquire(wanted, 30)) is True
+    held.session.session.cursor.execute("SELECT 1")  # nobody has ended it
+    assert [holding.waiters for holding in backend.holders()] == [1]
+    assert backend.release(held) is True
+    assert waiter.served()
+    other.close()
 
 
 def test_who_comes_to_lead_the_queue_at_its_deadline_tries_once_more(backend, sessions):

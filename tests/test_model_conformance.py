@@ -178,11 +178,9 @@ class OnDatabase:
     def lock(self, session):
         """Return whether the queue lock could be taken."""
         queue = session.dialect.queue_of(self.claims[0].key)
-        of = {
-            "mysql": "GET_LOCK(%(queue)s, 0)",
-            "postgresql": "pg_try_advisory_lock(%(queue)s::bigint)",
-        }
-        session.cursor.execute(f"SELECT {of[connection.vendor]}", {"queue": queue})
+        on_mysql = connection.vendor == "mysql"
+        wanted = "GET_LOCK(%(queue)s, 0)" if on_mysql else session.dialect.TRY_QUEUE
+        session.cursor.execute(f"SELECT {wanted}", {"queue": queue})
         return bool(session.cursor.fetchone()[0])
 
 

@@ -37,6 +37,7 @@ MAY = {
     "str(wait_ms)": "a number",
     "'NOWAIT' * (wait == 0)": "constant",
     "self.queue_of(key)": "a number, or hex digits: a hash, made there",
+    "str(self.queue_of(key))": "the same",
     "waiting.connection.thread_id()": "an int of the driver",
     "waiting.pid": "an int of the server",
     "table": "quote_name() of a model's table",

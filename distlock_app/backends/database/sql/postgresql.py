@@ -66,8 +66,11 @@ class PostgreSQL(Dialect):
         "long_free": "{now} - {handover_us} * interval '1 microsecond'",
         "at_acquired": "'epoch'::timestamptz + %(acquired_us)s::bigint * interval '1 microsecond'",
         "at_expiry": "'epoch'::timestamptz + %(expiry_us)s::bigint * interval '1 microsecond'",
+        # A database has one set of advisory locks for the tables of all its schemas.
+        "table_id": "'{table}'::regclass::oid::bigint",
     }
-    JOIN = "pg_try_advisory_lock(%(queue)s::bigint) OR owner <> '' OR expiry <= {long_free}"
+    TRY_QUEUE = "pg_try_advisory_lock(%(queue)s::bigint # {table_id})"
+    JOIN = TRY_QUEUE + " OR owner <> '' OR expiry <= {long_free}"
     TAKE = """
         WITH locked AS MATERIALIZED (
             SELECT key, owner, expiry
@@ -109,18 +112,24 @@ class PostgreSQL(Dialect):
         UPDATE {table}
            SET owner = '', expiry = {now}
          WHERE key = %(key)s AND owner = %(owner)s
-     RETURNING pg_advisory_unlock(%(queue)s::bigint)"""
-    # As the user that logged in: the role that the alias assumes may end no session.
+     RETURNING pg_advisory_unlock(%(queue)s::bigint # {table_id})"""
+    # The time for rows is not for this one; statement_timeout ends it.
+    LINE_UP = """
+        SELECT true, set_config('lock_timeout', '0', true),
+               pg_advisory_lock('{queue}'::bigint # {table_id})"""
+    # As the user that logged in: the role that the alias assumes may end no session. The table is
+    # looked up before, for "$user" in search_path is the role.
     EVICT = """
+        SELECT set_config('distlock.queue', ('{queue}'::bigint # {table_id})::text, true);
         SET LOCAL ROLE NONE;
         SELECT pg_terminate_backend(pid, 300)
           FROM pg_locks
          WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND pid <> pg_backend_pid()
            AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-           AND classid = (('{queue}'::bigint >> 32) & 4294967295)::oid
-           AND objid = ('{queue}'::bigint & 4294967295)::oid"""
+           AND (classid::bigint << 32) | objid::bigint
+               = current_setting('distlock.queue')::bigint"""
     WAITING = """
-        SELECT (classid::bigint << 32) | objid::bigint, count(*)
+        SELECT ((classid::bigint << 32) | objid::bigint) # {table_id}, count(*)
           FROM pg_locks
          WHERE locktype = 'advisory' AND NOT granted AND objsubid = 1
            AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -181,7 +190,7 @@ class PostgreSQL(Dialect):
         super().__init__(table_name, table, database)
         joining = {"try": "true", "join": self.JOIN, "wait": self.JOIN, "turn": "true"}
         self._takes = {step: self.TAKE.replace("{may}", may) for step, may in joining.items()}
-        joining |= dict.fromkeys(("join", "wait"), "pg_try_advisory_lock(%(queue)s::bigint)")
+        joining |= dict.fromkeys(("join", "wait"), self.TRY_QUEUE)
         self._inserts = {step: self.INSERT.replace("{may}", may) for step, may in joining.items()}
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
@@ -206,15 +215,12 @@ class PostgreSQL(Dialect):
         return True
 
     def queue_of(self, key: str) -> int:
-        # Hashed again: advisory locks on the same name may be another app's.
+        # Hashed again: advisory locks on the same name may be another app's. The statements mix
+        # the table into it.
         return int(key_of(f"queue/{key}")[:16], 16) - 2**63
 
     def line_up(self, cursor: Any, key: str) -> None:
-        # The time for rows is not for this one; statement_timeout ends it.
-        cursor.send(
-            "SELECT true, set_config('lock_timeout', '0', true),"
-            f" pg_advisory_lock({self.queue_of(key)})"
-        )
+        cursor.send(self.LINE_UP.replace("{queue}", str(self.queue_of(key))))
 
     def leave(self, waiting: Any, cursor: Cursor) -> None:
         # Not by the driver, which stops all threads of the process until the server answers. And as
