@@ -12,11 +12,13 @@ from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.utils import timezone
 
+from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend, people
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
 from tests.database_workers import claim, grab, lock_table
+from tests.engines import renewed
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -263,6 +265,20 @@ def test_a_row_in_somebodys_transaction_does_not_cost_the_others_their_locks(bac
     assert (results[0], results[2]) == (True, True)
     assert isinstance(results[1], BackendError)
     assert backend.extend_many(work) == [True, True, True]
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
+@pytest.mark.parametrize("kind", [{}, {"shared": True}])
+def test_a_row_in_somebodys_transaction_costs_no_other_lock_of_a_short_ttl(backend, kind):
+    in_the_way = Lock("a", using="locks", ttl=2.4, **kind).acquire()
+    held = Lock("b", using="locks", ttl=2.4).acquire()
+
+    with transaction.atomic(using="locks"):
+        rows().select_for_update().get(name="a")
+        renewed(held, times=4)
+
+    assert in_the_way.lost
+    held.release()
 
 
 def test_names_are_exact_to_the_last_byte_and_shown_as_text(backend):

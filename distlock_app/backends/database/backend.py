@@ -55,6 +55,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         refuse_wrong_options(alias, queue, poll_min, poll_max)
         self.poll_min, self.poll_max = poll_min, poll_max
         self._queue = queue
+        self._locked = set()
         give_up = weakref.WeakMethod(self._give_up)
         self._sessions = Sessions(
             self.using, queue, lambda queued: (give_up() or QueuedConnection.give_up)(queued)

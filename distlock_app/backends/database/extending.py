@@ -19,6 +19,8 @@ BATCH = 400
 class Extending(Requests):
     """Lets claims last longer, or end sooner."""
 
+    _locked: set[str]  # keys whose rows were in other transactions when they were to be extended
+
     def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
         claim = grant.claim
         if kind_of(claim):
@@ -38,7 +40,8 @@ class Extending(Requests):
         """Extend by one statement for each 400 mutexes of one ttl, or members of one row."""
         indexes: dict[float | str, list[int]] = {}
         for index, (grant, ttl) in enumerate(work):
-            alike = grant.claim.key if kind_of(grant.claim) else ttl
+            key = grant.claim.key
+            alike = key if kind_of(grant.claim) or key in self._locked else ttl
             indexes.setdefault(alike, []).append(index)
         results: list[bool | Exception] = [False] * len(work)
         for same in indexes.values():
@@ -58,19 +61,24 @@ class Extending(Requests):
 
     def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
-        members_of_one = kind_of(work[0][0].claim)
+        key, members_of_one = pairs[0][0], kind_of(work[0][0].claim)
         try:
+            if key in self._locked:
+                self._ask(lambda s: s.dialect.probe(s.cursor, key), urgent=True)
+                self._locked.discard(key)
             if members_of_one:
                 # A stable owner may be there twice: for the longer time.
                 owners = {g.claim.owner: ttl for g, ttl in sorted(work, key=lambda w: w[1])}
-                kept = self._ask(partial(members.extend, pairs[0][0], owners), urgent=True)
+                kept = self._ask(partial(members.extend, key, owners), urgent=True)
                 return [owner in kept for _, owner in pairs]
             ttl = work[0][1]
             ours = self._ask(lambda s: s.dialect.extend_pairs(s.cursor, pairs, ttl), urgent=True)
         except Exception as error:
-            several_rows = self._sessions.dialect.locks_rows and not members_of_one
-            if isinstance(error, Contended) and several_rows:
-                # One row is in another transaction: the others must not expire for it.
-                return super().extend_many(work)
+            if isinstance(error, Contended) and self._sessions.dialect.locks_rows:
+                # A row is in another transaction: the others must not expire for it. Until it is
+                # found unlocked, no renewal waits for it again.
+                self._locked.update(key for key, _ in pairs)
+                if len(work) > 1 and not members_of_one:
+                    return [self._extend_batch([one])[0] for one in work]
             return [error] * len(work)
         return [pair in ours for pair in pairs]

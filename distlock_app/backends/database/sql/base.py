@@ -248,6 +248,10 @@ class Dialect(Statements):
         """Lock the row unless another transaction has it; return whether that worked."""
         raise NotImplementedError
 
+    def probe(self, cursor: Cursor, key: str) -> None:
+        """Raise at once if another transaction has locked the row."""
+        self.execute(cursor, self.PROBE, {"key": key}).fetchall()
+
     def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         """Extend many rows by one statement; return those that are ours."""
         numbers = range(len(pairs))

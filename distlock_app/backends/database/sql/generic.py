@@ -98,6 +98,18 @@ class Generic(Dialect):
     def extend_pairs(self, rows: Rows, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
         return _extend(rows, pairs, ttl)
 
+    def probe(self, cursor: Cursor, key: str) -> None:
+        if not self._is_unlocked(cursor, key):
+            raise RowConflict(f"the row of {key} is locked")
+
+    @in_transaction
+    def _is_unlocked(self, rows: Rows, key: str) -> bool:
+        try:
+            rows.lock(key=key)
+        except RowConflict:  # raised here, it would be tried again
+            return False
+        return True
+
     @in_transaction
     def release(self, rows: Rows, claim: Claim) -> bool:
         for row in rows.lock(key=claim.key):

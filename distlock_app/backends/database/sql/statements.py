@@ -39,6 +39,8 @@ class Statements:
         UPDATE {table}
            SET expiry = {greatest}(expiry, {in_ttl})
          WHERE {key} = %(key)s AND owner = %(owner)s"""
+    PROBE = """
+        SELECT 1 FROM {table} WHERE {key} = %(key)s FOR UPDATE NOWAIT"""
     # As EXTEND, but also sooner.
     END_IN = """
         UPDATE {table}
