@@ -15,6 +15,7 @@ import itertools
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -241,6 +242,18 @@ def closing_loop(wait, waits):
     yield
     task._log_destroy_pending = False
     task.get_coro().close()
+
+
+class InterruptedSlots(deque):
+    """Slots of which the first is taken just as Ctrl-C arrives."""
+
+    interrupted = False
+
+    def pop(self):
+        super().pop()
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
 
 
 def renewed(*holds, times=1):

@@ -20,7 +20,7 @@ from distlock_app.core import renewal
 from distlock_app.core.registry import registry
 from distlock_app.primitives.timing import trusted_for
 from tests import engines
-from tests.engines import DEADLINE, free, renewed, until
+from tests.engines import DEADLINE, InterruptedSlots, free, renewed, until
 
 engine = pytest.fixture(engines.install)
 
@@ -182,12 +182,16 @@ def test_a_caller_that_is_interrupted_as_it_waits_takes_nobody_s_turn():
     assert semaphore.acquire(0)
 
 
-class InterruptedSlots(deque):
-    """Slots of which one is taken just as Ctrl-C arrives."""
+def test_an_interrupt_as_a_turn_is_passed_on_takes_it_from_nobody():
+    semaphore, turn = FairSemaphore(0), threading.Lock()
+    turn.acquire()
+    semaphore._queue.append(turn)
+    semaphore._free = InterruptedSlots()
 
-    def pop(self):
-        super().pop()
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        semaphore.release()
+
+    assert turn.acquire(timeout=0)
 
 
 def test_an_interrupt_leaves_the_slot_of_a_connection_free_and_raises_nothing_else(monkeypatch):

@@ -30,7 +30,7 @@ from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere
 from distlock_app.testing.claims import a_claim
-from tests.engines import DEADLINE, closing_loop, running, until
+from tests.engines import DEADLINE, InterruptedSlots, closing_loop, running, until
 from tests.proxy import proxy_to
 
 ALIAS, ENGINE = settings.SERVER_LOCKS.get(settings.ENGINE, ("", ""))
@@ -464,6 +464,16 @@ def test_fences_grow_over_processes(processes):
 
     assert [sorted(set(one)) for one in results] == results
     assert len({fence for one in results for fence in one}) == 200
+
+
+def test_ctrl_c_just_as_a_caller_may_wait_on_the_server_takes_no_place_there(backend, monkeypatch):
+    monkeypatch.setattr(backend, "_waiting", InterruptedSlots([None]))
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.acquire(a_claim("a"), DEADLINE)
+
+    assert len(backend._waiting) == 1
+    assert backend.release(backend.acquire(a_claim("a"), DEADLINE)) is True
 
 
 def test_ctrl_c_ends_the_wait_and_leaves_the_queue(backend):

@@ -96,14 +96,16 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
 
     def _lead(self, claim: Claim, wait: float) -> Grant | None:
         """Wait on the server; only try if as many sessions wait there as may."""
+        may_wait = True
         try:
-            self._waiting.pop()
-        except IndexError:
-            return self._try(claim)
-        try:
-            return self._take(claim, wait)
+            try:
+                self._waiting.pop()  # an interrupt after this gives it back
+            except IndexError:
+                may_wait = False
+            return self._take(claim, wait) if may_wait else self._try(claim)
         finally:
-            self._waiting.append(None)
+            if may_wait:
+                self._waiting.append(None)
 
     def _try(self, claim: Claim) -> Grant | None:
         with self._asking():

@@ -83,6 +83,9 @@ class FairSemaphore:
                 self._free.pop()
             except IndexError:
                 return
+            except BaseException:  # interrupted after that
+                self.release()
+                raise
             try:
                 self._queue.popleft().release()
             except IndexError:  # Another thread has served it.
