@@ -1,4 +1,4 @@
-"""The app's configuration: registers system checks, and starts the history if settings ask."""
+"""The app's configuration: registers checks, starts the history if settings ask, tells uWSGI."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class DistlockConfig(AppConfig):
     def ready(self) -> None:
         from . import checks
         from .operations import history
+        from .primitives import forks
 
         checks.register()
         history.listen()
+        forks.tell_uwsgi()

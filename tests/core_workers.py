@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import time
 import traceback
 import warnings
 from contextlib import suppress
+from types import SimpleNamespace
 
 from django.db import connection, transaction
 from django.test import override_settings
@@ -21,6 +23,7 @@ from distlock_app import Lock, LockLost, NotHeld
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
+from distlock_app.primitives import forks
 from distlock_app.primitives.identity import new_token
 from distlock_app.primitives.timing import monotonic
 from tests.engines import renewed
@@ -35,10 +38,10 @@ def engine():
     return registry["default"].backend
 
 
-def in_child(work):
+def in_child(work, fork=os.fork):
     """Return what `work` returns in a forked child; it may raise SystemExit."""
     reader, writer = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         signal.alarm(CHILD_DEADLINE)
         try:
@@ -116,6 +119,28 @@ def take_the_same_lock_in_a_child():
         child = in_child(work)
         mine.check()
     return child
+
+
+def lock_in_workers_of_uwsgi():
+    """Return what a worker does whose fork Python does not see, and one that it sees."""
+    engine()
+    calls = []
+    forks.in_child(lambda: calls.append("anew"))
+    uwsgi = SimpleNamespace(post_fork_hook=lambda: calls.append("earlier hook"))
+    sys.modules["uwsgi"] = uwsgi
+    forks.tell_uwsgi()
+
+    def work():
+        uwsgi.post_fork_hook()
+        with Lock("b", ttl=3) as hold:
+            renewed(hold)
+        return {"calls": calls, "lost": mine.lost, "tokens": [new_token() for _ in range(100)]}
+
+    with Lock("a", ttl=3) as mine:
+        renewed(mine)  # by threads that no child has
+        answers = [in_child(work, fork) for fork in (ctypes.PyDLL(None).fork, os.fork)]
+    tokens = {new_token() for _ in range(100)}.union(*(each.pop("tokens") for each in answers))
+    return {"workers": answers, "tokens": len(tokens), "calls here": calls}
 
 
 def use_asyncio_in_a_child():

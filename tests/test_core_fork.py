@@ -31,6 +31,13 @@ def test_no_two_processes_draw_the_same_token(processes):
     assert processes.start("tests.core_workers:draw_tokens_in_a_child").result() == 600
 
 
+def test_workers_of_uwsgi_begin_anew_once_whether_python_saw_the_fork_or_not(processes):
+    answer = processes.start("tests.core_workers:lock_in_workers_of_uwsgi").result()
+
+    worker = {"calls": ["anew", "earlier hook"], "lost": True}
+    assert answer == {"workers": [worker] * 2, "tokens": 300, "calls here": []}
+
+
 def test_a_child_can_lock_in_asyncio(processes):
     assert processes.start("tests.core_workers:use_asyncio_in_a_child").result() is True
 

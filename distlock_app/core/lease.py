@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -11,6 +10,7 @@ from ..backends.base import BaseLockBackend
 from ..claims import Grant
 from ..errors import LockLost
 from ..primitives import identity
+from ..primitives.forks import in_child
 from ..primitives.identity import Runner
 from ..primitives.names import shown
 from ..primitives.timing import DRIFT_FACTOR, DRIFT_FLOOR, monotonic, trusted_for
@@ -36,7 +36,7 @@ def _after_fork() -> None:
     _process = Process()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_child(_after_fork)
 
 # The runner's key for it: backend, key and mode (shared, limit).
 LeaseKey = tuple[BaseLockBackend, str, bool, int]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from ..backends.base import BaseLockBackend
 from ..claims import Claim
 from ..errors import BackendError
+from ..primitives.forks import in_child
 from ..primitives.threads import started
 
 THREADS = 8  # per backend, so a backend that hangs does not delay the others
@@ -128,5 +128,5 @@ def begin_alone(backend: BaseLockBackend, function: Callable[..., Any], *args: A
     return request
 
 
-os.register_at_fork(after_in_child=_pools.clear)
-os.register_at_fork(after_in_child=_first_tries.clear)
+in_child(_pools.clear)
+in_child(_first_tries.clear)

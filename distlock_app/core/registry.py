@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from django.utils.module_loading import import_string
 
 from ..backends.base import BaseLockBackend
 from ..backends.dummy import DummyBackend
+from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from .limits import DEFAULT_TTL, DEFAULT_WAIT, checked_ttl, checked_wait
 
@@ -216,4 +216,4 @@ def _on_setting_changed(*, setting: str, **kwargs: Any) -> None:
 
 
 setting_changed.connect(_on_setting_changed)
-os.register_at_fork(after_in_child=registry.after_fork)
+in_child(registry.after_fork)

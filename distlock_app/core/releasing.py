@@ -7,7 +7,6 @@ others, and renewals do not wait for releases. Failed releases are retried until
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
 from ..errors import BackendError
+from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from ..primitives.threads import Worker
 from ..primitives.timing import monotonic
@@ -173,5 +173,5 @@ class Releaser:
 
 
 releaser = Releaser()
-os.register_at_fork(after_in_child=releaser.__init__)  # type: ignore[misc]
+in_child(releaser.__init__)  # type: ignore[misc]
 atexit.register(releaser.drain)

@@ -6,13 +6,13 @@ timer, so losses are reported on time.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from contextlib import suppress
 from typing import Any
 
 from ..errors import BackendError
+from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.threads import Worker
@@ -175,4 +175,4 @@ def _renews(lease: Lease, now: float) -> bool:
 
 
 renewer = Renewer()
-os.register_at_fork(after_in_child=renewer.__init__)  # type: ignore[misc]
+in_child(renewer.__init__)  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 from django.db import connections
 
+from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from ..primitives.threads import Worker, started
 from ..primitives.timing import monotonic
@@ -85,4 +85,4 @@ def _notify_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> N
 
 
 _notifier = Worker("distlock-notifier", _call_all)
-os.register_at_fork(after_in_child=_notifier.forget)
+in_child(_notifier.forget)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from functools import partial
 from time import sleep
 from typing import Any, Protocol
 
+from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from ..primitives.threads import Gate, started, threads_are_greenlets
 from ..primitives.timing import monotonic
@@ -138,4 +138,4 @@ class Timer:
 
 _FAILED = fields("worker_failed", "")
 timer = Timer()
-os.register_at_fork(after_in_child=timer.__init__)  # type: ignore[misc]
+in_child(timer.__init__)  # type: ignore[misc]

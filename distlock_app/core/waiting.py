@@ -7,7 +7,6 @@ task occupies no thread, unless its backend waits on the server.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from ..backends.base import BaseLockBackend
 from ..claims import Claim, Grant
 from ..errors import BackendError, LockBusy, LockError, LockTimeout
+from ..primitives.forks import in_child
 from ..primitives.names import shown
 from ..primitives.timing import Deadline, full_jitter, monotonic, trusted_for
 from .offloading import Begin, Seen, begin, begin_alone, begin_first, ended
@@ -52,7 +52,7 @@ Step = Call | Pause
 
 # By waker: backend and name of the lock that it waits for, for metrics.
 waiting: dict[Waker | AsyncWaker, tuple[BaseLockBackend, str]] = {}
-os.register_at_fork(after_in_child=waiting.clear)
+in_child(waiting.clear)
 
 
 def acquired(

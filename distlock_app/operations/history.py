@@ -8,7 +8,6 @@ the caller's transaction, and a database that is down costs events, never a lock
 from __future__ import annotations
 
 import atexit
-import os
 import secrets
 import threading
 from collections import Counter, deque
@@ -27,6 +26,7 @@ from ..core.releasing import releaser
 from ..core.reporting import await_reports
 from ..models import LockEvent
 from ..primitives import identity
+from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from ..primitives.names import key_of, shown
 from ..signals import lock_acquired, lock_busy, lock_cleared, lock_lost, lock_released
@@ -167,7 +167,7 @@ def _keep(events: Any, most: int) -> None:
 
 
 writer = _Writer()
-os.register_at_fork(after_in_child=writer.__init__)  # type: ignore[misc]
+in_child(writer.__init__)  # type: ignore[misc]
 
 
 @atexit.register

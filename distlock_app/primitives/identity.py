@@ -20,6 +20,8 @@ from typing import Any
 from asgiref.sync import SyncToAsync
 from django.core.exceptions import SynchronousOnlyOperation
 
+from .forks import in_child
+
 # What the running code does ("alice /pay/7", "manage.py settle"), shown beside its locks.
 _activity: ContextVar[str] = ContextVar("distlock_activity", default="")
 
@@ -69,8 +71,8 @@ class _Here(threading.local):
 _here = _Here()
 _tasks: weakref.WeakKeyDictionary[Any, Runner] = weakref.WeakKeyDictionary()
 # A child has its own: what the parent holds is not the child's.
-os.register_at_fork(after_in_child=_tasks.clear)
-os.register_at_fork(after_in_child=_here.__init__)  # type: ignore[misc]
+in_child(_tasks.clear)
+in_child(_here.__init__)  # type: ignore[misc]
 
 
 def current_runner() -> Runner:
@@ -117,7 +119,7 @@ def new_token() -> str:
         return first
 
 
-os.register_at_fork(after_in_child=_tokens.clear)
+in_child(_tokens.clear)
 
 
 def refuse_to_block(instead: str) -> None:
@@ -197,7 +199,7 @@ def machine() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-os.register_at_fork(after_in_child=machine.cache_clear)
+in_child(machine.cache_clear)
 
 
 def of_lease(text: str, *, ttl: float, renew: bool, at_least: float) -> str:

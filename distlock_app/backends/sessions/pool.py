@@ -14,6 +14,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
+from ...primitives.forks import in_child
 from ...primitives.timing import monotonic
 from .link import ANSWER_WAIT
 
@@ -221,4 +222,4 @@ def _forget_all() -> None:
 
 _pools: weakref.WeakSet[Pool[Any]] = weakref.WeakSet()
 inherited: list[Any] = []  # of objects that a child of fork() must not free
-os.register_at_fork(after_in_child=_forget_all)
+in_child(_forget_all)
