@@ -70,7 +70,7 @@ def begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) ->
         pool = _pools.setdefault(backend, pool)
     request: Future[Any] = Future()
     try:
-        pool.submit(_answer, request, function, args)
+        pool.submit(_answer, [request, function, args])
     except RuntimeError:
         # The main thread has ended, and another still runs its event loop. Or no thread could be
         # started, but the call is in the queue, and a thread that is there may have begun it.
@@ -79,15 +79,17 @@ def begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) ->
     return request
 
 
-def _answer(request: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _answer(call: list[Any]) -> None:
     """Make the call, unless it was cancelled."""
+    request, function, args = call
+    call.clear()  # an error refers to its thread's frames, which would refer to the request
     if not request.set_running_or_notify_cancel():
         return
     try:
         answer = function(*args)
     except BaseException as error:
         request.set_exception(error)
-        del request  # it refers to the error, and that to this frame
+        del request
     else:
         request.set_result(answer)
 
@@ -123,7 +125,7 @@ def _try_first(
 def begin_alone(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Call it in a daemon thread: in the pool, waiters could block the holder's release."""
     request: Future[Any] = Future()
-    if not started(partial(_answer, request, function, args), "distlock-wait"):
+    if not started(partial(_answer, [request, function, args]), "distlock-wait"):
         raise BackendError(f"{backend.alias!r} was not asked: no thread could be started.")
     return request
 
