@@ -435,6 +435,22 @@ def test_a_lock_whose_process_died_is_told_expired(kept):
     ]
 
 
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [("DownBackend", "cannot be used (OSError)"), ("UnlistedBackend", "cannot list its locks")],
+)
+def test_the_page_of_events_does_not_say_that_a_lock_is_free_if_that_is_not_known(
+    page, settings, backend, why
+):
+    settings.DISTLOCK = {"default": {"BACKEND": f"tests.failing_engines.{backend}"}}
+    happened("acquired", 300, fence=1)
+
+    html = page(EVENTS, lock=id_of("default", key_of("a"))).content.decode()
+
+    assert f"“default”: {why}." in html
+    assert "it is free" not in html and "expired" not in html
+
+
 def test_a_history_needs_no_connection_of_the_request(kept, django_assert_num_queries):
     with django_assert_num_queries(0, connection=connection):
         with Lock("a"):

@@ -202,7 +202,9 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             alias, key, _seen = parts_of(request.GET.get("lock", ""))
         except ValueError:
             return HttpResponseRedirect(self._list())
-        holdings = read({alias: [key]}).holdings
+        reading = read({alias: [key]})
+        [backend] = reading.backends
+        holdings = reading.holdings if backend.known else None
         facts = self._facts(alias, key, holdings)
         past = facts["past"]
         if past is None:
@@ -211,13 +213,14 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             **self._context(request, _("Events of a lock")),
             "alias": shown(alias),
             "name": past.name or shown(holdings[0].name if holdings else key),
+            "not_known": backend.reason,
             **facts,
         }
         return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
 
-    def _facts(self, alias: str, key: str, holdings: list[Holding]) -> dict[str, Any]:
+    def _facts(self, alias: str, key: str, holdings: list[Holding] | None) -> dict[str, Any]:
         """Return what both pages of a lock show of its holders, its waiters and its past."""
-        rows = [row_of(held) for held in holdings]
+        rows = [row_of(held) for held in holdings or ()]
         return {
             "holders": [
                 (_who(row.holding.holder), self._url("change", quote(row.pk))) for row in rows
