@@ -24,6 +24,7 @@ from distlock_app.admin import past as past_events
 from distlock_app.admin.rows import id_of
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_servers
+from distlock_app.claims import Holding
 from distlock_app.core import people
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
@@ -433,6 +434,16 @@ def test_a_lock_whose_process_died_is_told_expired(kept):
         "expired",
         "acquired",
     ]
+
+
+def test_a_lock_that_is_held_without_a_fence_did_not_expire(kept):
+    happened("acquired", 300, fence=1)
+    happened("acquired", 200, fence=2)
+    holding = Holding(name="a", key=key_of("a"), alias="default", version="7", holder={})
+
+    past = past_events.past_of("default", key_of("a"), [holding])
+
+    assert [line.event for line in past.lines] == ["acquired", "expired", "acquired"]
 
 
 @pytest.mark.parametrize(

@@ -57,25 +57,29 @@ class Past:
     chart: Chart | None
 
 
-def past_of(alias: str, key: str, holdings: Iterable[Holding] | None) -> Past | None:
+def past_of(alias: str, key: str, holdings: Sequence[Holding] | None) -> Past | None:
     """Return the past of a lock that these hold now (None: not known); None without a history."""
     if not history.kept():
         return None
     events = history.events_of(alias, key)
-    held = [holding for holding in holdings or () if holding.fence is not None]
     name = shown(events[0].name) if events else ""
-    fences = None if holdings is None else {holding.fence for holding in held}
-    lines = list(_lines(events, fences))
-    return Past(name, lines, _sums(events), chart_of(events, held))
+    with_fence = [holding for holding in holdings or () if holding.fence is not None]
+    lines = list(_lines(events, holdings))
+    return Past(name, lines, _sums(events), chart_of(events, with_fence))
 
 
-def _lines(events: Sequence[LockEvent], held: set[int | None] | None) -> Iterable[Line]:
+def _lines(events: Sequence[LockEvent], held: Sequence[Holding] | None) -> Iterable[Line]:
     told_by = timezone.now() - timedelta(seconds=PATIENCE)
     ended = {e.fence for e in events if e.event != LockEvent.ACQUIRED}
-    known = {*ended, *(held or ()), None}
+    fences = [holding.fence for holding in held or ()]
+    known = {*ended, *fences, None}
+    # Acquisitions, from the newest on, that may be holdings of which this is not known.
+    spared = len(events) if held is None else fences.count(None)
     for event in events:
         gone = event.event == LockEvent.ACQUIRED and event.fence not in known
-        if gone and held is not None and event.at < told_by:
+        if gone and spared:
+            spared -= 1
+        elif gone and event.at < told_by:
             yield Line(None, EXPIRED, EVENTS[EXPIRED])
         yield Line(
             event.at,
