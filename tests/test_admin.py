@@ -17,6 +17,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
+from django.contrib.contenttypes.models import ContentType
 from django.core.management import call_command
 from django.db import connection, connections
 from django.test import Client, RequestFactory
@@ -24,7 +25,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from distlock_app import Lock
-from distlock_app.admin import rows
+from distlock_app.admin import clearing, rows
 from distlock_app.admin.rows import id_of
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant, Holding
@@ -807,6 +808,27 @@ def test_the_history_of_a_lock_outlives_its_holders(clearer):
 
     assert "host is gone" in html
     assert clearer.get(LogEntry.objects.get().get_admin_url(), follow=True).status_code == 200
+
+
+def test_the_history_of_a_lock_is_read_from_the_entries_of_locks_alone(viewer):
+    lock_id = id_of("default", key_of("a"))
+    user = User.objects.get()
+    kind = ContentType.objects.get_for_model(User)
+    LogEntry.objects.create(
+        user=user, content_type=kind, object_id=lock_id, object_repr="a user", action_flag=2
+    )
+
+    assert "a user" not in html_of(viewer.get(history_url(lock_id)))
+
+
+def test_the_history_is_not_read_for_who_may_not_see_it(browse, monkeypatch):
+    def read(*args):
+        raise AssertionError("it was read")
+
+    client = browse()
+    monkeypatch.setattr(clearing, "name_of", read)
+
+    assert client.get(history_url(id_of("default", key_of("a")))).status_code == 403
 
 
 def test_no_page_shows_a_token(clearer):

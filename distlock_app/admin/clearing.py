@@ -9,6 +9,7 @@ from typing import Any
 
 from django import forms
 from django.contrib.admin.models import LogEntry
+from django.contrib.admin.options import get_content_type_for_model
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
@@ -102,7 +103,9 @@ def name_of(alias: str, key: str, linked: str = "") -> str:
     if key_of(linked) == key:
         return shown(linked)
     lock_id = id_of(alias, key)
-    if entry := LogEntry.objects.filter(object_id=lock_id).order_by("pk").last():
+    kind = get_content_type_for_model(LiveLock)
+    entries = LogEntry.objects.filter(content_type=kind, object_id=lock_id)
+    if entry := entries.order_by("pk").last():
         return entry.object_repr
     rows, events = rows_of([lock_id]).rows, history.events_of(alias, key)
     return [*(row.name for row in rows), *(event.name for event in events), key][0]

@@ -257,6 +257,8 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show the forced releases of this lock, from any holder, also when it is free."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
         try:
             alias, key, _seen = parts_of(unquote(object_id))
         except ValueError:
