@@ -912,6 +912,22 @@ def test_a_candidate_asks_a_backend_until_it_answers_again(memory, monkeypatch):
     assert [str(error) for error in said] == ["gone", "down", "down"]
 
 
+def test_a_candidate_outlives_a_backend_that_fails_in_its_first_request(memory, monkeypatch):
+    """As one that waits in that request, for hours."""
+    outcomes, said = [BackendError("restarted"), 0], []
+
+    def ends(lock, program, signals):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(run, "_run", ends)
+
+    assert run.lead(Lock("a"), ["true"], said.append) == 0
+    assert [str(error) for error in said] == ["restarted"]
+
+
 def test_a_signal_that_comes_while_a_loss_is_reported_ends_the_candidate(memory, monkeypatch):
     def is_lost(lock, program, signals):
         signals.ends_us = False  # as since it had the lock
@@ -930,13 +946,11 @@ def test_a_signal_that_comes_while_a_loss_is_reported_ends_the_candidate(memory,
     assert end.value.code == 143
 
 
-def test_a_candidate_ends_if_its_backend_never_answered(memory, monkeypatch):
-    def is_down(*args):
-        raise BackendError("down")
+@pytest.mark.parametrize("using", ["down", "default,down"])
+def test_a_candidate_ends_if_one_of_its_backends_does_not_answer_at_first(memory, using):
+    memory("down", "tests.failing_engines.DownBackend")
 
-    monkeypatch.setattr(run, "_run", is_down)
-
-    assert ends_with("lead", "a", "--", "true").returncode == 69
+    assert ends_with("lead", "a", "--using", using, "--", "true").returncode == 69
 
 
 def test_a_program_dies_with_the_process_that_runs_it(started):

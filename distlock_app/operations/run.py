@@ -16,6 +16,7 @@ from typing import Any
 from ..core.acquiring import held_by_runner, release_half_taken
 from ..core.hold import Hold
 from ..core.lock import Lock
+from ..core.registry import aliases_of, registry
 from ..errors import BackendError, LockBusy, LockLost
 from ..primitives.timing import full_jitter
 from . import tethered
@@ -57,22 +58,21 @@ def lead(lock: Lock, program: Sequence[str], report: Callable[[Exception], None]
     """Like `run`, but repeat after each loss, until the program exits or a signal ends it.
 
     `report` gets the LockLost, or the BackendError of a backend that answered before: then it is
-    asked until it answers. Raise BackendError if it does not answer the first time.
+    asked until it answers. Raise BackendError if it does not answer a ping at first.
     """
     failures = 0
     with _Signals() as signals:
+        for entry in [registry[alias] for alias in aliases_of(lock.using)]:
+            if entry.stand_in is None:  # ON_DOWN is "raise"
+                entry.backend.ping()
         while True:
             try:
                 return _run(lock, program, signals)
             except (LockLost, BackendError) as error:
                 signals.begin()
-                if isinstance(error, LockLost):
-                    failures = 1
-                elif failures == 0:
-                    raise
+                failures = 1 if isinstance(error, LockLost) else failures + 1
                 report(error)
             sleep(full_jitter(failures, base=RETRY_MIN, cap=RETRY_MAX))
-            failures += 1
 
 
 def _run(lock: Lock, program: Sequence[str], signals: _Signals) -> int:
