@@ -890,6 +890,27 @@ def test_a_signal_that_another_thread_gets_is_passed_on(memory, tmp_path):
         assert run.run(Lock("a"), program) == 7
 
 
+@pytest.mark.parametrize("action", ["run", "lead"])
+def test_the_exit_code_is_known_if_the_parent_ignores_the_end_of_children(started, action):
+    process = started(action, "a", *shell("exit 3"), wrapper=["env", "--ignore-signal=CHLD"])
+
+    assert process.wait(60) == 3
+
+
+def test_a_handler_that_python_did_not_install_is_let_be(memory, monkeypatch):
+    install, before = signal.signal, signal.getsignal(signal.SIGUSR1)
+
+    def of_another_library(number, handler):
+        found = install(number, handler)
+        return None if number == signal.SIGUSR1 else found
+
+    monkeypatch.setattr(signal, "signal", of_another_library)
+    try:
+        assert run.run(Lock("a"), ["true"]) == 0
+    finally:
+        install(signal.SIGUSR1, before)
+
+
 def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
     process = started("lead", "a", *shell("exit 3"))
 

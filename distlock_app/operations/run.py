@@ -156,7 +156,7 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 class _Signals:
     """Signals that reach this process while it waits for a lock or runs a program under it.
 
-    One that the parent ignores (nohup) stays ignored, here and in the program.
+    One that the parent ignores (nohup) stays ignored, here and in the program; but for SIGCHLD.
     """
 
     def __init__(self) -> None:
@@ -177,11 +177,15 @@ class _Signals:
             for number in PASSED_ON:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._handle)
+            # If it is ignored, the kernel forgets the program's exit code, and Popen says 0.
+            if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(self, *args: Any) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: not installed by Python, which cannot restore it
+                signal.signal(number, handler)
 
     def pass_on_to(self, process: subprocess.Popen[bytes]) -> None:
         """Send `process` the signal that came while it was started, and those to come."""
