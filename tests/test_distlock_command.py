@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -456,6 +457,17 @@ def test_no_name_or_holder_can_write_to_the_terminal(memory, capsys):
 
     assert "\x1b" not in out and "\u202e" not in out and "\x07" not in out
     assert len(out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("action", [["list"], ["show", "pay:😀"], ["list", "--json"]])
+def test_a_name_that_the_output_has_no_letters_for_is_escaped(memory, monkeypatch, action):
+    taken("pay:😀")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1", write_through=True))
+
+    call_command("distlock", *action)
+
+    assert b"pay:\\U0001f600" in written.getvalue()
 
 
 def test_show_ends_with_1_if_nobody_holds_it(memory, capsys):

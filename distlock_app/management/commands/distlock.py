@@ -87,6 +87,7 @@ class Command(Looking):
             added.add_argument("program", nargs=PARSER, metavar="-- CMD")
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
+        self._escape_what_has_no_letters()
         try:
             code = getattr(self, f"_{action}")(action=action, **options)
         except ImproperlyConfigured as error:
