@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import re
+import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime, timedelta
 
 import pytest
@@ -191,7 +194,7 @@ def test_what_is_noted_just_as_the_writer_ends_a_turn_is_waited_for(kept, monkey
             super().append(event)
 
     def write():
-        written.append([event["name"] for event in writer._waiting])
+        written.append([event["name"] for _, event in writer._waiting])
         writer._waiting.clear()
 
     monkeypatch.setattr(history, "EVERY", 0.2)
@@ -249,6 +252,41 @@ def test_pages_do_without_the_events_of_a_database_that_is_down(
     assert "cannot be read" in warning.msg
 
 
+IN_A_TEST_RUN = """
+import sys
+import django
+from django.conf import settings
+
+settings.configure(
+    INSTALLED_APPS=["distlock_app"], DISTLOCK_HISTORY=20, USE_TZ=True,
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}},
+    DISTLOCK={"default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}},
+)
+django.setup()
+from django.core.management import call_command
+from django.test.utils import setup_databases, teardown_databases
+from distlock_app import Lock
+
+call_command("migrate", verbosity=0)
+made = setup_databases(verbosity=0, interactive=False)
+with Lock("a"):
+    pass
+teardown_databases(made, verbosity=0)
+with Lock("b"):
+    pass
+"""
+
+
+def test_the_events_of_a_test_run_are_not_written_into_the_real_database(tmp_path):
+    path = tmp_path / "real.sqlite3"
+
+    subprocess.run([sys.executable, "-c", IN_A_TEST_RUN, path], check=True, timeout=60)
+
+    with closing(sqlite3.connect(path)) as database:
+        found = database.execute("SELECT event, name FROM distlock_app_lockevent").fetchall()
+    assert found == [("acquired", "b"), ("released", "b")]
+
+
 def test_of_a_hot_lock_no_more_is_kept_than_settings_say(kept):
     with Lock("quiet"):
         pass
@@ -277,7 +315,7 @@ def test_no_more_is_kept_of_many_processes_that_each_write_little(kept, monkeypa
     event = {"at": timezone.now(), "alias": "default", "event": "busy"}
     for number in range(120):
         process = history._Writer()
-        process._waiting.append({**event, "name": f"order:{number}"})
+        process._waiting.append((history._database(), {**event, "name": f"order:{number}"}))
         process._write()
 
     assert len(events()) == 100

@@ -80,11 +80,20 @@ def _read(found: QuerySet[Any, T]) -> list[T]:
         return []
 
 
+_Database = tuple[str, Any]
+
+
+def _database() -> _Database:
+    """Return the alias and the name of the database that an event of now goes to."""
+    using = router.db_for_write(LockEvent)
+    return using, connections.settings[using]["NAME"]
+
+
 class _Writer:
     """Writes what happened in this process, on a thread that starts with the first event."""
 
     def __init__(self) -> None:
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[tuple[_Database, dict[str, Any]]] = deque(maxlen=MOST_WAITING)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._failing = False  # logged only once
@@ -97,7 +106,7 @@ class _Writer:
 
     def note(self, **event: Any) -> None:
         """Remember an event."""
-        self._waiting.append(event)
+        self._waiting.append((_database(), event))
         self._pending.set()
         if not self._running:
             with self._starting, suppress(RuntimeError):  # no thread to be had
@@ -138,12 +147,15 @@ class _Writer:
         # Of a hot lock only as many as will be kept.
         last: dict[tuple[str, str], deque[LockEvent]] = {}
         for _ in range(len(self._waiting)):
-            event = self._waiting.popleft()
+            (alias, database), event = self._waiting.popleft()
+            if connections.settings[alias]["NAME"] != database:  # a test run began or ended
+                continue
             name, key = event["name"], event.get("key") or key_of(event["name"])
             row = LockEvent(**{**event, "name": shown(name), "key": key})
             last.setdefault((row.alias, row.key), deque(maxlen=kept() or 1)).append(row)
         using = router.db_for_write(LockEvent)
-        rows = [row for lock in last.values() for row in lock]
+        if not (rows := [row for lock in last.values() for row in lock]):
+            return
         LockEvent.objects.using(using).bulk_create(rows, batch_size=100)
         self._noted.update({lock: len(rows) for lock, rows in last.items()})
         self._trim(using, len(rows))
