@@ -28,6 +28,7 @@ from django.utils import timezone
 from distlock_app.errors import StaleObjectError
 from distlock_app.etags import etag_of
 from distlock_app.forms import VERSION, VersionedModelForm
+from distlock_app.optimistic import VersionedManager
 from distlock_app.signals import version_conflict
 from tests.app.guarded_models import Shelf, Vault
 from tests.app.versioned_models import (
@@ -517,6 +518,59 @@ def test_refreshing_some_fields_does_not_hide_a_conflict(account: Account) -> No
 
         with pytest.raises(StaleObjectError):
             obj.save()
+
+
+@pytest.mark.parametrize(
+    "rows", [Account.objects.only("owner"), Account.objects.defer("balance")], ids=["only", "defer"]
+)
+def test_refreshing_from_a_queryset_without_all_fields_does_not_hide_a_conflict(
+    account: Account, rows: Any
+) -> None:
+    other_saves(account, balance=70)
+
+    account.refresh_from_db(from_queryset=rows)
+
+    with pytest.raises(StaleObjectError):
+        account.save()
+
+
+def test_a_base_manager_that_defers_a_field_does_not_hide_a_conflict(
+    account: Account, monkeypatch: Any
+) -> None:
+    class Short(VersionedManager):
+        def get_queryset(self) -> Any:
+            return super().get_queryset().defer("balance")
+
+    manager: Any = Short()
+    manager.name, manager.model, manager.auto_created = "_base_manager", Account, True
+    other_saves(account, balance=70)
+    monkeypatch.setattr(Account._meta, "base_manager", manager)
+
+    account.refresh_from_db()
+
+    with pytest.raises(StaleObjectError):
+        account.save()
+    account.save_retrying(lambda obj: setattr(obj, "owner", "Bob"))
+    assert (account.balance, account.owner) == (70, "Bob")
+
+
+def test_refreshing_from_a_queryset_with_all_fields_of_the_object_takes_the_version(
+    account: Account,
+) -> None:
+    partly = Account.objects.defer("balance").get()
+    parents = Account.objects.select_related("parent").defer("parent__owner")
+    for obj, rows in (
+        (account, Account.objects),
+        (account, parents),
+        (partly, Account.objects.defer("balance")),
+        (partly, Account.objects.only("owner")),
+    ):
+        version = other_saves(obj, seen=timezone.now())
+
+        obj.refresh_from_db(from_queryset=rows)
+
+        assert obj.version == version
+        obj.save()
 
 
 def test_a_deferred_field_loaded_late_does_not_hide_a_conflict(account: Account) -> None:

@@ -63,7 +63,7 @@ class VersionedModel(GuardedSave):
 
     def _retrying(self, change: Callable[[Self], Any], options: Any) -> Retrying[Self]:
         using = router.db_for_write(type(self), instance=self)
-        rows: Any = type(self)._base_manager.using(using)
+        rows: Any = type(self)._base_manager.using(using).defer(None)
 
         def read(lock: bool) -> Any:
             self.refresh_from_db(from_queryset=rows._locked(self.pk) if lock else rows.all())
@@ -93,8 +93,8 @@ class VersionedModel(GuardedSave):
             fields = set(fields)
         elif before is MISSING:
             self.__dict__[name] = None  # no longer deferred: read it with the rest
-        taken = fields is None or name in fields
         try:
+            taken = self._reads_all(from_queryset) if fields is None else name in fields
             super().refresh_from_db(using=using, fields=fields, from_queryset=from_queryset)
             if taken:
                 watch_read(self, str(self._state.db))
@@ -104,6 +104,15 @@ class VersionedModel(GuardedSave):
         finally:
             if not taken:
                 put(self, name, before)
+
+    def _reads_all(self, rows: Any) -> bool:
+        """Whether a refresh from these rows, or the default ones, reads all fields in memory."""
+        rows = (type(self)._base_manager if rows is None else rows).all()
+        fields = [f for f in self._meta.concrete_fields if f.attname in self.__dict__]
+        if self.get_deferred_fields():  # Django then reads only the others
+            rows = rows.only(*(f.attname for f in fields))
+        read = rows.query.get_select_mask()  # empty: everything
+        return not read or all(f in read for f in fields if not f.primary_key)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False
