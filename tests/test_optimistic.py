@@ -1150,6 +1150,41 @@ def test_a_rolled_back_insert_can_be_saved_again(undone: Any) -> None:
         assert obj.version == version_of(obj) == 1
 
 
+def test_a_rolled_back_delete_puts_the_version_back(account: Account, undone: Any) -> None:
+    savings = SavingsAccount.objects.create(balance=100)
+    pk = account.pk
+    with undone():
+        for obj in (account, savings):
+            obj.delete()
+            assert obj.version is None
+    account.pk = pk
+    for obj in (account, savings):
+        assert obj.version == 1
+        other_saves(Account.objects.get(pk=obj.id), balance=70)
+
+        with pytest.raises(StaleObjectError):
+            obj.save()
+
+    assert set(Account.objects.values_list("balance", flat=True)) == {70}
+
+
+def test_a_row_that_was_inserted_and_deleted_in_a_rolled_back_block_can_be_inserted(
+    undone: Any,
+) -> None:
+    saved, deleted = SavingsAccount(), SavingsAccount()
+    with undone():
+        saved.save()
+        deleted.save()
+        with transaction.atomic():
+            saved.save()
+            deleted.delete()
+
+    for obj in (saved, deleted):
+        assert obj.version is None
+        obj.save()
+        assert obj.version == version_of(obj) == 1
+
+
 def test_a_rolled_back_bulk_update_puts_the_versions_back(account: Account, undone: Any) -> None:
     with undone():
         Account.objects.bulk_update([account], ["balance"])

@@ -14,7 +14,7 @@ from django.dispatch import receiver
 from .fields import VersionField
 from .querysets import VersionedManager, VersionedQuerySet, with_versions
 from .retrying import Retrying
-from .rollbacks import watch_read
+from .rollbacks import watch, watch_read
 from .saving import MISSING, GuardedSave, put, row_of
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class VersionedModel(GuardedSave):
         field = self._version_field
         rows = row_of(self, field, using)
         moved = field.after(expected)
+        watch(self, expected, using)
         try:
             with transaction.atomic(using=using):
                 # A write, not a read: it locks the row until it is deleted, on SQLite too.

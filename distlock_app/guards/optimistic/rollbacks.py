@@ -20,17 +20,18 @@ class Undo:
     also to a savepoint. An object that lives only in that list sees both.
     """
 
-    __slots__ = ("__weakref__", "changes", "limit", "moved", "undone_with", "using")
+    __slots__ = ("__weakref__", "changes", "earlier", "limit", "moved", "undone_with", "using")
 
     # Of all threads, so that a read outside such transactions costs nothing.
     living: set[int] = set()
 
-    def __init__(self, connection: Any, moved: dict[Any, list[weakref.ref[Undo]]]) -> None:
+    def __init__(self, connection: Any, earlier: Undo | None) -> None:
         self.using = connection.alias
+        self.earlier = earlier  # kept, so that it restores its versions last
         self.undone_with = OpenSavepoints(connection)
         # For each row (model and key; without a key, any row of the model) the Undos of the
         # transaction that changed it, the latest last.
-        self.moved = moved
+        self.moved: dict[Any, list[weakref.ref[Undo]]] = {} if earlier is None else earlier.moved
         # Objects, their previous versions, and the databases that they were read from.
         self.changes: list[tuple[weakref.ref[Any], Any, Any]] = []
         self.limit = 1000
@@ -60,11 +61,11 @@ class Undo:
 
 def _restore(obj: Any, before: Any) -> None:
     name = obj._version_field.attname
-    now = obj.__dict__.get(name)
+    now = obj.__dict__.get(name, UNKNOWN)
     if before is UNKNOWN:
         obj.__dict__.pop(name, None)
-    # A higher version comes from the transaction, which had locked the row.
-    elif now is not None and (before is None or now > before):
+    # A higher version comes from the transaction, which had locked the row; None from a delete().
+    elif now is not UNKNOWN and (now is None or before is None or now > before):
         obj.__dict__[name] = before
 
 
@@ -126,7 +127,7 @@ def _undo(using: str) -> Undo | None:
     latest = _latest(connection)
     if latest is not None and latest.undone_with.last == connection.savepoint_state:
         return latest
-    undo = Undo(connection, {} if latest is None else latest.moved)
+    undo = Undo(connection, latest)
     # First: a hook that raises drops those after it, without a rollback. In a TestCase last:
     # captureOnCommitCallbacks() returns the hooks added after those that it found.
     hooks = connection.run_on_commit
