@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,12 +24,12 @@ from django.db import (
 )
 from django.db.models import F, ProtectedError
 from django.test import TestCase
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from distlock_app.errors import StaleObjectError
 from distlock_app.etags import etag_of
 from distlock_app.forms import VERSION, VersionedModelForm
-from distlock_app.optimistic import VersionedManager
 from distlock_app.signals import version_conflict
 from tests.app.guarded_models import Shelf, Vault
 from tests.app.versioned_models import (
@@ -68,6 +69,19 @@ def other_saves(obj: Any, **values: Any) -> int:
 def version_of(obj: Any) -> int:
     name = obj._version_field.attname
     return int(type(obj)._base_manager.values_list(name, flat=True).get(pk=obj.pk))
+
+
+def use_base_manager(monkeypatch: Any, model: Any, change: Callable[[Any], Any]) -> None:
+    """Let the base manager begin with changed querysets, as one of `Meta.base_manager_name`."""
+    default = model._meta.base_manager
+
+    class Changed(type(default)):  # type: ignore[misc]
+        def get_queryset(self) -> Any:
+            return change(super().get_queryset())
+
+    manager = Changed()
+    manager.name, manager.model, manager.auto_created = "_base_manager", model, True
+    monkeypatch.setattr(model._meta, "base_manager", manager)
 
 
 def elsewhere(write: Callable[[], Any]) -> None:
@@ -537,14 +551,8 @@ def test_refreshing_from_a_queryset_without_all_fields_does_not_hide_a_conflict(
 def test_a_base_manager_that_defers_a_field_does_not_hide_a_conflict(
     account: Account, monkeypatch: Any
 ) -> None:
-    class Short(VersionedManager):
-        def get_queryset(self) -> Any:
-            return super().get_queryset().defer("balance")
-
-    manager: Any = Short()
-    manager.name, manager.model, manager.auto_created = "_base_manager", Account, True
     other_saves(account, balance=70)
-    monkeypatch.setattr(Account._meta, "base_manager", manager)
+    use_base_manager(monkeypatch, Account, lambda rows: rows.defer("balance"))
 
     account.refresh_from_db()
 
@@ -646,6 +654,54 @@ def test_generated_fields_and_composite_keys_are_guarded() -> None:
     with pytest.raises(StaleObjectError):
         stale.delete()
     assert Seat.objects.retrying(("A", 1), lambda s: setattr(s, "guest", "Bob")).version == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows.annotate(number=models.Count("children")),
+        lambda rows: rows.filter(parent__owner=""),
+    ],
+    ids=["annotate", "filter"],
+)
+def test_a_base_manager_that_joins_another_table_leaves_the_guard_in_the_update(
+    account: Account, monkeypatch: Any, change: Callable[[Any], Any]
+) -> None:
+    account.parent = Account.objects.create()
+    account.save()
+    stale = Account.objects.get(pk=account.pk)
+    use_base_manager(monkeypatch, Account, change)
+
+    with CaptureQueriesContext(
+        connection,
+    ) as save:
+        account.save()
+    with CaptureQueriesContext(connection) as unread:
+        Account(pk=account.pk, parent_id=account.parent_id).save()
+    for refused in (stale.save, stale.delete):
+        with pytest.raises(StaleObjectError, match="has version 4, not 2"):
+            refused()
+    stale.refresh_from_db()
+    with CaptureQueriesContext(connection) as delete:
+        stale.delete()
+
+    assert len(save) == 1
+    for queries, version in (save, 2), (unread, 3), (delete, 4):
+        update = next(q["sql"] for q in queries if q["sql"].startswith("UPDATE"))
+        assert "SELECT" not in update and re.search(rf"version\W* = {version}\b", update)
+
+
+def test_a_base_manager_that_joins_another_table_leaves_the_fence_in_the_update(
+    monkeypatch: Any,
+) -> None:
+    shelf = Shelf.objects.create()
+    use_base_manager(monkeypatch, Shelf, lambda rows: rows.annotate(n=models.Count("coldshelf")))
+
+    with CaptureQueriesContext(connection) as save:
+        shelf.save(fence=5)
+
+    assert len(save) == 1
+    assert "SELECT" not in save[0]["sql"] and re.search(r"fence\W* <= 5\b", save[0]["sql"])
 
 
 def test_a_proxy_shares_the_version_of_its_model(account: Account) -> None:

@@ -12,7 +12,7 @@ from ..errors import LockError, StaleFenceError
 from .optimistic.fields import LAST
 from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
-from .optimistic.saving import MISSING, put, row_of
+from .optimistic.saving import MISSING, put, row_of, unjoined
 from .retrying import M
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class FencedModel(models.Model):
             # An old object must not lower the token of its row.
             values = [value for value in values if value[0] is not field]
         else:
-            base_qs = base_qs.filter(fence__lte=number)
+            base_qs = unjoined(base_qs, using).filter(fence__lte=number)
             # Forced: `select_on_save` treats a row in an old snapshot as written.
             args = args[0], True, *args[2:]
         updated = super()._do_update(base_qs, using, pk_val, values, *args)

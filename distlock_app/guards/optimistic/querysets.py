@@ -11,6 +11,7 @@ from ..retrying import M
 from .fields import AnyVersionField
 from .retrying import Retrying
 from .rollbacks import watch_rows
+from .saving import unjoined
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,7 +76,7 @@ class VersionedQuerySet(models.QuerySet[M]):
     def _versions(self, objs: Iterable[Any], *, lock: bool = False) -> dict[Any, Any]:
         """Return the versions of these rows by key; with `lock`, lock the rows."""
         name = self._version_field.attname
-        rows = self.model._base_manager.using(self.db)
+        rows = unjoined(self.model._base_manager.using(self.db), self.db)
         if lock and connections[self.db].features.has_select_for_update:
             rows = rows.select_for_update()
         elif lock:  # SQLite: the first to write is the only writer

@@ -115,6 +115,7 @@ class GuardedSave(models.Model):
             return super()._do_update(base_qs, using, pk_val, values, *args)
         # Forced: `select_on_save` treats a row in an old snapshot as written.
         args = args[0], True, *args[2:]
+        base_qs = unjoined(base_qs, using)
         expected = state.expected
         if expected is None:
             return self._update_unread(base_qs, using, pk_val, values, *args)
@@ -219,7 +220,16 @@ class GuardedSave(models.Model):
 def row_of(obj: Any, field: Any, using: str) -> Any:
     """Return a queryset of the object's row in the table that has `field`."""
     owner = field.model
-    return owner._base_manager.using(using).filter(pk=obj._get_pk_val(owner._meta))
+    rows = unjoined(owner._base_manager.using(using), using)
+    return rows.filter(pk=obj._get_pk_val(owner._meta))
+
+
+def unjoined(rows: Any, using: str) -> Any:
+    """Return these rows of a base manager; all rows of the model if it joins another table.
+
+    Then Django would read keys, and update by them without the other conditions.
+    """
+    return models.QuerySet(rows.model, using=using) if len(rows.query.alias_map) > 1 else rows
 
 
 def put(obj: Any, name: str, value: Any) -> None:
