@@ -1272,6 +1272,7 @@ def test_a_savepoint_that_is_rolled_back_by_hand_puts_the_version_back(account: 
 MOVES: dict[str, Callable[[Account], Any]] = {
     "save": lambda account: Account.objects.get(pk=account.pk).save(),
     "update": lambda account: Account.objects.filter(pk=account.pk).update(balance=0),
+    "update of the version": lambda account: Account.objects.update(balance=0, version=2),
     "bulk_update": lambda account: Account.objects.bulk_update([account], ["balance"]),
 }
 
@@ -1320,6 +1321,20 @@ def test_what_was_read_before_or_of_other_rows_survives_a_rollback(
         again.save()
     again.refresh_from_db()
     again.save()
+
+
+def test_what_locks_or_deletes_one_row_leaves_others_after_a_rollback(
+    account: Account, undone: Any
+) -> None:
+    second = Account.objects.create()
+    first_page, second_page = Page.objects.create(), Page.objects.create()
+    with undone():
+        Account.objects.retrying(second.pk, lambda obj: None, lock_from=1)
+        second_page.delete()
+        others = [Account.objects.get(pk=account.pk), Page.objects.get(pk=first_page.pk)]
+
+    for other in others:
+        other.save()
 
 
 def test_a_callback_that_fails_after_the_commit_puts_no_version_back(account: Account) -> None:

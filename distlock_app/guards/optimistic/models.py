@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.core import checks
-from django.db import router, transaction
+from django.db import models, router, transaction
 from django.db.models.fields.related import lazy_related_operation
 from django.db.models.signals import class_prepared
 from django.dispatch import receiver
@@ -132,7 +132,9 @@ class VersionedModel(GuardedSave):
         try:
             with transaction.atomic(using=using):
                 # A write, not a read: it locks the row until it is deleted, on SQLite too.
-                if rows.filter(**{field.name: expected}).update(**{field.name: moved}):
+                # The plain update(): a versioned one would have all rows watched for a rollback.
+                current = rows.filter(**{field.name: expected})
+                if models.QuerySet.update(current, **{field.name: moved}):
                     setattr(self, field.attname, moved)  # receivers of pre_delete may save
                 elif (found := self._find_version(using, expected)) is not None:
                     raise self._conflict(expected, found)

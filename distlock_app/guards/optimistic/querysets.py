@@ -35,11 +35,10 @@ class VersionedQuerySet(models.QuerySet[M]):
 
     def update(self, **kwargs: Any) -> int:
         field = self._version_field
-        moves = kwargs and field.name not in kwargs
-        if moves:
-            kwargs[field.name] = field.next()
+        if kwargs:
+            kwargs = {field.name: field.next()} | kwargs
         updated = super().update(**kwargs)
-        if moves:
+        if kwargs:
             watch_rows(self.model, self.db)
         return updated
 
@@ -80,7 +79,7 @@ class VersionedQuerySet(models.QuerySet[M]):
         if lock and connections[self.db].features.has_select_for_update:
             rows = rows.select_for_update()
         elif lock:  # SQLite: the first to write is the only writer
-            rows.filter(pk__in=[obj.pk for obj in objs][:1]).update(**{name: models.F(name)})
+            self._touch([obj.pk for obj in objs][:1])
         found = rows.only(name).in_bulk([obj.pk for obj in objs])
         return {pk: getattr(row, name) for pk, row in found.items()}
 
@@ -141,8 +140,7 @@ class VersionedQuerySet(models.QuerySet[M]):
         if not connections[self.db].features.has_select_for_update:
             # SQLite: a transaction that starts with a write waits for its turn; one that reads
             # first fails with "database is locked" (19 of 80 times).
-            name = self._version_field.name
-            self.model._base_manager.using(self.db).filter(pk=pk).update(**{name: models.F(name)})
+            self._touch([pk])
             return self
         # PostgreSQL refuses to lock the nullable side of a join, and groups.
         rows: Any = self.select_related(None)
@@ -153,6 +151,12 @@ class VersionedQuerySet(models.QuerySet[M]):
         row: Any = models.QuerySet(self.model, using=self.db).filter(pk=pk)
         next(iter(row.select_for_update()), None)
         return self
+
+    def _touch(self, keys: list[Any]) -> None:
+        """Write the rows unchanged; not by update(), which is watched for a rollback."""
+        name = self._version_field.name
+        rows: Any = models.QuerySet(self.model, using=self.db)
+        rows.filter(pk__in=keys).update(**{name: models.F(name)})
 
 
 if TYPE_CHECKING:
