@@ -888,6 +888,32 @@ def test_bulk_update_is_guarded_where_objects_are_read_from_a_replica(
     assert Account.objects.using("default").get().balance == 7
 
 
+def test_keys_in_memory_may_be_of_another_type_than_those_of_the_database(
+    account: Account,
+) -> None:
+    document, savings = Document.objects.create(), SavingsAccount.objects.create()
+    Seat.objects.create(row="A", number=1)
+    objects: list[tuple[Any, list[str]]] = [
+        (Account(pk=str(account.pk), version=1), ["balance"]),
+        (SavingsAccount(pk=str(savings.pk), id=str(savings.pk), version=1), ["rate"]),
+        (Document(pk=document.pk.hex, version=1), ["title"]),
+        (Seat(row="A", number="1", version=1), ["guest"]),
+    ]
+    for obj, fields in objects:
+        for rows in (type(obj).objects, type(obj).objects.exclude(version=0)):
+            rows.bulk_update([obj], fields)
+        assert obj.version == 3
+        stale = copy.copy(obj)
+        stale.version = 1
+        with pytest.raises(StaleObjectError):
+            type(obj).objects.bulk_update([stale], fields)
+
+    child: Any = Account.objects.get(pk=account.pk)
+    child.pk = str(child.pk)
+    Account.objects.create().children.add(child)
+    assert child.version == version_of(account) == 4
+
+
 def test_bulk_update_takes_an_object_that_it_is_given_twice_once(account: Account) -> None:
     same = Account.objects.get()
     account.balance, same.balance = 1, 2
@@ -909,6 +935,15 @@ def test_bulk_create_inserts_version_1_and_its_objects_can_be_saved() -> None:
 
     assert [d.version for d in documents] == [2, 1]
     assert set(Document.objects.values_list("version", flat=True)) == {1, 2}
+
+
+def test_a_bulk_create_that_fails_leaves_the_versions() -> None:
+    countries = [Country(code="kr", name="Korea"), Country(code="ko", name="Korea")]
+
+    with pytest.raises(IntegrityError):
+        Country.objects.bulk_create(iter(countries))
+
+    assert [country.version for country in countries] == [None, None]
 
 
 def test_bulk_create_that_may_meet_rows_of_others_claims_none_of_them() -> None:
@@ -1298,6 +1333,20 @@ def test_a_version_that_was_read_in_a_rolled_back_transaction_saves_nothing(
         obj.refresh_from_db()
         obj.save()
     assert Account.objects.get().balance == 70
+
+
+def test_a_key_of_another_type_does_not_hide_what_was_read_in_a_rolled_back_transaction(
+    undone: Any,
+) -> None:
+    document = Document.objects.create()
+    with undone():
+        document.pk = document.pk.hex
+        document.save()
+        mine = Document.objects.get()
+    other_saves(document, title="other")
+
+    with pytest.raises(StaleObjectError):
+        mine.save()
 
 
 def test_what_was_read_before_or_of_other_rows_survives_a_rollback(

@@ -10,8 +10,8 @@ from django.db import NotSupportedError, connections, models, router, transactio
 from ..retrying import M
 from .fields import AnyVersionField
 from .retrying import Retrying
-from .rollbacks import watch_rows
-from .saving import unjoined
+from .rollbacks import key_in, watch_rows
+from .saving import MISSING, put, unjoined
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,7 +66,7 @@ class VersionedQuerySet(models.QuerySet[M]):
                 before = {pk: number - 1 for pk, number in written.items()}
             for obj, expected in _changed(relied_on, before, written):
                 # Of two objects of one row Django uses the first; the other one is now stale.
-                now = written.pop(obj.pk, None)
+                now = written.pop(key_in(self.model, obj), None)
                 if now is not None:
                     obj._version_written(now, expected, using)
                     obj._forget_expressions(self.model._meta.get_field(f) for f in fields)
@@ -97,13 +97,21 @@ class VersionedQuerySet(models.QuerySet[M]):
                 "bulk_create(update_conflicts=True) would overwrite rows without incrementing "
                 "their version. Use update_or_create(), or bulk_update() and bulk_create()."
             )
-        created: list[Any] = super().bulk_create(objs, batch_size, ignore_conflicts)
+        name = self._version_field.attname
+        objs = list(objs)
+        before = [(obj, obj.__dict__.get(name, MISSING)) for obj in objs]
+        try:
+            created: list[Any] = super().bulk_create(objs, batch_size, ignore_conflicts)
+        except BaseException:
+            # Django gives objects their versions before it inserts the rows.
+            for obj, version in before:
+                put(obj, name, version)
+            raise
         for obj in created:
             if ignore_conflicts:  # the row may be another writer's
-                obj.__dict__.pop(self._version_field.attname, None)
+                obj.__dict__.pop(name, None)
             else:
-                version = obj.__dict__[self._version_field.attname]
-                obj._version_written(version, None, self.db)  # MySQL leaves _state
+                obj._version_written(obj.__dict__[name], None, self.db)  # MySQL leaves _state
         return created
 
     def retrying(self, pk: Any, change: Callable[[M], Any], **options: Any) -> M:
@@ -178,9 +186,9 @@ def _changed(
     """
     # Rows outside the queryset are unchanged.
     unchanged = {pk for pk, found in written.items() if found == before.get(pk)}
-    changed = [pair for pair in relied_on if pair[0].pk not in unchanged]
+    changed = [pair for pair in relied_on if key_in(type(pair[0]), pair[0]) not in unchanged]
     for obj, expected in changed:
-        found = before.get(obj.pk)
+        found = before.get(key_in(type(obj), obj))
         if expected is not None and found != expected:
             raise obj._conflict(expected, found)
     return changed
@@ -205,7 +213,8 @@ def with_versions(manager: Any) -> Any:
                 for obj in objs:
                     expected = obj.__dict__.get(self.model._version_field.attname)
                     # A stale object stays stale.
-                    if expected is not None and before.get(obj.pk) == expected:
-                        obj._version_written(written[obj.pk], expected, using)
+                    key = key_in(self.model, obj)
+                    if expected is not None and before.get(key) == expected:
+                        obj._version_written(written[key], expected, using)
 
     return VersionedRelatedManager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from django.core.exceptions import ValidationError
 from django.db import connections
 
 from ...primitives.transactions import OpenSavepoints, in_own_block, in_testcase
@@ -107,7 +108,18 @@ def watch_read(obj: Any, using: str) -> None:
 
 def _key_of(obj: Any) -> tuple[Any, str]:
     owner = obj._version_field.model
-    return owner, str(obj._get_pk_val(owner._meta))
+    return owner, str(key_in(owner, obj))
+
+
+def key_in(model: Any, obj: Any) -> Any:
+    """Return the key of the object's row as the database returns it: 77 where it is "77"."""
+    meta = model._meta
+    try:
+        if not meta.is_composite_pk:
+            return meta.pk.to_python(obj._get_pk_val(meta))
+        return tuple(field.to_python(getattr(obj, field.attname)) for field in meta.pk_fields)
+    except ValidationError:  # an expression
+        return obj._get_pk_val(meta)
 
 
 def _latest(connection: Any) -> Undo | None:
