@@ -26,7 +26,7 @@ from django.core.checks import Warning
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from distlock_app import BackendError, Lock, LockError, LockLost
+from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
 from distlock_app.core.registry import registry
@@ -946,10 +946,11 @@ def test_a_candidate_asks_a_backend_until_it_answers_again(memory, monkeypatch):
 
 
 def test_a_candidate_outlives_a_backend_that_fails_in_its_first_request(memory, monkeypatch):
-    """As one that waits in that request, for hours."""
-    outcomes, said = [BackendError("restarted"), 0], []
+    """As one that waits in that request, for hours; the try before it told that it answers."""
+    outcomes, waits, said = [LockBusy(), BackendError("restarted"), 0], [], []
 
     def ends(lock, program, signals):
+        waits.append(lock.wait)
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -957,8 +958,9 @@ def test_a_candidate_outlives_a_backend_that_fails_in_its_first_request(memory, 
 
     monkeypatch.setattr(run, "_run", ends)
 
-    assert run.lead(Lock("a"), ["true"], said.append) == 0
+    assert run.lead(Lock("a", wait=None), ["true"], said.append) == 0
     assert [str(error) for error in said] == ["restarted"]
+    assert waits == [0, None, None]
 
 
 def test_a_signal_that_comes_while_a_loss_is_reported_ends_the_candidate(memory, monkeypatch):
@@ -981,7 +983,7 @@ def test_a_signal_that_comes_while_a_loss_is_reported_ends_the_candidate(memory,
 
 @pytest.mark.parametrize("using", ["down", "default,down"])
 def test_a_candidate_ends_if_one_of_its_backends_does_not_answer_at_first(memory, using):
-    memory("down", "tests.failing_engines.DownBackend")
+    memory("down", "tests.failing_engines.UnreachedBackend")
 
     assert ends_with("lead", "a", "--using", using, "--", "true").returncode == 69
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from time import sleep
 from types import FrameType
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 from ..core.acquiring import held_by_runner, release_half_taken
 from ..core.hold import Hold
 from ..core.lock import Lock
-from ..core.registry import aliases_of, registry
 from ..errors import BackendError, LockBusy, LockLost
 from ..primitives.timing import full_jitter
 from . import tethered
@@ -58,19 +58,25 @@ def lead(lock: Lock, program: Sequence[str], report: Callable[[Exception], None]
     """Like `run`, but repeat after each loss, until the program exits or a signal ends it.
 
     `report` gets the LockLost, or the BackendError of a backend that answered before: then it is
-    asked until it answers. Raise BackendError if it does not answer a ping at first.
+    asked until it answers. Raise BackendError if it does not answer the first time.
     """
     failures = 0
+    attempt = replace(lock, wait=0)  # the first: a long wait may end with a backend that answered
     with _Signals() as signals:
-        for entry in [registry[alias] for alias in aliases_of(lock.using)]:
-            if entry.stand_in is None:  # ON_DOWN is "raise"
-                entry.backend.ping()
         while True:
             try:
-                return _run(lock, program, signals)
-            except (LockLost, BackendError) as error:
+                return _run(attempt, program, signals)
+            except (LockBusy, LockLost, BackendError) as error:
                 signals.begin()
-                failures = 1 if isinstance(error, LockLost) else failures + 1
+                if isinstance(error, BackendError):
+                    if attempt is not lock:
+                        raise
+                    failures += 1
+                else:
+                    failures = 1
+                attempt = lock
+                if isinstance(error, LockBusy):
+                    continue
                 report(error)
             sleep(full_jitter(failures, base=RETRY_MIN, cap=RETRY_MAX))
 
