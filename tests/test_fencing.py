@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,30 @@ def test_other_ways_to_write_many_rows(shelf: Shelf) -> None:
     assert row(shelf) == (6, NEW)
     assert Shelf.objects.fenced(NEW).all().delete()[0] == 3
     assert Shelf.objects.update_or_create(name="unfenced")[0].fence == 0
+
+
+def test_a_queryset_asks_its_hold_before_each_write(shelf: Shelf) -> None:
+    with Lock("shelf") as hold:
+        fenced = Shelf.objects.fenced(hold)
+        copied = deepcopy(fenced)
+        pickled = pickle.loads(pickle.dumps(fenced))  # elsewhere, there is only the number
+        assert fenced.filter(pk=shelf.pk).update(stock=6) == 1
+    shelf.stock = 7
+
+    for write in (
+        lambda: fenced.update(stock=7),
+        lambda: fenced.filter(pk=shelf.pk).update(),
+        lambda: fenced.bulk_update([shelf], ["stock"]),
+        lambda: fenced.all().delete(),
+        lambda: fenced.create(stock=7),
+        lambda: fenced.bulk_create([Shelf(stock=7)]),
+        lambda: fenced.get_or_create(stock=7),
+        lambda: copied.update(stock=7),
+    ):
+        with pytest.raises(NotHeld):
+            write()
+    assert row(Shelf.objects.get()) == (6, hold.fence)
+    assert pickled.update(stock=8) == 1
 
 
 def one_commits_while_another_waits(write: Callable[[], Any], other: Callable[[], Any]) -> Any:

@@ -37,7 +37,7 @@ def fence_of(hold: Any) -> int:
 class FencedQuerySet(models.QuerySet[M]):
     """A queryset whose `fenced(hold)` refuses to write rows that a later holder has written."""
 
-    _fence: int | None = None
+    _fencing: Any = None  # a hold, or its number
 
     def fenced(self, hold: Any) -> Self:
         """Return a queryset that writes with the fencing token of `hold` (or a number).
@@ -45,18 +45,33 @@ class FencedQuerySet(models.QuerySet[M]):
         Its `update()`, `bulk_update()` and `delete()` raise StaleFenceError, and write nothing, if
         one of the rows has a greater token; they and `create()` store this one. `update()`
         without values only stores it: done before reading, that excludes all earlier holders.
+        The hold is checked now, and again before each write.
         """
+        fence_of(hold)
         rows = self.all()
-        rows._fence = fence_of(hold)
+        rows._fencing = hold
         return rows
+
+    def _fence(self) -> int | None:
+        """Return the token to write with, if any; raise as `fence_of` does."""
+        return None if self._fencing is None else fence_of(self._fencing)
 
     def _clone(self) -> Any:
         clone = super()._clone()  # type: ignore[misc]
-        clone._fence = self._fence
+        clone._fencing = self._fencing
         return clone
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self._fencing)] = self._fencing  # a hold has no copies
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A hold stays in its process; its number may go elsewhere.
+        state = super().__getstate__()
+        return {**state, "_fencing": getattr(self._fencing, "fence", self._fencing)}
+
     def update(self, **kwargs: Any) -> int:
-        fence = self._fence
+        fence = self._fence()
         if fence is None:
             return super().update(**kwargs)
         self._for_write = True
@@ -71,7 +86,7 @@ class FencedQuerySet(models.QuerySet[M]):
             return super(FencedQuerySet, rows).update(**kwargs) if kwargs else rows.count()
 
     def delete(self) -> tuple[int, dict[str, int]]:
-        fence = self._fence
+        fence = self._fence()
         if fence is None:
             return super().delete()
         self._for_write = True
@@ -106,8 +121,9 @@ class FencedQuerySet(models.QuerySet[M]):
         return self.model._meta.get_field("fence").model
 
     def create(self, **kwargs: Any) -> M:
-        if self._fence is not None:
-            kwargs["fence"] = self._fence
+        fence = self._fence()
+        if fence is not None:
+            kwargs["fence"] = fence
         return super().create(**kwargs)
 
     def bulk_create(
@@ -120,13 +136,14 @@ class FencedQuerySet(models.QuerySet[M]):
         **kwargs: Any,
     ) -> list[M]:
         objs = list(objs)
-        if self._fence is not None:
+        fence = self._fence()
+        if fence is not None:
             if update_conflicts:
                 raise NotSupportedError(
                     "bulk_create(update_conflicts=True) cannot check fencing tokens"
                 )
             for obj in objs:
-                obj.fence = self._fence
+                obj.fence = fence
         return super().bulk_create(
             objs, batch_size, ignore_conflicts, update_conflicts, *args, **kwargs
         )
@@ -134,7 +151,7 @@ class FencedQuerySet(models.QuerySet[M]):
     def update_or_create(
         self, defaults: Any = None, create_defaults: Any = None, **kwargs: Any
     ) -> tuple[M, bool]:
-        if self._fence is not None:
+        if self._fencing is not None:
             raise NotSupportedError("update_or_create() cannot check fencing tokens: use update()")
         return super().update_or_create(defaults, create_defaults, **kwargs)
 
