@@ -10,13 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
+from operator import and_, or_, xor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, OperationalError, connection, connections, transaction
-from django.db.models import F
+from django.db.models import F, QuerySet
 from django.db.models.signals import post_save, pre_save
 from django.template import Context, Engine
 from django.test import TestCase
@@ -336,6 +337,42 @@ def test_a_queryset_asks_its_hold_before_each_write(shelf: Shelf) -> None:
             write()
     assert row(Shelf.objects.get()) == (6, hold.fence)
     assert pickled.update(stock=8) == 1
+
+
+@pytest.mark.parametrize("combine", [or_, and_, xor])
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_querysets_of_different_holds_are_not_combined(
+    shelf: Shelf, combine: Callable[[Any, Any], Any], empty: int
+) -> None:
+    unfenced: Any = Shelf.objects.all()
+    plain: Any = QuerySet(Shelf)
+    old, new = Shelf.objects.fenced(OLD), Shelf.objects.fenced(NEW)
+
+    def combined(*rows: Any) -> Any:
+        rows = tuple(
+            r.none() if at == empty else r.filter(pk=shelf.pk) for at, r in enumerate(rows)
+        )
+        return combine(*rows)
+
+    for one, other in (unfenced, old), (plain, old), (old, new):
+        for rows in (one, other), (other, one):
+            with pytest.raises(TypeError, match="same hold"):
+                combined(*rows)
+    with pytest.raises(StaleFenceError):
+        (combined(old, old) | old.filter(pk=shelf.pk)).update(stock=6)
+    assert row(shelf) == (5, NEW)
+    combined(unfenced, plain)
+    combined(plain, unfenced)
+
+
+def test_a_part_of_fenced_rows_is_not_combined(shelf: Shelf) -> None:
+    rows = Shelf.objects.fenced(OLD)
+
+    for combine in or_, and_, xor:
+        with pytest.raises(TypeError, match="slice"):
+            combine(rows[:1], rows)
+    with pytest.raises(StaleFenceError):
+        (rows | rows[:1]).update(stock=6)
 
 
 def one_commits_while_another_waits(write: Callable[[], Any], other: Callable[[], Any]) -> Any:

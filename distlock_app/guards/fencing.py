@@ -61,6 +61,31 @@ class FencedQuerySet(models.QuerySet[M]):
         clone._fencing = self._fencing
         return clone
 
+    def __or__(self, other: Any) -> Any:
+        self._check_same_fence(other)
+        return super().__or__(other)
+
+    def __and__(self, other: Any) -> Any:
+        self._check_same_fence(other)
+        return super().__and__(other)
+
+    def __xor__(self, other: Any) -> Any:
+        self._check_same_fence(other)
+        return super().__xor__(other)
+
+    def _check_same_fence(self, other: Any) -> Any:
+        """Raise TypeError if the combination would drop the token of one of both."""
+        if self._fencing != getattr(other, "_fencing", None):
+            raise TypeError(
+                "Cannot combine querysets that are not fenced by the same hold: combine them "
+                "first, as in (one | other).fenced(hold)"
+            )
+        if self._fencing is not None and not self.query.can_filter():
+            raise TypeError("Cannot combine fenced querysets once a slice has been taken.")
+        return NotImplemented  # on the right of a plain QuerySet, which combines both
+
+    __ror__ = __rand__ = __rxor__ = _check_same_fence
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self._fencing)] = self._fencing  # a hold has no copies
         return super().__deepcopy__(memo)
