@@ -147,7 +147,7 @@ def test_a_field_that_leads_nowhere_is_refused_with_its_name():
 @pytest.mark.parametrize(
     "template",
     ["{missing}", "{}", "{0}", "{a._b}", "{a.__class__}", "{a!r}", "{a:>9}", "{a}{b}", "{a}and{b}",
-     "{a", "a}", "", "{a.b.}", "{a[]}"],
+     "{a}%{b}", "{a", "a}", "", "{a.b.}", "{a[]}"],
 )  # fmt: skip
 def test_a_bad_template_is_refused_when_decorating(template):
     def work(a, b):

@@ -31,8 +31,8 @@ class NameTemplate:
     """A template whose fields are names, attributes and items: `{request.user.pk}`, `{items[0]}`.
 
     Two calls with different values never get the same name: "%", ":" and the characters between
-    fields are written as %XX inside values. Raise ValueError for a template that cannot
-    guarantee this, and TypeError if it is not a str.
+    fields are written as %XX inside values; "%" alone therefore separates nothing. Raise
+    ValueError for a template that cannot guarantee this, and TypeError if it is not a str.
     """
 
     def __init__(self, template: str) -> None:
@@ -43,7 +43,7 @@ class NameTemplate:
         for literal, field in self._parts[1:]:
             if not field:
                 continue
-            separators = {c for c in literal if not c.isalnum()}
+            separators = {c for c in literal if not c.isalnum() and c != "%"}
             if not separators:
                 raise ValueError(
                     f"{template!r} needs a separator, such as ':', before {{{field}}}: otherwise "
