@@ -108,6 +108,17 @@ def test_without_a_template_a_view_is_locked_for_each_visitor_and_what_the_url_c
     assert post(pay, order=1).content.decode() == f"{name}:order=1:address=127.0.0.1"
 
 
+def test_a_group_of_the_url_that_captured_nothing_keeps_its_place_in_the_name():
+    @on_locmem()
+    def pay(request, *captured):
+        return held()
+
+    name = f"{pay.__module__}.{pay.__qualname__}"
+
+    for captured, text in [((None,), ""), ((None, "5"), ":5"), (("5", None), "5:")]:
+        assert post(pay, *captured).content.decode() == f"{name}:{text}:address=127.0.0.1"
+
+
 def test_an_anonymous_visitor_is_known_by_the_session_but_its_key_is_not_shown():
     @on_locmem()
     def pay(request):

@@ -235,7 +235,8 @@ def _default_name(call: _Call, request: Any) -> str:
         path = path_of(getattr(match.func, "view_class", match.func))
         captured = match.captured_kwargs or {}
     parts = [f"{key}={quoted(text_of(captured[key]), '%:')}" for key in sorted(captured)]
-    parts += [quoted(text_of(value), "%:") for value in call.args]
+    # None is a group that captured nothing; the others keep their places.
+    parts += ["" if value is None else quoted(text_of(value), "%:") for value in call.args]
     return ":".join([path, *parts, quoted(visitor(request), "%:")])
 
 
