@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -697,6 +697,20 @@ def test_a_change_that_is_not_made_is_refused(account: Account) -> None:
     for function in changes, partial(changes, account):
         with pytest.raises(TypeError, match="is a generator"):
             retry_on_conflict(function)
+
+
+@pytest.mark.parametrize("decorator", [retry_on_conflict, retry_on_deadlock])
+def test_a_coroutine_that_nobody_would_call_again_is_refused(decorator: Any) -> None:
+    async def pay() -> None:
+        raise AssertionError
+
+    @decorator
+    @wraps(pay)
+    def wrapper() -> Any:
+        return pay()
+
+    with pytest.raises(TypeError, match=r"pay returned a coroutine, .*the async function itself"):
+        wrapper()
 
 
 def test_a_change_that_runs_out_of_an_iterator_ends_an_async_save(account: Account) -> None:

@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
 from ..errors import RetriesExhausted, StaleObjectError
-from ..primitives.calls import is_async, path_of
+from ..primitives.calls import is_async, path_of, refuse_undone
 from ..primitives.timing import full_jitter
 from ..primitives.transactions import in_own_block
 
@@ -33,6 +33,12 @@ MAX_PAUSE = 1.0
 # as SQLSTATE (PostgreSQL) or number (MySQL, MariaDB; 1020 is MariaDB's for a row that changed
 # after the snapshot).
 SACRIFICED = frozenset({"40001", "40P01", 1213, 1020})
+
+# How the message about a function that returned a coroutine or generator ends.
+UNREPEATED = (
+    "would not be called again: do the work before it returns, or decorate the async function "
+    "itself"
+)
 
 
 def code_of(error: BaseException) -> Any:
@@ -157,7 +163,7 @@ def _calling_again(
         begin()
         for attempt in range(1, attempts + 1):
             try:
-                return function(*args, **kwargs)
+                return refuse_undone(function(*args, **kwargs), function, UNREPEATED)
             except errors as error:
                 seconds = seconds_after(error, attempt)
             time.sleep(seconds)
