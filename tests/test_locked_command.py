@@ -424,6 +424,27 @@ def test_a_command_that_inherits_the_lock_may_override_what_it_does():
     assert seen == ["made", ["c:a"], "made", [], ["c:b"]]
 
 
+def test_a_command_with_a_lock_may_inherit_another_one():
+    def handle(self, **options):
+        return ",".join(sorted(holder.name for holder in holders("locmem")))
+
+    @locked_command("inner:{shop}", using="locmem")
+    class Inherits(command(handle, "outer:{shop}")):
+        pass
+
+    def run(*options):
+        return call_command(Inherits(), "--shop=a", *options, stdout=io.StringIO())
+
+    assert run() == "inner:a,outer:a"
+    assert run("--no-lock") == ""
+    for name in "inner:a", "outer:a":
+        with held_elsewhere(name, ttl=0.3, using="locmem"):
+            with pytest.raises(CommandError, match=name):
+                run()
+            assert run("--lock-wait=60") == "inner:a,outer:a"
+            assert run("--no-lock") in ("", name)
+
+
 def test_only_classes_of_commands_can_be_decorated():
     for wrong in (print, Counter, BaseCommand()):
         with pytest.raises(TypeError):

@@ -30,6 +30,7 @@ EX_TEMPFAIL = 75
 # 128 + 15, as shells report a process that SIGTERM ended.
 TERMINATED = 143
 
+_OPTIONS = ("lock_wait", "lock_ttl", "no_lock")
 
 CommandT = TypeVar("CommandT", bound=type[BaseCommand])
 
@@ -94,9 +95,10 @@ def _wrap(guard: _Guard, command: Any) -> None:
     def create_parser_and_options(self: Any, *args: Any, **kwargs: Any) -> CommandParser:
         parser: CommandParser = create_parser(self, *args, **kwargs)
         if guard.template is not None:
-            known = {action.dest for action in parser._actions} - {"help", "version"}
+            known = {action.dest for action in parser._actions} - {"help", "version", *_OPTIONS}
             guard.template.check(known, "options of the command")
-        _add_options(parser)
+        if not hasattr(parser, "lock_options"):  # those of a class that it inherits from
+            parser.lock_options = _add_options(parser)  # type: ignore[attr-defined]
         return parser
 
     def new(cls: type, *args: Any, **options: Any) -> Any:
@@ -112,25 +114,28 @@ def _under_lock(guard: _Guard, command: Any, handle: Callable[..., Any]) -> Call
     @wraps(handle)
     def handle_under_lock(*args: Any, **options: Any) -> Any:
         lock_options = dict(guard.lock_options)
-        if (wait := options.pop("lock_wait", None)) is not None:
-            lock_options["wait"] = checked_wait(wait)
-        if (ttl := options.pop("lock_ttl", None)) is not None:
-            lock_options["ttl"] = ttl
-        if options.pop("no_lock", False):
-            return handle(*args, **options)
+        given = {option: options.pop(option, None) for option in _OPTIONS}
+        passed = given if hasattr(handle, "under_lock") else {}  # to the lock that it inherits
+        if given["no_lock"]:
+            return handle(*args, **options, **passed)
+        if given["lock_wait"] is not None:
+            lock_options["wait"] = checked_wait(given["lock_wait"])
+        if given["lock_ttl"] is not None:
+            lock_options["ttl"] = given["lock_ttl"]
         if callable(using := lock_options.get("using")):
             lock_options["using"] = using(**options)
         lock = Lock(guard.name_of(type(command), options), **lock_options)
         with identity.activity(f"manage.py {_command_name(type(command))}"):
             try:
-                return guard.run(lock, lambda: handle(*args, **options))
+                return guard.run(lock, lambda: handle(*args, **options, **passed))
             except _Busy as busy:
                 return guard.report(command, lock, busy, options)
 
+    handle_under_lock.under_lock = True  # type: ignore[attr-defined]
     return handle_under_lock
 
 
-def _add_options(parser: CommandParser) -> None:
+def _add_options(parser: CommandParser) -> Any:
     group = parser.add_argument_group("lock")
     group.add_argument(
         "--lock-wait",
@@ -149,6 +154,7 @@ def _add_options(parser: CommandParser) -> None:
         action="store_true",
         help="Run without the lock, even if it is running elsewhere.",
     )
+    return group
 
 
 def _checked(check: Callable[[Any], float | None]) -> Callable[[str], float]:
