@@ -36,6 +36,7 @@ DEADLINE = 60
 TTL = 50  # more than that of the alias
 
 ran: queue.SimpleQueue = queue.SimpleQueue()
+ran_parts: list = []
 may_end = threading.Event()
 
 
@@ -67,6 +68,27 @@ def bill(task, pk, then="end"):
 def pair(task, pk):
     """Retry once, with arguments that JSON has changed."""
     ran.put(pk)
+    if not task.request.retries:
+        raise task.retry(countdown=0.1)
+
+
+@unique_task("page:{pk}", until="success", ttl=TTL)
+@shared_task(bind=True)
+def page(task, pk, how):
+    """Go on with the next page: as a retry, or in the place of this task."""
+    ran.put(pk)
+    assert may_end.wait(DEADLINE)
+    if pk == 1 and how == "retry":
+        raise task.retry((2, how), countdown=1)
+    if pk == 1:
+        raise task.replace(task.s(2, how).set(countdown=1))
+
+
+@unique_task(name=lambda pk: f"part:{pk}:{len(ran_parts)}", until="success", ttl=TTL)
+@shared_task(bind=True)
+def part(task, pk):
+    """Retry once, when its name has become another one."""
+    ran_parts.append([holding.name for holding in Lock(f"part:{pk}:0").holders()])
     if not task.request.retries:
         raise task.retry(countdown=0.1)
 
@@ -309,6 +331,30 @@ def test_a_retry_keeps_the_lock_whatever_json_made_of_the_arguments(worker):
     result.get(timeout=DEADLINE)
     assert [ran.get(timeout=DEADLINE) for _ in range(2)] == [[1, 2], [1, 2]]
     assert not Lock("pair:1,2").locked()
+
+
+def test_a_retry_keeps_the_lock_although_its_name_has_become_another_one(worker):
+    ran_parts.clear()
+
+    part.delay(1).get(timeout=DEADLINE)
+
+    assert ran_parts == [["part:1:0"]] * 2
+
+
+@pytest.mark.parametrize("how", ["retry", "replace"])
+def test_a_task_that_goes_on_with_another_key_takes_its_lock_and_leaves_the_old_one(worker, how):
+    may_end.clear()
+    page.delay(1, how)
+    assert ran.get(timeout=DEADLINE) == 1
+    assert not Lock("page:2").locked()
+
+    may_end.set()
+    until(lambda: not Lock("page:1").locked())
+    assert Lock("page:2").locked()
+    assert page.delay(2, how) is None
+
+    assert ran.get(timeout=DEADLINE) == 2
+    until(lambda: not Lock("page:2").locked())
 
 
 def test_a_bound_task_with_autoretry_and_a_lock_of_its_own_is_named_by_its_arguments():

@@ -257,8 +257,9 @@ def _in_celery(unique: Unique, task: Any) -> None:
         call = args or (), kwargs or {}
         of_itself = task_id is not None and task_id == task.request.id
         retry = carried(task.request) or "" if of_itself else None
-        # The arguments of a retry are those of its message: a tuple is a list by now.
-        name = _carried_lock(retry)[1] if retry else naming()(*call)
+        name = _name_of_retry(naming(), task.request, call, retry) if retry else naming()(*call)
+        if name is None:
+            name, retry = naming()(*call), None
         return unique.enqueue(publish, name, call, delay, retry)
 
     @wraps(function)
@@ -275,6 +276,22 @@ def _in_celery(unique: Unique, task: Any) -> None:
     setattr(enqueue, CARRIER, unique)
     task.apply_async, task.run = enqueue, run
     task_revoked.connect(revoked, sender=task, weak=False)
+
+
+def _name_of_retry(naming: Naming, request: Any, call: Call, carried: str) -> str | None:
+    """Return the name of the lock that the task carries; None: it goes on with another key.
+
+    The arguments of a retry are those of its message: a tuple is a list by now, and its name
+    may be another one, or none.
+    """
+    name = _carried_lock(carried)[1]
+    with suppress(Exception):
+        renamed = naming(*call)
+        with suppress(Exception):
+            if renamed == naming(request.args or (), request.kwargs or {}):
+                return name
+        return name if renamed == name else None
+    return name
 
 
 # Django
