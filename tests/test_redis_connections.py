@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
+import redis
 
 from distlock_app.backends.redis import link, pool
 from distlock_app.claims import Grant
@@ -16,6 +18,7 @@ from distlock_app.errors import BackendError
 from tests.conftest import missing
 from tests.engines import running, until
 from tests.launching import free_port
+from tests.proxy import proxy_to
 from tests.redis_workers import DEADLINE, Waiter, backend_at, claim, wait_for
 from tests.servers import RedisServer
 
@@ -201,3 +204,31 @@ def test_an_interrupt_anywhere_in_an_exchange_mixes_up_no_answers(module, own):
         assert [backend.release(grant) for grant in grants] == [True, True]
 
     assert at > 3, "never interrupted"
+
+
+def test_a_release_does_not_overtake_a_request_that_a_signal_ended(own_redis):
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_):
+        path.delay = 0.0  # for what is sent from now on
+        raise Interrupted
+
+    def scripts_run():
+        return server.info("commandstats")["cmdstat_evalsha"]["calls"]
+
+    with ExitStack() as stack:
+        server = stack.enter_context(redis.Redis.from_url(own_redis.url))
+        path = stack.enter_context(proxy_to(own_redis.port))
+        backend = stack.enter_context(closing(backend_at(f"redis://127.0.0.1:{path.port}/0")))
+        backend.release(backend.acquire(claim("a"), 0))  # the server knows the scripts
+        wanted, already, path.delay = claim("a"), scripts_run(), 0.2
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupted):
+            backend.acquire(wanted, 0)
+        signal.signal(signal.SIGALRM, before)
+        backend.release(Grant(wanted))
+        until(lambda: scripts_run() == already + 2)
+
+        assert backend.acquire(claim("a"), 0)

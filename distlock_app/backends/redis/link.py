@@ -21,6 +21,10 @@ RECEIVED = 4096
 # Times that a script is loaded for one request: it may itself answer NOSCRIPT.
 MOST_LOADS = 3
 
+# Seconds to wait for the answer to a request that a signal ended: the release sent after it, over
+# another connection, must not overtake it.
+FINISH_WITHIN = 0.5
+
 PING = pack(b"PING")
 
 
@@ -98,9 +102,17 @@ class Link:
             raise NoAnswer from error
         except (OSError, EOFError, ValueError) as error:
             raise ConnectionError from error
+        except BaseException:  # of a signal handler
+            self._await_answer()
+            raise
         if NoScriptError in map(type, answers) and loads:
             self._teach(script, requests, answers, loads - 1)
         return answers
+
+    def _await_answer(self) -> None:
+        """Wait until the server has answered, so that no later request overtakes this one."""
+        if self._poll is not None:
+            self._poll.poll(FINISH_WITHIN * 1000)
 
     def subscribe(self, channel: str) -> None:
         """Listen on a channel, from now on; what else comes with the answer is lost."""
