@@ -194,7 +194,7 @@ def test_any_template_is_taken_or_refused_with_its_text(template, a, b):
 
 
 @examples(100)
-@given(st.tuples(TEXTS, TEXTS), st.tuples(TEXTS, TEXTS), st.sampled_from([":", "-", "%", "/x/"]))
+@given(st.tuples(TEXTS, TEXTS), st.tuples(TEXTS, TEXTS), st.sampled_from([":", "-", "/x/"]))
 def test_different_values_never_make_the_same_name(one, other, between):
     template = "job:{a}" + between + "{b}"
     names = [named(template, a=a, b=b) for a, b in (one, other)]
