@@ -672,9 +672,7 @@ def test_a_base_manager_that_joins_another_table_leaves_the_guard_in_the_update(
     stale = Account.objects.get(pk=account.pk)
     use_base_manager(monkeypatch, Account, change)
 
-    with CaptureQueriesContext(
-        connection,
-    ) as save:
+    with CaptureQueriesContext(connection) as save:
         account.save()
     with CaptureQueriesContext(connection) as unread:
         Account(pk=account.pk, parent_id=account.parent_id).save()

@@ -21,12 +21,13 @@ from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
-from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_at, interrupted_everywhere, running
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, claim, wait_for
 from tests.redlock_workers import Nodes, caches_of, quorum_at
 from tests.servers import RedisServer
+
+SCHEDULER = {"owner": "scheduler", "stable": True}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +58,20 @@ def until(condition, within=10.0):
         time.sleep(0.01)
 
 
-def held_everywhere(backend, nodes):
+def held_everywhere(backend, nodes, **options):
     """Return a grant that all nodes gave: one that was connected late has it from the extension."""
-    grant = wait_for(backend, 5, "a")
+    grant = wait_for(backend, 5, "a", **options)
     until(lambda: backend.extend(grant, 30) and len(nodes.holding(grant.claim.key)) == 5)
     return grant
+
+
+def refused_without_majority(backend, nodes, wanted):
+    for server in nodes.servers[:3]:
+        server.pause()
+    with pytest.raises(BackendError):
+        backend.acquire(wanted, 0)
+    for server in nodes.servers[:3]:
+        server.resume()
 
 
 def timed(call):
@@ -264,13 +274,8 @@ def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, 
 def test_a_grant_without_majority_is_undone_where_it_was_given(backend, nodes):
     backend.release(wait_for(backend, 5, "warm"))
     wanted = claim("a")
-    for server in nodes.servers[:3]:
-        server.pause()
 
-    with pytest.raises(BackendError):
-        backend.acquire(wanted, 0)
-    for server in nodes.servers[:3]:
-        server.resume()
+    refused_without_majority(backend, nodes, wanted)
 
     until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(wanted.key))
 
@@ -430,38 +435,29 @@ def test_an_extension_that_crosses_the_release_brings_nothing_back(backend, node
 
 
 def test_a_stable_owner_keeps_what_is_healed_after_an_earlier_release(backend, nodes):
-    wanted = a_claim("a", owner="scheduler", stable=True)
-    backend.release(backend.acquire(wanted, 0))
-    grant = backend.acquire(wanted, 0)
-    until(lambda: backend.extend(grant, 30) and len(nodes.holding(wanted.key)) == 5)
+    backend.release(wait_for(backend, 5, "a", **SCHEDULER))
+    grant = held_everywhere(backend, nodes, **SCHEDULER)
     nodes.clients[0].flushall()
 
     assert backend.extend(grant, 30) is True
 
-    until(lambda: len(nodes.holding(wanted.key)) == 5)
+    until(lambda: len(nodes.holding(grant.claim.key)) == 5)
     assert not backend.acquire(claim("a"), 0)
 
 
 def test_a_try_of_a_stable_owner_that_fails_takes_nothing_from_who_has_the_lock(backend, nodes):
-    wanted = a_claim("a", owner="scheduler", stable=True)
-    grant = backend.acquire(wanted, 0)
-    until(lambda: backend.extend(grant, 30) and len(nodes.holding(wanted.key)) == 5)
-    for server in nodes.servers[:3]:
-        server.pause()
+    held = held_everywhere(backend, nodes, **SCHEDULER)
 
-    with pytest.raises(BackendError):
-        backend.acquire(wanted, 0)
-    for server in nodes.servers[:3]:
-        server.resume()
+    refused_without_majority(backend, nodes, claim("a", **SCHEDULER))
 
     until(lambda: backend.acquire(claim("b"), 0))
     for client in nodes.clients * 3:  # until the node has read what it was sent
         client.ping()
-    assert len(nodes.holding(wanted.key)) == 5
+    assert len(nodes.holding(held.claim.key)) == 5
 
 
 def test_a_stable_owner_that_is_refused_keeps_nothing_of_a_minority(backend, nodes):
-    wanted = a_claim("a", owner="scheduler", stable=True)
+    wanted = claim("a", **SCHEDULER)
     for client in nodes.clients[:3]:
         client.set(f"distlock:redlock:{wanted.key}", "stranger 5 1 {} a", px=60_000)
 

@@ -89,7 +89,7 @@ def _answer(call: list[Any]) -> None:
         answer = function(*args)
     except BaseException as error:
         request.set_exception(error)
-        del request
+        del request  # it refers to the error, and that to this frame
     else:
         request.set_result(answer)
 

@@ -146,14 +146,14 @@ class _Writer:
     def _write(self) -> None:
         # Of a hot lock only as many as will be kept.
         last: dict[tuple[str, str], deque[LockEvent]] = {}
+        using, _name = here = _database()
         for _ in range(len(self._waiting)):
-            (alias, database), event = self._waiting.popleft()
-            if connections.settings[alias]["NAME"] != database:  # a test run began or ended
+            database, event = self._waiting.popleft()
+            if database != here:  # a test run began or ended
                 continue
             name, key = event["name"], event.get("key") or key_of(event["name"])
             row = LockEvent(**{**event, "name": shown(name), "key": key})
             last.setdefault((row.alias, row.key), deque(maxlen=kept() or 1)).append(row)
-        using = router.db_for_write(LockEvent)
         if not (rows := [row for lock in last.values() for row in lock]):
             return
         LockEvent.objects.using(using).bulk_create(rows, batch_size=100)

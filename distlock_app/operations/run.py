@@ -60,7 +60,7 @@ def lead(lock: Lock, program: Sequence[str], report: Callable[[Exception], None]
     `report` gets the LockLost, or the BackendError of a backend that answered before: then it is
     asked until it answers. Raise BackendError if it does not answer the first time.
     """
-    failures = 0
+    failures = 1
     attempt = replace(lock, wait=0)  # the first: a long wait may end with a backend that answered
     with _Signals() as signals:
         while True:
@@ -68,15 +68,12 @@ def lead(lock: Lock, program: Sequence[str], report: Callable[[Exception], None]
                 return _run(attempt, program, signals)
             except (LockBusy, LockLost, BackendError) as error:
                 signals.begin()
-                if isinstance(error, BackendError):
-                    if attempt is not lock:
-                        raise
-                    failures += 1
-                else:
-                    failures = 1
+                if attempt is not lock and isinstance(error, BackendError):
+                    raise
                 attempt = lock
                 if isinstance(error, LockBusy):
                     continue
+                failures = 1 if isinstance(error, LockLost) else failures + 1
                 report(error)
             sleep(full_jitter(failures, base=RETRY_MIN, cap=RETRY_MAX))
 

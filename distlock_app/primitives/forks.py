@@ -16,10 +16,12 @@ def in_child(call: Callable[[], object]) -> None:
     _calls.append(call)
 
 
-@in_child
 def _note() -> None:
     global _told
     _told = os.getpid()
+
+
+in_child(_note)
 
 
 def tell_uwsgi() -> None:
