@@ -374,3 +374,14 @@ def test_the_suite_says_what_is_wrong(suite, wrong, words, text):
 def test_the_suite_passes_a_backend_that_keeps_the_promise(suite, words):
     of_processes = words in ("child_process", "many_processes", "fork_amid")
     suite(OnFiles if of_processes else LocMemBackend, words)()
+
+
+def test_the_suite_spares_the_locks_of_a_suite_in_another_process(settings):
+    settings.DISTLOCK = {"default": {"BACKEND": "distlock_app.backends.locmem.LocMemBackend"}}
+    ours, theirs = Suite(), Suite()
+    held = theirs.take(theirs.name())
+    ours.take(ours.name())
+
+    ours.teardown_method()
+
+    assert [holding.key for holding in ours.backend.holders()] == [held.claim.key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -12,13 +13,11 @@ from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.utils import timezone
 
-from distlock_app import Lock
-from distlock_app.backends.database import DatabaseBackend, people
+from distlock_app.backends.database import DatabaseBackend, members, people
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
 from tests.database_workers import claim, grab, lock_table
-from tests.engines import renewed
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -269,19 +268,28 @@ def test_a_row_in_somebodys_transaction_does_not_cost_the_others_their_locks(bac
 
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
 @pytest.mark.parametrize("kind", [{}, {"shared": True}])
-def test_a_row_in_somebodys_transaction_costs_no_other_lock_of_a_short_ttl(backend, kind):
-    # The row is waited for once: for a second, on MySQL for up to two.
-    mysql = connection.vendor == "mysql" and not connection.mysql_is_mariadb
-    ttl = 4.8 if mysql else 2.4
-    in_the_way = Lock("a", using="locks", ttl=ttl, **kind).acquire()
-    held = Lock("b", using="locks", ttl=ttl).acquire()
+def test_a_row_in_somebodys_transaction_is_waited_for_once(backend, monkeypatch, kind):
+    in_the_way = backend.acquire(replace(claim("a"), **kind), 0)
+    work = [(in_the_way, 20.0), (grab(backend, "b"), 20.0)]
+    key, waits = in_the_way.claim.key, []
+    of_one, of_many = members.extend, backend._sessions.dialect.extend_pairs
+    monkeypatch.setattr(
+        members, "extend", lambda key, *rest: waits.append([key]) or of_one(key, *rest)
+    )
+    monkeypatch.setattr(
+        backend._sessions.dialect,
+        "extend_pairs",
+        lambda cursor, pairs, ttl: waits.append(dict(pairs)) or of_many(cursor, pairs, ttl),
+    )
 
     with transaction.atomic(using="locks"):
         rows().select_for_update().get(name="a")
-        renewed(held, times=4)
+        results = [backend.extend_many(work) for _ in range(3)]
 
-    assert in_the_way.lost
-    held.release()
+    assert [isinstance(ours, BackendError) for ours, _ in results] == [True] * 3
+    assert [other for _, other in results] == [True] * 3
+    assert sum(key in keys for keys in waits) == 1
+    assert backend.extend_many(work) == [True, True]
 
 
 def test_names_are_exact_to_the_last_byte_and_shown_as_text(backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import cached_property
 from random import uniform
 from time import sleep
 from typing import Any
@@ -49,7 +50,12 @@ class Suite:
 
     def name(self) -> str:
         """Return a name that no other test uses."""
-        return f"contract-{secrets.token_hex(6)}"
+        return f"{self._mine}{secrets.token_hex(6)}"
+
+    @cached_property
+    def _mine(self) -> str:
+        """What the names of this test begin with; other processes may test the same backend."""
+        return f"contract-{secrets.token_hex(6)}-"
 
     def teardown_method(self) -> None:
         """Take away what the test still holds."""
@@ -59,7 +65,7 @@ class Suite:
             return  # as the test has said
         if backend.lists and not lacking(backend):
             for holding in list(backend.holders()):
-                if holding.name.startswith("contract-"):
+                if holding.name.startswith(self._mine):
                     backend.clear(holding.key)
 
     def eventually(self, attempt: Any, *, within: float | None = None) -> Any:
