@@ -382,6 +382,18 @@ def test_a_lost_answer_to_release_is_not_taken_for_a_lost_lock(proxied):
         backend.release(grant)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("end", ["release", "extend"])
+def test_what_a_slow_connection_would_decide_waits_for_it(backend, nodes, end, ours):
+    grant = held_everywhere(backend, nodes)
+    for at in (0, 1) if ours else (0, 1, 4):
+        nodes.clients[at].flushall()
+    [*_, connections] = backend._quorum._idle
+    connections._drop(4, "it was slow to connect")
+
+    assert (backend.release(grant) if end == "release" else backend.extend(grant, 30)) is ours
+
+
 def test_an_extension_heals_emptied_nodes_and_fails_without_a_majority(backend, nodes):
     grant = held_everywhere(backend, nodes)
 

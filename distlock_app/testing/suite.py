@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from functools import cached_property
 from random import uniform
 from time import sleep
 from typing import Any
 from unittest import SkipTest
 
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.functional import cached_property
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant

@@ -47,6 +47,7 @@ class QuorumRequest:
     no: dict[int, bytes] = field(default_factory=dict)
     why: dict[int, str] = field(default_factory=dict)
     unsure: set[int] = field(default_factory=set)  # nodes whose connection broke under the request
+    absent: set[int] = field(default_factory=set)  # nodes to which there was no connection
     waiting: int = 0  # nodes that may still answer
     over: bool = False
 
@@ -250,16 +251,26 @@ class NodeConnections(Links):
             self._collect(requests, min(deadline, monotonic() + grace), from_all=True)
 
     def vote_again(self, requests: Sequence[QuorumRequest], deadline: float) -> None:
-        """Ask each node what it has not answered."""
+        """Ask each node what it may not have been asked yet."""
         for at in range(len(self._nodes)):
-            if asked := [r for r in requests if at not in r.yes and at not in r.no]:
-                self._send(asked, [at])
+            again = [r for r in requests if at in r.absent or (at in r.unsure and at not in r.yes)]
+            for request in again:
+                request.absent.discard(at)
+            if again:
+                self._send(again, [at])
         self._collect(requests, deadline)
+
+    def close_vote(self, requests: Sequence[QuorumRequest]) -> None:
+        """Count no more answers; keep what nodes without a connection shall have late."""
+        for request in requests:
+            request.over = True
+            for at in request.absent:
+                self._nodes[at].remember(request)
 
     def broadcast(self, request: QuorumRequest, *, but: Container[int] = ()) -> None:
         """Send a request to all nodes but these, whatever they answer."""
-        request.over = True
         self._send([request], [at for at in range(len(self._nodes)) if at not in but])
+        self.close_vote([request])
 
     def _send(self, requests: Sequence[QuorumRequest], nodes: Iterable[int]) -> None:
         data = b"".join([request.packed for request in requests])
@@ -268,7 +279,7 @@ class NodeConnections(Links):
             link = self._links[at]
             if link is None:
                 for request in requests:
-                    self._nodes[at].remember(request)
+                    request.absent.add(at)
                 continue
             for request in requests:
                 request.waiting += 1

@@ -20,6 +20,7 @@ from ...primitives.threads import started
 from ...primitives.timing import monotonic
 from ..base import close_all
 from .nodes import Link, Node, NodeConnections, QuorumRequest
+from .scripts import ACQUIRE, ACQUIRE_OR_WAIT
 
 # How long the last connections are waited for when a majority is there, unless a node is known to
 # be down; and the last answers to an extension.
@@ -29,6 +30,9 @@ ANSWER_GRACE = 0.05
 KEEP_IDLE = 64
 # One that nobody needed for so many seconds is closed after the next vote.
 IDLE_SECONDS = 60.0
+# Without a majority they are refused. Of other requests it must be known what was decided: they
+# wait for each node that can still be connected.
+TRIES = {ACQUIRE, ACQUIRE_OR_WAIT}
 
 
 class Quorum:
@@ -55,25 +59,26 @@ class Quorum:
         """Collect the votes; `after` may send more over the same connections, so after them."""
         connections = self._take()
         try:
-            deadline = monotonic() + self._timeout
-            connections.vote(requests, deadline, grace=grace)
-            # A server had closed its connection, or was restarted: every script may be repeated.
-            if unsure := [r for r in requests if r.unsure and not r.decided]:
-                self.reconnect(connections)
-                connections.vote_again(unsure, deadline)
-            for request in requests:
-                request.over = True
+            connections.vote(requests, monotonic() + self._timeout, grace=grace)
+            # A server had closed its connection, was restarted, or is not connected yet: every
+            # script may be repeated.
+            if again := [r for r in requests if not r.decided and (r.unsure or r.absent)]:
+                self.reconnect(connections, urgent=any(r.script not in TRIES for r in again))
+                connections.vote_again(again, monotonic() + self._timeout)
+            connections.close_vote(requests)
             if after is not None:
                 after(connections)
         except BaseException:  # answers might be taken for those of other requests
+            connections.close_vote(requests)
             connections.close()
             raise
         self._keep(connections)
 
-    def reconnect(self, connections: NodeConnections) -> None:
-        """Connect to the nodes that can be reached, without waiting for those that cannot."""
+    def reconnect(self, connections: NodeConnections, *, urgent: bool = False) -> None:
+        """Connect to the nodes that can be reached; wait for the others only if it is `urgent`."""
         if connections.fill():
-            self._reach(connections.fill, spare=len(self.nodes) - self.majority)
+            spare = 0 if urgent else len(self.nodes) - self.majority
+            self._reach(connections.fill, spare=spare)
 
     def link_to(self, at: int) -> Link | None:
         """Return a new connection to one node, or None if it cannot be had soon."""
