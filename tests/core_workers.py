@@ -39,7 +39,7 @@ def engine():
 
 
 def in_child(work, fork=os.fork):
-    """Return what `work` returns in a forked child; it may raise SystemExit."""
+    """Return what `work` returns in a forked child, or raise what became of it."""
     reader, writer = os.pipe()
     pid = fork()
     if pid == 0:
@@ -54,7 +54,25 @@ def in_child(work, fork=os.fork):
     with os.fdopen(reader) as file:
         answer = json.loads(file.read() or '{"error": "the child died or hung"}')
     os.waitpid(pid, 0)
-    return answer["result"] if "result" in answer else {"error": answer["error"]}
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["result"]
+
+
+def fork_in_c():
+    """Fork as uWSGI does, without a word to Python: while no thread asks for the interpreter.
+
+    A child would wait for such a thread, which it does not have.
+    """
+    before = None
+    while before != (before := where_threads_are()):
+        time.sleep(0.1)
+    return ctypes.PyDLL(None).fork()
+
+
+def where_threads_are():
+    """Return the instruction of each thread: the same for a while if it waits for something."""
+    return {number: frame.f_lasti for number, frame in sys._current_frames().items()}
 
 
 def _raised(work, *errors):
@@ -138,7 +156,7 @@ def lock_in_workers_of_uwsgi():
 
     with Lock("a", ttl=3) as mine:
         renewed(mine)  # by threads that no child has
-        answers = [in_child(work, fork) for fork in (ctypes.PyDLL(None).fork, os.fork)]
+        answers = [in_child(work, fork) for fork in (fork_in_c, os.fork)]
     tokens = {new_token() for _ in range(100)}.union(*(each.pop("tokens") for each in answers))
     return {"workers": answers, "tokens": len(tokens), "calls here": calls}
 

@@ -283,7 +283,7 @@ def test_a_row_in_somebodys_transaction_is_waited_for_once(backend, monkeypatch,
     )
 
     with transaction.atomic(using="locks"):
-        rows().select_for_update().get(name="a")
+        rows().select_for_update().get(key=key)
         results = [backend.extend_many(work) for _ in range(3)]
 
     assert [isinstance(ours, BackendError) for ours, _ in results] == [True] * 3
