@@ -102,6 +102,7 @@ class Link:
 
 # After these errors the session has ended: those of the client have such numbers, and the server
 # says that it shuts down, or that somebody has killed the session, or that it was idle for long.
+NUMBERS = (int, float)
 ENDED = frozenset({*range(2000, 3000), 1053, 1927, 3169, 4031})
 
 
@@ -111,16 +112,25 @@ class MySQLLink(Link):
     lastrowid = 0  # LAST_INSERT_ID(...) of the last change
 
     def send(self, statement: str, values: Any = None) -> None:
-        connection, query = self.connection, statement.encode()
+        connection = self.connection
         try:
             if type(values) is dict:
-                literals = {}
-                for name, value in values.items():  # literal() takes a while
-                    of = connection.string_literal if isinstance(value, str) else connection.literal
-                    literals[name.encode()] = of(value)
-                query %= literals
-            elif values:
-                query %= tuple(map(connection.literal, values))
+                query, names = positional(statement)
+                text = connection.string_literal  # literal() takes a while
+                query %= tuple(
+                    [
+                        text(value)
+                        if type(value) is str
+                        else b"%a" % value
+                        if type(value) in NUMBERS
+                        else connection.literal(value)
+                        for value in map(values.__getitem__, names)
+                    ]
+                )
+            else:
+                query = statement.encode()
+                if values:
+                    query %= tuple(map(connection.literal, values))
             self.awaiting_reply = True
             connection.send_query(query)
         except connection.Error as error:
@@ -140,6 +150,13 @@ class MySQLLink(Link):
             return list(result.fetch_row(0))
         self.rowcount, self.lastrowid = connection.affected_rows(), connection.insert_id()
         return []
+
+
+@lru_cache(maxsize=1024)
+def positional(statement: str) -> tuple[bytes, list[str]]:
+    """Return the statement with %b for each %(name)s, and the names."""
+    parts = re.split(r"%\((\w+)\)s", statement)
+    return "%b".join(parts[::2]).encode(), parts[1::2]
 
 
 def _server_error(error: Exception) -> ServerError:

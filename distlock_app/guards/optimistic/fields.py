@@ -75,7 +75,9 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
             quote = connections[using].ops.quote_name
             condition = f"{quote(self.model._meta.db_table)}.{quote(str(self.column))} = %s"
             self.guards[using] = condition
-        return ExtraWhere([condition], [self.get_db_prep_value(version, connections[using])])
+        if type(version) is not int:  # which is what it is in any database
+            version = self.get_db_prep_value(version, connections[using])
+        return ExtraWhere([condition], [version])
 
     def text_of(self, obj: Any) -> str:
         """Return the version in memory as text that is the same everywhere.
