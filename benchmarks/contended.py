@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -20,6 +21,7 @@ from .uncontended import failure
 
 NAME = "contended"
 HOLD = 0.001  # seconds
+STAT = Path("/proc/stat")
 PATIENCE = 30.0  # seconds more than the measurement, for processes to begin and to end
 
 
@@ -47,17 +49,26 @@ def _once(
         end = time.monotonic() + PATIENCE
         for child in children:
             child.answer(end)
-        before = requests()
+        before, busy = requests(), _busy()
         start = time.monotonic() + 0.05
         for child in children:
             child.order.write(f"{start} {start + seconds}\n")
             child.order.close()
         end += seconds
         done = [child.answer(end) for child in children]
+        busy = _busy() - busy
     finally:
         for child in children:
             child.kill()
-    return _judged(done, requests() - before, start, seconds)
+    found = _judged(done, requests() - before, start, seconds)
+    turns = sum(len(one["turns"]) for one in done)
+    return {**found, "all_cpu_us": busy / turns * 1e6}
+
+
+def _busy() -> float:
+    """Return for how many seconds the processors of this machine have worked, all together."""
+    user, nice, system, _, _, irq, softirq = map(int, STAT.read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _judged(

@@ -20,6 +20,10 @@ from .raw import Turn
 TTL = 30
 WAIT = 60
 OURS = ("distlock_app", "its engine alone")
+# Parts of ours, measured beside it.
+UNDER_LOCK = "raw, under a `Lock` on nothing"
+IN_STEPS = "raw: GET_LOCK in steps"
+ITS_STATEMENTS = "raw: the statements of ours"
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,55 @@ def engine_alone(alias: str) -> Turn:
         assert backend.release(grant)
 
     return turn
+
+
+def under_lock(make: Callable[[], Turn]) -> Turn:
+    """The raw pair under a Lock whose backend does nothing: what `Lock` takes beside a server."""
+    from distlock_app import Lock
+
+    turn = make()
+
+    @contextmanager
+    def under(name: str) -> Iterator[None]:
+        with Lock(name, using="dummy"), turn(name):
+            yield
+
+    return under
+
+
+def its_statements(alias: str) -> Turn:
+    """What our backend on MariaDB sends for a pair, sent again by the driver, in steps."""
+    from MySQLdb.connections import Connection
+
+    turn = engine_alone(alias)
+    connection = raw.cursor_of("mysql").connection
+    connection.query("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+    ask = raw.in_steps(connection)
+    sent: dict[str, list[bytes]] = {}
+
+    def record(name: str) -> None:
+        with turn(name):  # connects; the row of a lock table stays
+            pass
+        send, texts = Connection.send_query, []
+
+        def noted(self: Any, text: bytes) -> Any:
+            texts.append(text)
+            return send(self, text)
+
+        Connection.send_query, sent[name] = noted, texts
+        with turn(name):
+            pass
+        Connection.send_query = send
+
+    @contextmanager
+    def again(name: str) -> Iterator[None]:
+        if name not in sent:
+            record(name)
+        for text in sent[name]:
+            ask(text)
+        yield
+
+    return again
 
 
 def _client() -> Any:
@@ -168,13 +221,21 @@ def _ours(alias: str) -> tuple[Contender, Contender]:
     )
 
 
+def _raw(title: str, make: Callable[[], Turn], *skipped: str) -> tuple[Contender, Contender]:
+    """Return the raw limit, and the part of ours that no backend can save."""
+    return (
+        Contender(f"raw: {title}", make, True, skipped),
+        Contender(UNDER_LOCK, partial(under_lock, make), True, skipped),
+    )
+
+
 GROUPS = {
     "redis": Group(
         "Redis",
         ("redis",),
         (
-            Contender("raw: SET NX, script", raw.redis_pair, True, ("contended",)),
-            Contender("raw: BLPOP of a token", raw.redis_token, True, ("uncontended", "threads")),
+            *_raw("SET NX, script", raw.redis_pair, "contended"),
+            *_raw("BLPOP of a token", raw.redis_token, "uncontended", "threads"),
             *_ours("redis"),
             Contender("redis-py `Lock`", redis_py),
             Contender(
@@ -197,7 +258,7 @@ GROUPS = {
         "Redlock, 5 nodes",
         ("redlock",),
         (
-            Contender("raw: send to all, read all", raw.redlock_pair, True, ("contended",)),
+            *_raw("send to all, read all", raw.redlock_pair, "contended"),
             *_ours("quorum"),
             Contender("pottery", partial(pottery, "DISTLOCK_TEST_REDLOCK_URL")),
         ),
@@ -206,8 +267,10 @@ GROUPS = {
         "Lock table, MariaDB",
         ("mysql",),
         (
+            *_raw("five statements", partial(raw.lock_table, "mysql"), "contended"),
+            *_raw("a row locked", partial(raw.row_lock, "mysql"), "uncontended", "threads"),
             Contender(
-                "raw: five statements", partial(raw.lock_table, "mysql"), True, ("contended",)
+                ITS_STATEMENTS, partial(its_statements, "default"), True, ("contended", "threads")
             ),
             *_ours("default"),
         ),
@@ -217,9 +280,8 @@ GROUPS = {
         "Lock table, PostgreSQL",
         ("postgresql",),
         (
-            Contender(
-                "raw: five statements", partial(raw.lock_table, "postgresql"), True, ("contended",)
-            ),
+            *_raw("five statements", partial(raw.lock_table, "postgresql"), "contended"),
+            *_raw("a row locked", partial(raw.row_lock, "postgresql"), "uncontended", "threads"),
             *_ours("default"),
         ),
         "postgresql",
@@ -228,7 +290,11 @@ GROUPS = {
         "Named locks, MariaDB",
         ("mysql",),
         (
-            Contender("raw: GET_LOCK", partial(raw.server_lock, "mysql"), True),
+            *_raw("GET_LOCK", partial(raw.server_lock, "mysql")),
+            Contender(IN_STEPS, raw.named_lock_in_steps, True, ("contended",)),
+            Contender(
+                ITS_STATEMENTS, partial(its_statements, "named"), True, ("contended", "threads")
+            ),
             *_ours("named"),
             Contender("django-mysql", django_mysql),
             Contender("tooz", tooz_mysql, False, ALONE),
@@ -239,7 +305,7 @@ GROUPS = {
         "Advisory locks, PostgreSQL",
         ("postgresql",),
         (
-            Contender("raw: pg_advisory_lock", partial(raw.server_lock, "postgresql"), True),
+            *_raw("pg_advisory_lock", partial(raw.server_lock, "postgresql")),
             *_ours("advisory"),
             Contender("django-pglock", django_pglock),
             Contender("django-pglock, timeout", partial(django_pglock, WAIT), False, ALONE),
@@ -251,7 +317,7 @@ GROUPS = {
         "ZooKeeper",
         ("zookeeper",),
         (
-            Contender("raw: create, delete", raw.zookeeper_pair, True, ("contended",)),
+            *_raw("create, delete", raw.zookeeper_pair, "contended"),
             *_ours("zookeeper"),
             Contender("kazoo `Lock`", kazoo),
             Contender("tooz", partial(tooz, "zookeeper", "zookeeper"), False, ALONE),
@@ -261,7 +327,7 @@ GROUPS = {
         "etcd",
         ("etcd",),
         (
-            Contender("raw: txn, delete", raw.etcd_pair, True, ("contended",)),
+            *_raw("txn, delete", raw.etcd_pair, "contended"),
             *_ours("etcd"),
             Contender("etcd3gw", etcd3gw, False, ("contended",)),
             Contender("tooz", partial(tooz, "etcd3+http", "etcd")),

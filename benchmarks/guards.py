@@ -18,6 +18,7 @@ from typing import Any
 TURNS = 4  # in which all are measured, one after the other: what disturbs one disturbs them all
 SAVES = 50  # of one model, before it is the other's turn
 METHODS = {
+    "raw": "raw: a row locked, read and written, by the driver",
     "f": "`F()` in one statement",
     "orm": "version, ORM loop by hand, at once",
     "concurrency": "django-concurrency, loop by hand, at once",
@@ -114,6 +115,7 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
         return 0
 
     found: dict[str, tuple[Any, Callable[[], int]]] = {
+        "raw": (plain, by_the_driver(plain)),
         "f": (plain, by_f),
         "orm": (plain, by_orm_loop(plain)),
         "retrying": (versioned, by_retrying),
@@ -125,6 +127,29 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
     if "concurrency" in made:
         found["concurrency"] = (made["concurrency"], by_concurrency(made["concurrency"]))
     return found
+
+
+def by_the_driver(model: Any) -> Callable[[], int]:
+    """Return what locks the row with the fewest statements and without the ORM."""
+    from django.db import connection
+
+    from .raw import cursor_of
+
+    table = model._meta.db_table
+    cursors: dict[str, Any] = {}
+
+    def add() -> int:
+        if not cursors:  # in a child: after the fork
+            cursors["mine"] = cursor_of(connection.vendor)
+        cursor = cursors["mine"]
+        cursor.execute("BEGIN")
+        cursor.execute(f"SELECT value FROM {table} WHERE id = 1 FOR UPDATE")
+        [[value]] = cursor.fetchall()
+        cursor.execute(f"UPDATE {table} SET value = %s WHERE id = 1", (value + 1,))
+        cursor.execute("COMMIT")
+        return 0
+
+    return add
 
 
 def by_orm_loop(model: Any) -> Callable[[], int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import charts
-from .contenders import GROUPS
+from .contenders import GROUPS, IN_STEPS, ITS_STATEMENTS, UNDER_LOCK
 from .guards import METHODS
 from .targets import targets
 
@@ -16,6 +16,8 @@ PAGES = (PAGE, "choosing-a-guard.md")
 TITLES = {"redis": "Redis", "mysql": "MariaDB", "postgresql": "PostgreSQL", "sqlite": "SQLite"}
 TITLES["plain sqlite"] = "SQLite, each commit on the disk"
 END = "<!-- end -->"
+# Parts of ours: in the tables alone, not in the plots.
+PARTS_OF_OURS = {UNDER_LOCK, IN_STEPS, ITS_STATEMENTS}
 
 Results = dict[str, Any]
 
@@ -51,7 +53,7 @@ def plots(results: Results) -> Iterator[tuple[str, str]]:
     """Yield the file name and the SVG of each plot whose part was measured."""
     if "uncontended" in results:
         groups = {
-            GROUPS[name].title: _ratios(found)
+            GROUPS[name].title: _plotted(_ratios(found))
             for name, found in results["uncontended"].items()
             if name in GROUPS and name not in ("locmem", "sqlite table") and _ratios(found)
         }
@@ -147,6 +149,10 @@ def _measured(found: dict[str, Any]) -> dict[str, Any]:
     return {title: row for title, row in found.items() if "error" not in row}
 
 
+def _plotted(rows: dict[str, Any]) -> dict[str, Any]:
+    return {title: row for title, row in rows.items() if title not in PARTS_OF_OURS}
+
+
 def _ratios(found: dict[str, Any]) -> dict[str, float]:
     rows = _measured(found)
     raw = next((row["us"] for title, row in rows.items() if title.startswith("raw")), None)
@@ -174,7 +180,7 @@ def uncontended(groups: dict[str, Any]) -> str:
 
 def contended(groups: dict[str, Any]) -> str:
     head = ["", "", "acquisitions/s", "of raw", "hand-over, µs", "requests", "max/min"]
-    head += ["longest wait, ms", "client CPU, µs"]
+    head += ["longest wait, ms", "client CPU, µs", "all CPU, µs"]
     counts = _counts(groups)
     text = ""
     for count in map(str, counts):
@@ -189,7 +195,7 @@ def contended(groups: dict[str, Any]) -> str:
                         f"{cell['rate'] / raw:.2f}" if raw else "",
                         *(f"{cell['hand_over_us']:.0f}", f"{cell['requests']:.1f}"),
                         *(f"{cell['spread']:.2f}", f"{cell['longest_ms']:.0f}"),
-                        f"{cell['cpu_us']:.0f}",
+                        *(f"{cell['cpu_us']:.0f}", f"{cell['all_cpu_us']:.0f}"),
                     ]
                 )
         text += f"{count} processes:\n\n{_table(head, rows, 2)}\n"
@@ -211,11 +217,12 @@ def held(kinds: dict[str, Any]) -> str:
         [
             *(TITLES[kind], f"{x['count']:,}", f"{x['bytes']:.0f}", f"{x['empty']:.0f}"),
             *(f"{x['full']:.0f}", f"{x['full'] / x['empty']:.2f}"),
+            f"{x['raw full'] / x['raw empty']:.2f}",
         ]
         for kind, x in kinds.items()
         if "error" not in x
     ]
-    head = ["", "held", "bytes each", "p50 empty, µs", "p50 full, µs", "ratio"]
+    head = ["", "held", "bytes each", "p50 empty, µs", "p50 full, µs", "ratio", "raw"]
     return _table(head, rows)
 
 
@@ -290,7 +297,7 @@ def _panels(groups: dict[str, Any], figure: str) -> tuple[dict[str, charts.Panel
     counts = _counts(groups)
     panels = {}
     for name, found in groups.items():
-        if rows := _measured(found):
+        if rows := _plotted(_measured(found)):
             cells = {t: [row.get(str(count)) for count in counts] for t, row in rows.items()}
             panels[GROUPS[name].title] = {
                 title: [x[figure] if x and figure else x for x in line]

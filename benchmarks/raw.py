@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import secrets
+import select
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -38,11 +39,11 @@ def turn_of(take: Callable[[str, str], object], free: Callable[[str, str], objec
     return turn
 
 
-def redis_pair() -> Turn:
+def redis_pair(variable: str = "DISTLOCK_TEST_REDIS_URL") -> Turn:
     """SET NX PX, then compare and delete."""
     import redis
 
-    url = os.environ["DISTLOCK_TEST_REDIS_URL"]
+    url = os.environ[variable]
     client = redis.Redis.from_url(url, single_connection_client=True)
     sha = client.script_load(COMPARE_AND_DELETE)
     return turn_of(
@@ -89,7 +90,7 @@ def redlock_pair() -> Turn:
     )
 
 
-def cursor_of(kind: str) -> Any:
+def cursor_of(kind: str, database: str = "default") -> Any:
     """Return a cursor of the driver itself: it prepares statements where it can."""
     url = os.environ[f"DISTLOCK_TEST_{kind.upper()}_URL"]
     if kind == "mysql":
@@ -97,13 +98,13 @@ def cursor_of(kind: str) -> Any:
 
         at = urlsplit(url)
         connection = MySQLdb.connect(
-            host=at.hostname, port=at.port, user=at.username, database="test_distlock_default"
+            host=at.hostname, port=at.port, user=at.username, database=f"test_distlock_{database}"
         )
         connection.autocommit(True)
         return connection.cursor()
     import psycopg
 
-    here = urlsplit(url)._replace(path="/test_postgres_default").geturl()
+    here = urlsplit(url)._replace(path=f"/test_postgres_{database}").geturl()
     return psycopg.connect(here, autocommit=True, prepare_threshold=0).cursor()
 
 
@@ -125,6 +126,60 @@ def server_lock(kind: str) -> Turn:
     return turn_of(lambda name, token: ask(take, name), lambda name, token: ask(free, name))
 
 
+def in_steps(connection: Any) -> Callable[[bytes], object]:
+    """Return what asks MariaDB by those calls of the driver that let a signal be handled.
+
+    Its `query()` waits in C, where Ctrl-C has no effect.
+    """
+    answers = select.poll()
+    answers.register(connection.fileno(), select.POLLIN)
+
+    def ask(statement: bytes) -> None:
+        connection.send_query(statement)
+        answers.poll(60_000)
+        connection.read_query_result()
+        if (result := connection.store_result()) is not None:
+            result.fetch_row(0)
+
+    return ask
+
+
+def named_lock_in_steps() -> Turn:
+    """GET_LOCK and RELEASE_LOCK, each in steps."""
+    connection = cursor_of("mysql").connection
+    literal, ask = connection.string_literal, in_steps(connection)
+    return turn_of(
+        lambda name, token: ask(b"SELECT GET_LOCK(%b, 60)" % literal(name)),
+        lambda name, token: ask(b"SELECT RELEASE_LOCK(%b)" % literal(name)),
+    )
+
+
+def row_lock(kind: str) -> Turn:
+    """BEGIN, SELECT FOR UPDATE; COMMIT: the lock lasts as long as the transaction."""
+    from django.db import connections
+    from django.utils import timezone
+
+    from distlock_app.models import DistLock
+    from distlock_app.primitives.names import key_of
+
+    cursor = cursor_of(kind)
+    quoted = {"mysql": "`key`", "postgresql": '"key"'}[kind]
+    select_row = f"SELECT 1 FROM distlock_app_distlock WHERE {quoted} = %s FOR UPDATE"
+    made: set[str] = set()
+
+    def take(name: str, token: str) -> None:
+        key = key_of(name)
+        if name not in made:
+            DistLock.objects.get_or_create(key=key, defaults={"expiry": timezone.now()})
+            connections.close_all()
+            made.add(name)
+        cursor.execute("BEGIN")
+        cursor.execute(select_row, (key,))
+        cursor.fetchall()
+
+    return turn_of(take, lambda name, token: cursor.execute("COMMIT"))
+
+
 TABLE_STATEMENTS = (
     "SELECT owner, expiry <= {clock}, fence FROM {table} WHERE {key} = %s FOR UPDATE",
     "UPDATE {table} SET owner = %s, expiry = {clock} + INTERVAL {ttl}, fence = fence + 1,"
@@ -133,22 +188,22 @@ TABLE_STATEMENTS = (
 )
 
 
-def lock_table(kind: str) -> Turn:
+def lock_table(kind: str, database: str = "default") -> Turn:
     """BEGIN, SELECT FOR UPDATE, UPDATE, COMMIT; UPDATE. The rows are there already."""
-    cursor = cursor_of(kind)
+    cursor = cursor_of(kind, database)
     quote, clock, ttl = {
         "mysql": ("`{}`", "UTC_TIMESTAMP(6)", "30 SECOND"),
         "postgresql": ('"{}"', "clock_timestamp()", "'30 SECOND'"),
     }[kind]
     words = {"clock": clock, "ttl": ttl, "key": quote.format("key")}
     table = quote.format("distlock_app_distlock")
-    select, update, release = (text.format(table=table, **words) for text in TABLE_STATEMENTS)
+    look, update, release = (text.format(table=table, **words) for text in TABLE_STATEMENTS)
     from distlock_app.primitives.names import key_of
 
     def take(name: str, token: str) -> None:
         key = key_of(name)
         cursor.execute("BEGIN")
-        cursor.execute(select, (key,))
+        cursor.execute(look, (key,))
         cursor.fetchone()
         cursor.execute(update, (token, HOLDER, key))
         cursor.execute("COMMIT")

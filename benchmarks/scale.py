@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from . import raw
@@ -16,9 +17,12 @@ from .contended import requests_of
 
 
 def held(kind: str, count: int) -> dict[str, Any]:
-    """Hold `count` locks; compare acquiring beside them with acquiring on an empty server."""
+    """Hold `count` locks; compare acquiring beside them with acquiring on an empty server.
+
+    The raw pair on both, too, because two servers or tables are not equally fast.
+    """
     full, empty, size = _full_and_empty(kind)
-    pairs = {"empty": _pair(empty), "full": _pair(full)}
+    pairs = {"empty": _pair(empty), "full": _pair(full), **_raw_pairs(kind)}
     probes = [f"probe:{number}" for number in range(100)]
     for name in probes:  # connect, prepare; rows of a lock table stay
         for pair in pairs.values():
@@ -69,6 +73,21 @@ def _full_and_empty(kind: str) -> tuple[Any, Any, Callable[[], int]]:
         registry["redis"].backend,
         lambda: int(client.info("memory")["used_memory"]),  # type: ignore[index]
     )
+
+
+def _raw_pairs(kind: str) -> dict[str, Callable[[str], None]]:
+    if kind == "redis":
+        variables = {"empty": "DISTLOCK_TEST_REDIS_URL", "full": "DISTLOCK_TEST_SPARE_URL"}
+        turns = {at: raw.redis_pair(variable) for at, variable in variables.items()}
+    else:
+        databases = {"empty": "locks", "full": "default"}
+        turns = {at: raw.lock_table(kind, database) for at, database in databases.items()}
+
+    def pair(turn: raw.Turn, name: str) -> None:
+        with turn(name):
+            pass
+
+    return {f"raw {at}": partial(pair, turn) for at, turn in turns.items()}
 
 
 def _claim(name: str, ttl: float = 30) -> Any:

@@ -5,31 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .contenders import OURS
+from .contenders import ITS_STATEMENTS, OURS, UNDER_LOCK
 
 Results = dict[str, Any]
-Row = tuple[str, float, float, str]  # what, reached, at most (negative: at least), unit
+# What, reached, at most (negative: at least), unit, the same of its raw parts where measured.
+Row = tuple[Any, ...]
 
 LOCK, ENGINE = OURS
+WORDS = {"requests": "requests", "spread": "max/min acquisitions"}
 
 
 def targets(results: Results) -> str:
     """Return the table of all targets."""
-    lines = ["| | target | reached | |", "|---|---:|---:|---|"]
+    lines = ["| | target | reached | | its raw parts |", "|---|---:|---:|---|---:|"]
     for rows, cases in TARGETS.items():
         for case in cases:
             try:
                 found = list(rows(results, *case))
             except (KeyError, ZeroDivisionError, StopIteration, RuntimeError):
-                lines.append(f"| {rows.__name__.strip('_')}, {case[0]} | | not measured | |")
+                lines.append(f"| {rows.__name__.strip('_')}, {case[0]} | | not measured | | |")
                 continue
-            for what, reached, limit, unit in found:
+            for what, reached, limit, unit, *parts in found:
                 met = reached <= limit if limit >= 0 else reached >= -limit
                 bound = f"≤ {limit:g}" if limit >= 0 else f"≥ {-limit:g}"
-                number = f"{reached:.2f}" if abs(reached) < 10 else f"{reached:.0f}"
                 word = "yes" if met else "**no**"
-                lines.append(f"| {what} | {bound}{unit} | {number}{unit} | {word} |")
+                raw = _number(parts[0]) if parts and parts[0] is not None else ""
+                lines.append(
+                    f"| {what} | {bound}{unit} | {_number(reached)}{unit} | {word} | {raw} |"
+                )
     return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
 
 
 def _row(part: dict[str, Any], group: str, title: str) -> dict[str, Any]:
@@ -44,8 +52,11 @@ def _row(part: dict[str, Any], group: str, title: str) -> dict[str, Any]:
 def _free(results: Results, group: str, limit: float) -> Iterator[Row]:
     part = results["uncontended"]
     raw = _row(part, group, "raw")["us"]
-    yield f"{group}: engine, of the raw pair", _row(part, group, ENGINE)["us"] / raw, limit, ""
-    yield f"{group}: `with Lock(...)`, of raw", _row(part, group, LOCK)["us"] / raw, limit, ""
+    sent = part[group][ITS_STATEMENTS]["us"] / raw if ITS_STATEMENTS in part[group] else None
+    engine, lock = (_row(part, group, title)["us"] / raw for title in (ENGINE, LOCK))
+    yield f"{group}: engine, of the raw pair", engine, limit, "", sent
+    under = _row(part, group, UNDER_LOCK)["us"] / raw
+    yield f"{group}: `with Lock(...)`, of raw", lock, limit, "", under
 
 
 def _core(results: Results, group: str) -> Iterator[Row]:
@@ -63,37 +74,52 @@ def _wanted(
 ) -> Iterator[Row]:
     part = results["contended"]
     ours = _row(part, group, LOCK)
-    if requests:
-        worst = max(cell["requests"] for cell in ours.values())
-        yield f"{group}, wanted by many: requests", worst, requests, ""
+    has_raw = any(title.startswith("raw") for title in part[group])
+    raw = _row(part, group, "raw") if has_raw else {}
+    for title, limit in (("requests", requests), ("spread", spread)):
+        if limit:
+            worst, least = (
+                max((x[title] for x in row.values()), default=None) for row in (ours, raw)
+            )
+            yield f"{group}, wanted by many: {WORDS[title]}", worst, limit, "", least
     if rate:
-        raw = _row(part, group, "raw")
-        worst = min(cell["rate"] / raw[count]["rate"] for count, cell in ours.items())
-        yield f"{group}, wanted by many: acquisitions/s, of raw", worst, -rate, ""
-    if spread:
-        worst = max(cell["spread"] for cell in ours.values())
-        yield f"{group}, wanted by many: max/min acquisitions", worst, spread, ""
+        under = _row(part, group, UNDER_LOCK)
+        worst, least = (
+            min(cell["rate"] / raw[count]["rate"] for count, cell in row.items())
+            for row in (ours, under)
+        )
+        yield f"{group}, wanted by many: acquisitions/s, of raw", worst, -rate, "", least
     if group.endswith("table"):
-        worst = ours["32"]["rate"] / ours["2"]["rate"]
-        yield f"{group}, wanted by many: rate of 32, of the rate of 2", worst, -0.9, ""
+        worst, least = (row["32"]["rate"] / row["2"]["rate"] for row in (ours, raw))
+        yield f"{group}, wanted by many: rate of 32, of the rate of 2", worst, -0.9, "", least
     if group == "redis":
-        for count, cell in ours.items():
-            worst = cell["longest_ms"] / (int(count) * 1000 / cell["rate"])
-            yield f"redis, {count} processes: longest wait, of a round of all", worst, 1.5, ""
+        for count in ours:
+            worst, least = (
+                row[count]["longest_ms"] / (int(count) * 1000 / row[count]["rate"])
+                for row in (ours, raw)
+            )
+            yield (
+                f"redis, {count} processes: longest wait, of a round of all",
+                worst,
+                1.5,
+                "",
+                least,
+            )
 
 
 def _threads(results: Results, group: str, limit: float) -> Iterator[Row]:
     part = results["threads"]
     other = "redis-py `Lock`" if group == "redis" else "raw"
-    ours, theirs = _row(part, group, LOCK), _row(part, group, other)
+    ours, theirs, under = (_row(part, group, title) for title in (LOCK, other, UNDER_LOCK))
     most = max(ours, key=int)
-    yield f"{group}, {most} threads, of {other}", ours[most] / theirs[most], -limit, ""
+    parts = under[most] / theirs[most]
+    yield f"{group}, {most} threads, of {other}", ours[most] / theirs[most], -limit, "", parts
 
 
 def _scale(results: Results, kind: str) -> Iterator[Row]:
     held, renewed = results["held"][kind], results["renewal"][kind]
-    ratio = held["full"] / held["empty"]
-    yield f"{kind}: p50 with {held['count']:,} held locks, of empty", ratio, 1.1, ""
+    ratio, raw = held["full"] / held["empty"], held["raw full"] / held["raw empty"]
+    yield f"{kind}: p50 with {held['count']:,} held locks, of empty", ratio, 1.1, "", raw
     if kind == "redis":
         yield "redis: a held lock", held["bytes"], 400, " bytes"
     what = f"{kind}: renewal of {renewed['count']:,} holds, of a core"
@@ -117,13 +143,14 @@ def _saving(results: Results, kind: str) -> Iterator[Row]:
 
 def _guards(results: Results, kind: str) -> Iterator[Row]:
     part = results["guards"]
-    ours, loop = _row(part, kind, "retrying"), _row(part, kind, "orm")
+    ours, loop, locked = (_row(part, kind, title) for title in ("retrying", "orm", "for_update"))
     for count, limit in (("1", 0.95), ("8", 2.5), ("32", 2)):
-        ratio = ours[count][0] / loop[count][0]
-        yield f"{kind}, `retrying()`, {count}: of the loop by hand", ratio, -limit, ""
+        ratio, parts = (row[count][0] / loop[count][0] for row in (ours, locked))
+        yield f"{kind}, `retrying()`, {count}: of the loop by hand", ratio, -limit, "", parts
     yield f"{kind}, `retrying()`: retries, at most", max(x[1] for x in ours.values()), 3, ""
-    ratio = ours["8"][0] / _row(part, kind, "concurrency")["8"][0]
-    yield f"{kind}, `retrying()`, 8: of django-concurrency", ratio, -4, ""
+    theirs = _row(part, kind, "concurrency")["8"][0]
+    ratio, parts = (row["8"][0] / theirs for row in (ours, locked))
+    yield f"{kind}, `retrying()`, 8: of django-concurrency", ratio, -4, "", parts
 
 
 DATABASES = ("mysql", "postgresql")
