@@ -116,17 +116,14 @@ class MySQLLink(Link):
         try:
             if type(values) is dict:
                 query, names = positional(statement)
-                text = connection.string_literal  # literal() takes a while
-                query %= tuple(
-                    [
-                        text(value)
-                        if type(value) is str
-                        else b"%a" % value
-                        if type(value) in NUMBERS
-                        else connection.literal(value)
-                        for value in map(values.__getitem__, names)
-                    ]
-                )
+                text, other = connection.string_literal, connection.literal  # which takes a while
+                literals = []
+                for value in map(values.__getitem__, names):
+                    if type(value) in NUMBERS:
+                        literals.append(b"%a" % value)
+                    else:
+                        literals.append((text if type(value) is str else other)(value))
+                query %= tuple(literals)
             else:
                 query = statement.encode()
                 if values:
