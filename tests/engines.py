@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from dis import opname
 from typing import Any
 
 from distlock_app.backends.locmem import LocMemBackend
@@ -193,13 +194,19 @@ def interrupted_everywhere(modules, steps, *, every=1):
 def interrupted_at(at, module, function, *args):
     """Call it with Ctrl-C at one place in `module`; return whether there is no such place.
 
-    The first two calls on Python 3.12 and 3.13 find few places: they trace opcodes only then.
+    The interpreter handles signals where a function begins, after a call and in a loop; not on its
+    way out of `with`, for instance. The first two calls on Python 3.12 and 3.13 find no place: they
+    trace opcodes only then.
     """
     left = itertools.count(-at)
+    last = {}  # opcode, by frame
 
     def at_opcode(frame, event, arg):
-        if event in ("line", "opcode") and next(left) == 0:
-            raise KeyboardInterrupt
+        if event == "opcode":
+            before = last.get(frame, "CALL")
+            last[frame] = opname[frame.f_code.co_code[frame.f_lasti]]
+            if before.startswith(("CALL", "JUMP")) and next(left) == 0:
+                raise KeyboardInterrupt
         return at_opcode
 
     def trace(frame, event, arg):

@@ -150,12 +150,19 @@ def in_queue(number=1, within=DEADLINE):
         " WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()",
     }[connection.vendor]
 
+    waiting = None
+
     def there():
+        nonlocal waiting
         with connections["locks"].cursor() as cursor:
             cursor.execute(asked)
-            return cursor.fetchone()[0] == number
+            [waiting] = cursor.fetchone()
+        return waiting == number
 
-    eventually(there, within)
+    try:
+        eventually(there, within)
+    except AssertionError:
+        raise AssertionError(f"{waiting} wait on the server, not {number}") from None
 
 
 def in_line(sessions, number):
