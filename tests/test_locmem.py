@@ -200,7 +200,7 @@ def test_an_interrupted_release_happened_or_did_not():
         if done and at > 0:
             break
 
-    assert at > 2
+    assert at > 20
 
 
 def test_the_lock_passes_hundreds_of_waiters_that_are_gone(backend, monkeypatch):
