@@ -65,13 +65,13 @@ class Quorum:
             if again := [r for r in requests if not r.decided and (r.unsure or r.absent)]:
                 self.reconnect(connections, urgent=any(r.script not in TRIES for r in again))
                 connections.vote_again(again, monotonic() + self._timeout)
-            connections.close_vote(requests)
             if after is not None:
                 after(connections)
         except BaseException:  # answers might be taken for those of other requests
-            connections.close_vote(requests)
             connections.close()
             raise
+        finally:
+            connections.close_vote(requests)
         self._keep(connections)
 
     def reconnect(self, connections: NodeConnections, *, urgent: bool = False) -> None:

@@ -100,9 +100,11 @@ class Link:
             end.shutdown(socket.SHUT_RDWR)
 
 
+# Of which repr() is what MySQL reads.
+NUMBERS = (int, float)
+
 # After these errors the session has ended: those of the client have such numbers, and the server
 # says that it shuts down, or that somebody has killed the session, or that it was idle for long.
-NUMBERS = (int, float)
 ENDED = frozenset({*range(2000, 3000), 1053, 1927, 3169, 4031})
 
 
