@@ -201,7 +201,8 @@ def on_loop(name: str, *, closing: bool) -> Iterator[Callable[[], object]]:
         hold.release()
     if not task.done():
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        task.get_coro().close()  # type: ignore[union-attr]
+        coroutine: Any = task.get_coro()  # None is possible since Python 3.12, of eager tasks
+        coroutine.close()
 
 
 if __name__ == "__main__":
