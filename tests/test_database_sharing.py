@@ -396,7 +396,7 @@ def test_no_list_shows_a_token(backend):
 
 def test_clearing_up_knows_the_rows_of_readers_and_latches(backend):
     take(backend, ttl=0.1, **READER)
-    backend.count_down(a_claim("b", ttl=30, latch=True, limit=2))
+    backend.count_down(a_claim("b", ttl=3600, latch=True, limit=2))
     until(lambda: backend.left_over(3600) == (1, 0))
 
     assert backend.clear_expired() == 1
