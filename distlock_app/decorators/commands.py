@@ -21,7 +21,7 @@ from ..errors import BackendError, LockBusy, Terminated
 from ..primitives import identity
 from ..primitives.names import shown
 from .atomic_requests import databases_in, in_transactions
-from .naming import NameTemplate
+from .naming import Named, NameTemplate
 from .options import cannot_take, check_lock_options, sorted_out
 
 # sysexits.h: "service unavailable", "temporary failure; user is invited to retry".
@@ -66,18 +66,12 @@ def locked_command(
     jobs that are shorter than the difference between the hosts' clocks; `using=` may be a
     function of the command's options.
     """
-    template, name, command = sorted_out(template, name, bool(lock_options))
+    named, command = sorted_out(template, name, bool(lock_options))
     using = lock_options.get("using", "default")
     lock_options["wait"] = wait
     check_lock_options({**lock_options, "using": "default" if callable(using) else using})
     atomic = databases_in(lock_options.pop("atomic", False))
-    guard = _Guard(
-        template=None if template is None else NameTemplate(template),
-        name=name,
-        lock_options=lock_options,
-        atomic=atomic,
-        busy_exit=busy_exit,
-    )
+    guard = _Guard(name=named, lock_options=lock_options, atomic=atomic, busy_exit=busy_exit)
 
     def decorate(command: Any) -> Any:
         if not (isinstance(command, type) and issubclass(command, BaseCommand)):
@@ -94,9 +88,9 @@ def _wrap(guard: _Guard, command: Any) -> None:
     @wraps(create_parser)
     def create_parser_and_options(self: Any, *args: Any, **kwargs: Any) -> CommandParser:
         parser: CommandParser = create_parser(self, *args, **kwargs)
-        if guard.template is not None:
+        if isinstance(guard.name, NameTemplate):
             known = {action.dest for action in parser._actions} - {"help", "version", *_OPTIONS}
-            guard.template.check(known, "options of the command")
+            guard.name.check(known, "options of the command")
         if not hasattr(parser, "lock_options"):  # those of a class that it inherits from
             parser.lock_options = _add_options(parser)  # type: ignore[attr-defined]
         return parser
@@ -174,18 +168,17 @@ class _Busy(Exception):
 class _Guard:
     """The arguments of `locked_command`; shared by all runs and never changed."""
 
-    template: NameTemplate | None
-    name: Callable[..., str] | None
+    name: Named
     lock_options: dict[str, Any]
     atomic: tuple[str, ...]
     busy_exit: int
 
     def name_of(self, command: type, options: dict[str, Any]) -> str:
         """Return the name of the lock of this run."""
-        if self.name is not None:
+        if callable(self.name):
             return self.name(**options)
-        if self.template is not None:
-            return self.template.fill(options)
+        if self.name is not None:
+            return self.name.fill(options)
         app = apps.get_containing_app_config(command.__module__)
         if app is None:
             return f"command:{command.__module__}"

@@ -15,7 +15,7 @@ from ..core.registry import aliases_of
 from ..errors import LockBusy, LockLost, NotHeld
 from ..primitives.calls import is_async, path_of, refuse_undone
 from ..primitives.names import shown
-from .naming import Naming
+from .naming import name_of_calls, signature_of
 from .options import F, answer_busy, check_is_function, check_lock_options, sorted_out
 
 Many = TypeVar("Many", bound=Callable[..., Iterator[Any] | AsyncIterator[Any]])
@@ -81,7 +81,7 @@ def locked(
     `atomic()` under lock_in_transaction(), with the options `wait` and `using`.
     """
     options = bool(lock_options or in_transaction or on_busy != "raise")
-    template, name, function = sorted_out(template, name, options)
+    named, function = sorted_out(template, name, options)
     if on_busy not in ("raise", "skip") and not callable(on_busy):
         raise ValueError(f"on_busy must be 'raise', 'skip' or a function, not {on_busy!r}")
     check_lock_options(lock_options, in_transaction=in_transaction)
@@ -95,16 +95,17 @@ def locked(
                 f"locked({option}=) on {path_of(function)}: only a plain function can run inside a "
                 "transaction"
             )
-        naming = Naming.of(function, template, name)
+        signature = signature_of(function)
+        name_of = name_of_calls(named, path_of(function), signature)
         kind_of_lock = transaction_under_lock if in_transaction else Lock
 
         def lock(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return kind_of_lock(naming(args, kwargs), **lock_options)
+            return kind_of_lock(name_of(args, kwargs), **lock_options)
 
         wrapper: F = kind(function, lock, on_busy)
-        if naming.signature is not None:
+        if signature is not None:
             # Celery checks what is sent to a task against the outermost function.
-            wrapper.__signature__ = naming.signature  # type: ignore[attr-defined]
+            wrapper.__signature__ = signature  # type: ignore[attr-defined]
         return wrapper
 
     return decorate if function is None else decorate(function)

@@ -11,13 +11,11 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from django.db import models
 
-from ..primitives.calls import path_of
 from ..primitives.names import Made, checked
 
 _FIELD = re.compile(r"(?P<root>[^\W\d]\w*)(?P<rest>(\.\w+|\[[^\[\]{}]+\])*)")
@@ -98,34 +96,25 @@ class NameTemplate:
             raise ValueError(f"{{{field}}} in the lock name {self.template!r} {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """How calls of one function name their locks."""
+# What names the locks of a decorator; None: what it decorates.
+Named = NameTemplate | Callable[..., str] | None
+# The name of the lock of one call, from its arguments.
+NameOf = Callable[[tuple[Any, ...], dict[str, Any]], str]
 
-    name: NameTemplate | Callable[..., str] | str
-    signature: inspect.Signature | None
 
-    @classmethod
-    def of(
-        cls, function: Callable[..., Any], template: str | None, name: Callable[..., str] | None
-    ) -> Naming:
-        """Check the template against the signature of `function`; None: its dotted path."""
-        signature = signature_of(function)
-        if name is not None:
-            return cls(name, signature)
-        if template is None:
-            return cls(Made(path_of(function), path_of(function)), signature)
-        parsed = NameTemplate(template)
-        parsed.check(parameters_of(signature), f"arguments of {path_of(function)}()")
-        return cls(parsed if parsed.fields else parsed.fill({}), signature)
+def name_of_calls(name: Named, path: str, signature: inspect.Signature | None) -> NameOf:
+    """Return what names the locks of the calls of a function; `path` is its name, or dotted path.
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return the name of the lock of this call."""
-        if isinstance(self.name, str):
-            return self.name
-        if isinstance(self.name, NameTemplate):
-            return self.name.fill(arguments(self.signature, args, kwargs))
-        return self.name(*args, **kwargs)
+    Raise ValueError for a template with a field that is not in `signature`.
+    """
+    if callable(name):
+        return lambda args, kwargs: name(*args, **kwargs)
+    if name is not None:
+        name.check(parameters_of(signature), f"arguments of {path}()")
+        if name.fields:
+            return lambda args, kwargs: name.fill(arguments(signature, args, kwargs))
+    always = Made(path, path) if name is None else name.fill({})
+    return lambda args, kwargs: always
 
 
 def named(template: str, /, **values: Any) -> str:

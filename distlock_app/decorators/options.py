@@ -12,6 +12,7 @@ from ..core.lock import Lock
 from ..core.registry import aliases_of, registry
 from ..errors import BackendError, LockBusy
 from ..primitives.names import shown
+from .naming import Named, NameTemplate
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,29 +20,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_local")
 
 
-def sorted_out(
-    first: Any, name: Callable[..., str] | None, options: bool
-) -> tuple[str | None, Callable[..., str] | None, Any]:
-    """Return the template, the naming function and the decorated object.
+def sorted_out(first: Any, name: Callable[..., str] | None, options: bool) -> tuple[Named, Any]:
+    """Return what names the lock, and the decorated object.
 
-    `first`, the positional argument of a decorator, may be any of them; `options`: whether the
-    decorator got others than `name`.
+    `first`, the positional argument of a decorator, is a template, a function that names the lock,
+    or the decorated object; `options`: whether the decorator got others than `name`.
     """
     if first is None:
-        return None, name, None
+        return name, None
     if isinstance(first, str):
         if name is not None:
             raise TypeError("pass a template or name=, not both")
-        return first, None, None
+        return NameTemplate(first), None
     if name is None and getattr(first, "__name__", "") == "<lambda>":
-        return None, first, None
+        return first, None
     if name is not None or options:
         # Ambiguous: it may be the naming function or the decorated one.
         raise TypeError(
             "use name= for the function that returns the name, and add options as "
             "locked(...)(function)"
         )
-    return None, None, first
+    return None, first
 
 
 def check_lock_options(lock_options: dict[str, Any], *, in_transaction: bool = False) -> None:

@@ -23,9 +23,9 @@ from ..errors import BackendError, LockBusy, LockError, LockLost, NotHeld
 from ..primitives import transactions
 from ..primitives.logs import fields as log_fields
 from ..primitives.logs import logger
-from ..primitives.names import Made, shown
-from .naming import NameTemplate, Naming, parameters_of
-from .options import answer_busy, check_lock_options
+from ..primitives.names import shown
+from .naming import Named, NameOf, name_of_calls
+from .options import answer_busy, check_lock_options, sorted_out
 
 TaskT = TypeVar("TaskT")
 Call = tuple[Any, Any]  # the arguments of a task, and those by keyword
@@ -56,15 +56,13 @@ def unique_task(
 
     Enqueuing raises LockError inside `atomic()`, and BackendError if the backend is down.
     """
-    if template is not None and name is not None:
-        raise TypeError("pass a template or name=, not both")
     if until not in ("start", "success"):
         raise ValueError(f"until must be 'start' or 'success', not {until!r}")
     if on_duplicate not in ("drop", "raise") and not callable(on_duplicate):
         raise ValueError(f"on_duplicate must be 'drop', 'raise' or a function: {on_duplicate!r}")
     check_lock_options({"using": using})
-    naming = name if template is None else NameTemplate(template)
-    unique = Unique(naming, until == "start", on_duplicate, checked_ttl(ttl), using)
+    named, _ = sorted_out(template, name, True)
+    unique = Unique(named, until == "start", on_duplicate, checked_ttl(ttl), using)
 
     def decorate(task: Any) -> Any:
         if type(task).__module__ == "celery.local":
@@ -84,17 +82,11 @@ def unique_task(
 class Unique:
     """The arguments of `unique_task`: what it does when a task is enqueued, and when it runs."""
 
-    name: NameTemplate | Callable[..., str] | None
+    name: Named
     until_start: bool
     on_duplicate: str | Callable[..., Any]
     ttl: float
     using: str | tuple[str, ...]
-
-    def naming(self, path: str, signature: inspect.Signature) -> Naming:
-        """Return what names the lock of a task by its arguments."""
-        if isinstance(self.name, NameTemplate):
-            self.name.check(parameters_of(signature), f"arguments of {path}()")
-        return Naming(self.name or Made(path, path), signature)
 
     def enqueue(
         self,
@@ -241,7 +233,7 @@ def _in_celery(unique: Unique, task: Any) -> None:
         return
     # Not that of `function`: autoretry_for= hides which arguments a bound task gets.
     signature = partial(inspect.signature, getattr(task, "__wrapped__", function))
-    naming = cache(lambda: unique.naming(task.name, signature()))
+    naming = cache(lambda: name_of_calls(unique.name, task.name, signature()))
 
     @wraps(apply_async)
     def enqueue(
@@ -278,7 +270,7 @@ def _in_celery(unique: Unique, task: Any) -> None:
     task_revoked.connect(revoked, sender=task, weak=False)
 
 
-def _name_of_retry(naming: Naming, request: Any, call: Call, carried: str) -> str | None:
+def _name_of_retry(naming: NameOf, request: Any, call: Call, carried: str) -> str | None:
     """Return the name of the lock that the task carries; None: it goes on with another key.
 
     The arguments of a retry are those of its message: a tuple is a list by now, and its name
@@ -320,7 +312,7 @@ def _in_django(unique: Unique, task: Any) -> Any:
     function, first = task.func, int(task.takes_context)
     signature = inspect.signature(function)
     signature = signature.replace(parameters=list(signature.parameters.values())[first:])
-    naming = unique.naming(task.module_path, signature)
+    naming = name_of_calls(unique.name, task.module_path, signature)
 
     def enqueue(task: Any, publish: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         delay = (task.run_after - timezone.now()).total_seconds() if task.run_after else 0.0

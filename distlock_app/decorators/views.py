@@ -19,7 +19,16 @@ from ..primitives.calls import path_of, refuse_undone
 from .atomic_requests import databases_in, in_transactions, mark, refuse_open
 from .busy import LOCKED, answer, log_unavailable
 from .drf import as_the_view_sees_it
-from .naming import NameTemplate, arguments, parameters_of, quoted, signature_of, text_of, visitor
+from .naming import (
+    Named,
+    NameTemplate,
+    arguments,
+    parameters_of,
+    quoted,
+    signature_of,
+    text_of,
+    visitor,
+)
 from .options import F, check_is_function, check_lock_options, sorted_out
 from .streams import kept_while_streaming
 
@@ -65,13 +74,12 @@ def locked_view(
     With `in_transaction=True` the lock is lock_in_transaction(), in the transaction of the view,
     and ends with it; its options are `wait` and `using`.
     """
-    template, name, view = sorted_out(template, name, bool(lock_options or in_transaction))
+    named, view = sorted_out(template, name, bool(lock_options or in_transaction))
     lock_options["wait"] = wait
     check_lock_options(lock_options, in_transaction=in_transaction)
     atomic = databases_in(lock_options.pop("atomic", False))
     guard = _Guard(
-        template=None if template is None else NameTemplate(template),
-        name=name,
+        name=named,
         methods=_checked_methods(methods),
         lock_options=lock_options,
         atomic=atomic,
@@ -114,8 +122,7 @@ class _Call:
 class _Guard:
     """The arguments of `locked_view`; shared by all requests, and never changed."""
 
-    template: NameTemplate | None
-    name: Callable[..., str] | None
+    name: Named
     methods: frozenset[str]
     lock_options: dict[str, Any]
     atomic: tuple[str, ...]
@@ -198,9 +205,9 @@ class _Guard:
         # Not every user has get_username(): authenticators of REST framework create their own.
         who = getattr(user, "get_username", user.__str__)() if known else "anonymous"
         who = f"{who} {request.path}"
-        if self.name is not None:
+        if callable(self.name):
             return self.name(request, *call.args, **call.kwargs), who
-        if self.template is None:
+        if self.name is None:
             return _default_name(call, request), who
 
         def absent(field: str) -> str | None:
@@ -208,7 +215,7 @@ class _Guard:
             of_user = f"{field}.".startswith("request.user.")
             return visitor(request) if of_user and not known else None
 
-        return self.template.fill({**call.fields(), "request": request}, absent=absent), who
+        return self.name.fill({**call.fields(), "request": request}, absent=absent), who
 
     def _refused(self, call: _Call, name: str, error: LockBusy | BackendError) -> Any:
         if isinstance(error, BackendError):
@@ -244,10 +251,10 @@ def _around_function(guard: _Guard, view: Any) -> Any:
     # as_view() returns a function that poses as the `dispatch` it wraps, with other arguments.
     of_class = hasattr(view, "view_class") or hasattr(view, "cls")  # REST framework's name for it
     signature = None if of_class else signature_of(view)
-    if guard.template is not None:
+    if isinstance(guard.name, NameTemplate):
         known = parameters_of(signature)
         known = None if known is None else {*known, "request"}
-        guard.template.check(known, f"arguments of {path_of(view)}()")
+        guard.name.check(known, f"arguments of {path_of(view)}()")
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         aliases = exempt.aliases(guard.databases)
