@@ -18,8 +18,9 @@ from django.db import models
 
 from ..primitives.names import Made, checked
 
-_FIELD = re.compile(r"(?P<root>[^\W\d]\w*)(?P<rest>(\.\w+|\[[^\[\]{}]+\])*)")
-_STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
+# An argument, with attributes and items of it.
+_FIELD = re.compile(r"[^\W\d]\w*(\.(?P<private>_\w*)|\.\w+|\[[^\[\]{}]+\])*")
+_FORMATTER = string.Formatter()
 
 # Types whose text is complete and the same in every process.
 _PLAIN = (str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time)
@@ -52,7 +53,7 @@ class NameTemplate:
     def check(self, known: Collection[str] | None, what: str) -> None:
         """Raise ValueError for a field that is not of `known` (None: any is), which are `what`."""
         for _, field in self._parts:
-            if field and known is not None and _root(field) not in known:
+            if field and known is not None and re.split(r"[.\[]", field)[0] not in known:
                 raise ValueError(
                     f"{{{field}}} in the lock name {self.template!r} is not one of the {what}: "
                     f"{', '.join(sorted(known)) or 'there are none'}"
@@ -79,7 +80,7 @@ class NameTemplate:
         absent: Callable[[str], str | None],
     ) -> str:
         try:
-            value = _value(field, values)
+            value, _ = _FORMATTER.get_field(field, (), values)
         except (AttributeError, LookupError, TypeError) as error:
             if (text := absent(field)) is not None:
                 return text
@@ -201,7 +202,7 @@ def _parts(template: str) -> list[tuple[str, str | None]]:
     parts: list[tuple[str, str | None]] = []
     before = ""
     try:
-        parsed = list(string.Formatter().parse(template))
+        parsed = list(_FORMATTER.parse(template))
     except ValueError as error:
         raise ValueError(f"the lock name {template!r}: {error}") from None
     for literal, field, spec, conversion in parsed:
@@ -222,25 +223,8 @@ def _check_field(template: str, field: str, formatted: bool) -> None:
         raise ValueError(
             f"{where}: formats and conversions are not supported; use name= with a function"
         )
-    if any(name.startswith("_") for name, _ in _STEP.findall(match["rest"])):
+    if match["private"]:
         raise ValueError(f"{where}: the attribute is private")
-
-
-def _root(field: str) -> str:
-    match = _FIELD.fullmatch(field)
-    assert match is not None
-    return match["root"]
-
-
-def _value(field: str, values: Mapping[str, Any]) -> Any:
-    root = _root(field)
-    value = values[root]
-    for name, item in _STEP.findall(field[len(root) :]):
-        if name:
-            value = getattr(value, name)
-        else:
-            value = value[int(item) if item.isdecimal() else item]
-    return value
 
 
 def _has_own_text(value: Any) -> bool:
