@@ -21,8 +21,7 @@ def kept_while_streaming(response: Any, hold: Any) -> bool:
     response._resource_closers.append(keeper.close)
     hold.enter(inside=False)
     if getattr(response, "file_to_stream", None) is None:  # the server may send a file by itself
-        kind = _AsyncBody if response.is_async else _Body
-        response._iterator = kind(response._iterator, keeper)
+        response._iterator = _Body(response._iterator, keeper)
     return True
 
 
@@ -49,6 +48,8 @@ def _give_up(hold: Any) -> None:
 
 
 class _Body:
+    """The iterator of a body, sync or async: each step of it is inside the lock."""
+
     def __init__(self, body: Any, keeper: _Keeper) -> None:
         self._body = body
         self._keeper = keeper
@@ -56,21 +57,14 @@ class _Body:
     def __iter__(self) -> _Body:
         return self
 
+    __aiter__ = __iter__
+
     def __next__(self) -> Any:
         self._keeper.hold.enter()
         try:
             return next(self._body)
         finally:
             self._keeper.hold.enter(inside=False)
-
-
-class _AsyncBody:
-    def __init__(self, body: Any, keeper: _Keeper) -> None:
-        self._body = body
-        self._keeper = keeper
-
-    def __aiter__(self) -> _AsyncBody:
-        return self
 
     async def __anext__(self) -> Any:
         self._keeper.hold.enter()
