@@ -139,9 +139,8 @@ def _tables(model: Any, path: str = "self") -> Iterator[str]:
     """Yield the names of a model's own table and of its parents' tables."""
     yield path
     for parent, link in model._meta.concrete_model._meta.parents.items():
-        if link is not None:
-            before = "" if path == "self" else f"{path}__"
-            yield from _tables(parent, before + link.name)
+        before = "" if path == "self" else f"{path}__"
+        yield from _tables(parent, before + link.name)
 
 
 def _locks_joined(locking: models.QuerySet[Any]) -> bool:
