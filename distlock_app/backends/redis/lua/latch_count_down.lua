@@ -5,16 +5,16 @@
 -- ->    how many are counted
 
 local waiters, counted, ttl = KEYS[3], KEYS[6], ARGV[3]
-local time = redis.call('TIME')
-local now = string.format('%.0f', time[1] * 1000000 + time[2])
 
-redis.call('ZADD', counted, 'NX', now, ARGV[2])
+-- include: shared/clock.lua
+
+redis.call('ZADD', counted, 'NX', text(now), ARGV[2])
 if redis.call('PTTL', counted) < tonumber(ttl) then redis.call('PEXPIRE', counted, ttl) end
 local so_far = redis.call('ZCARD', counted)
 if so_far >= tonumber(ARGV[4]) then
   local all = redis.call('HGETALL', waiters)
   for at = 1, #all, 2 do
-    redis.call('PUBLISH', all[at + 1], all[at] .. ' ' .. ARGV[1] .. ' 0 ' .. now .. ' 0')
+    redis.call('PUBLISH', all[at + 1], all[at] .. ' ' .. ARGV[1] .. ' 0 ' .. text(now) .. ' 0')
   end
   redis.call('DEL', waiters)
 end

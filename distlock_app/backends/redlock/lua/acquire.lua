@@ -29,7 +29,7 @@ if ahead and ahead > 0 and ahead < AHEAD and known[2] ~= 'q' and not channel and
   end
 end
 
--- include: shared/clock.lua
+-- include: ../../redis/lua/shared/clock.lua
 
 local function take()
   local fence, last = tonumber(stamp), tonumber(known[1] or 0)

@@ -6,7 +6,7 @@
 
 -- include: shared/begin.lua
 -- include: ../../redis/lua/shared/mine.lua
--- include: shared/clock.lua
+-- include: ../../redis/lua/shared/clock.lua
 -- include: shared/queue.lua
 
 if not held or (token ~= '' and not mine) then return {ok = '0'} end

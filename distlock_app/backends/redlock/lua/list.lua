@@ -14,5 +14,5 @@ for _, lock in ipairs(locks) do
     found[#found + 1] = {string.sub(lock, #ARGV[1] + 1), held, redis.call('PTTL', lock), waiters}
   end
 end
--- include: shared/clock.lua
+-- include: ../../redis/lua/shared/clock.lua
 return {ok = '1 ' .. text(now) .. ' ' .. (#found > 0 and cjson.encode(found) or '[]')}

@@ -12,7 +12,7 @@ local channel, ticket = ARGV[3], ARGV[4]
 mine = mine and tonumber(string.match(held, '^%S+ %d+ (%d+)')) <= tonumber(ARGV[2])
 if mine then redis.call('DEL', lock) end
 if channel or redis.call('EXISTS', lock .. ':q') == 1 then
-  -- include: shared/clock.lua
+  -- include: ../../redis/lua/shared/clock.lua
   -- include: shared/queue.lua
   if channel then enqueue(channel, ticket) else forget(token) end
   if mine or not held then call_next(token) end

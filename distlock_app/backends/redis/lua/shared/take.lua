@@ -5,8 +5,6 @@
 local now_ms = math.floor(now / 1000)
 local QUEUE_MS = 10000  -- a queue that nobody refreshes may go
 
-local function text(number) return string.format('%.0f', number) end  -- '..' keeps 14 digits
-
 -- Note in the index when the claim ends; the index itself goes some time after its last claim.
 local function note(ttl)
   redis.call('ZADD', index, now_ms + ttl, key)
