@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -88,15 +88,7 @@ class RedlockBackend(ForPeople):
         asked = monotonic()
         stamp = self._clock.stamp(asked)
         ask_time = (b"", b"") if self._clock.due(asked) else ()
-        request = self._request(
-            ACQUIRE_OR_WAIT if waiting or ask_time else ACQUIRE,
-            claim.key,
-            claim.owner.encode(),
-            milliseconds(claim.ttl),
-            about(claim.holder, claim.name),
-            b"%d" % stamp,
-            *(waiting or ask_time),
-        )
+        request = self._taking(claim, claim.ttl, stamp, *(waiting or ask_time))
         self._ask_or_undo(request, claim, stamp, *waiting)
         yes = [line.split() for line in request.yes.values()]
         no = [line.split() for line in request.no.values()]
@@ -107,6 +99,12 @@ class RedlockBackend(ForPeople):
         if len(yes) + len(no) < request.majority:
             raise self._quorum.failure(request)
         return Busy(free_in=_free_in(no, request.majority - len(yes)))
+
+    def _taking(self, claim: Claim, ttl: float, stamp: int, *waiting: bytes) -> QuorumRequest:
+        """Make the request of one try; `waiting` as in acquire.lua."""
+        script = ACQUIRE_OR_WAIT if waiting else ACQUIRE
+        words = claim.owner.encode(), milliseconds(ttl), about(claim.holder, claim.name)
+        return self._request(script, claim.key, *words, b"%d" % stamp, *waiting)
 
     def _agree(self, claim: Claim, stamp: int, fences: list[int]) -> int:
         """Return a fence that a majority knows, and that is greater than all before.
@@ -138,26 +136,19 @@ class RedlockBackend(ForPeople):
             but = set(request.no)
             if claim.stable:
                 fresh = {at for at, line in request.yes.items() if not line.endswith(HAD_IT)}
-                self._give_up(connections, claim, KEEP, *waiting, but=but | fresh)
+                kept = self._releasing(claim, KEEP, *waiting)
+                connections.broadcast(kept, but=but | fresh)
                 but = set(range(len(self._nodes))) - fresh
-            self._give_up(connections, claim, stamp, *waiting, but=but)
+            connections.broadcast(self._releasing(claim, stamp, *waiting), but=but)
 
         grace = ANSWER_GRACE if claim.stable else 0
         self._quorum.ask([request], undo_unless_won, grace=grace)
 
-    def _give_up(
-        self,
-        connections: NodeConnections,
-        claim: Claim,
-        stamp: int,
-        *waiting: bytes,
-        but: Container[int] = (),
-    ) -> None:
-        """Release what was granted, or may yet be, over the connections that asked for it."""
+    def _releasing(self, claim: Claim, stamp: int, *waiting: bytes) -> QuorumRequest:
+        """Make the request that ends what tries up to this stamp were granted, or may yet be."""
         script = RELEASE_AND_WAIT if waiting else RELEASE
         words = claim.owner.encode(), b"%d" % stamp, *waiting
-        request = self._request(script, claim.key, *words, keep=claim.ttl)
-        connections.broadcast(request, but=but)
+        return self._request(script, claim.key, *words, keep=claim.ttl)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         [result] = self.extend_many([(grant, ttl)])
@@ -190,24 +181,16 @@ class RedlockBackend(ForPeople):
             for request, (grant, ttl) in zip(requests, work, strict=True):
                 if request.no and request.won:
                     have = set(range(len(self._nodes))) - set(request.no)
-                    connections.broadcast(self._take_again(grant, ttl), but=have)
+                    # That of the grant: a process that resumes the hold has no greater one to
+                    # release it.
+                    stamp = grant.session or self._clock.stamp()
+                    again = self._taking(grant.claim, ttl, stamp, b"", b"again")
+                    connections.broadcast(again, but=have)
                     if _acquisition(grant) in self._released:  # it crossed the release
-                        self._give_up(connections, grant.claim, grant.session or 0)
+                        connections.broadcast(self._releasing(grant.claim, grant.session or 0))
 
         self._quorum.ask(requests, heal, grace=ANSWER_GRACE)
         return [self._outcome(request) for request in requests]
-
-    def _take_again(self, grant: Grant, ttl: float) -> QuorumRequest:
-        claim = grant.claim
-        # That of the grant: a process that resumes the hold has no greater one to release it.
-        stamp = grant.session or self._clock.stamp()
-        words = (
-            claim.owner.encode(),
-            milliseconds(ttl),
-            about(claim.holder, claim.name),
-            b"%d" % stamp,
-        )
-        return self._request(ACQUIRE_OR_WAIT, claim.key, *words, b"", b"again")
 
     def release(self, grant: Grant) -> bool:
         """Release it everywhere, also where it may not have been granted."""
@@ -216,13 +199,11 @@ class RedlockBackend(ForPeople):
         self._released.append(_acquisition(grant))
         # A hold may end in another process than it began, where the guess is another.
         stamp = max(self._clock.stamp(), grant.session or 0)
-        words = claim.owner.encode(), b"%d" % stamp
-        return self._answer(self._request(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
+        return self._answer(self._releasing(claim, stamp))
 
     def withdraw(self, claim: Claim) -> None:
         if not self._listener.forget(claim):
-            words = claim.owner.encode(), b"%d" % KEEP
-            self._answer(self._request(RELEASE, claim.key, *words, keep=claim.ttl, once=True))
+            self._answer(self._releasing(claim, KEEP))
 
     def _answer(self, request: QuorumRequest) -> bool:
         self._quorum.ask([request])
@@ -245,10 +226,7 @@ class RedlockBackend(ForPeople):
             owner = owners[0].encode()
         else:
             return 0
-        request = self._request(CLEAR, key, owner)
-        self._quorum.ask([request])
-        if not request.decided:
-            raise self._quorum.failure(request)
+        self._answer(self._request(CLEAR, key, owner))
         return len(owners)
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
@@ -279,11 +257,9 @@ class RedlockBackend(ForPeople):
         lock = f"{self._prefix}{key}".encode()
         return script.head(lock, self._part(int(key[:4], 16) % PARTS))
 
-    def _request(
-        self, script: Script, key: str, *words: bytes, keep: float = 0.0, once: bool = False
-    ) -> QuorumRequest:
+    def _request(self, script: Script, key: str, *words: bytes, keep: float = 0.0) -> QuorumRequest:
         packed = self._head(script, key) + bulks(*words)
-        return QuorumRequest(self._quorum.majority, script, packed, keep=keep, once=once)
+        return QuorumRequest(self._quorum.majority, script, packed, keep)
 
 
 def _acquisition(grant: Grant) -> tuple[Any, ...]:

@@ -38,10 +38,9 @@ class QuorumRequest:
     majority: int
     script: Script
     packed: bytes
-    # Seconds for which a node that is down shall have it late.
+    # Of a release: seconds for which a node that is down shall have it late. Repeated, it finds its
+    # own work done, so that a "no" then tells nothing.
     keep: float = 0.0
-    # Repeated, it finds its own work done, so that a "no" then tells nothing.
-    once: bool = False
     # The line of each answer, by node, and what else a node said.
     yes: dict[int, bytes] = field(default_factory=dict)
     no: dict[int, bytes] = field(default_factory=dict)
@@ -69,7 +68,7 @@ class QuorumRequest:
         if line.startswith(b"+1"):
             self.yes[node] = line
         elif line.startswith(b"+0"):
-            if not (self.once and node in self.unsure):
+            if not (self.keep and node in self.unsure):
                 self.no[node] = line
         else:
             code = re.match(rb"-([A-Z]+)", line)
