@@ -116,6 +116,7 @@ def test_an_answer_may_arrive_in_pieces(backend):
 
 def test_a_message_may_arrive_in_pieces(own, monkeypatch):
     monkeypatch.setattr(link, "RECEIVED", 7)
+    monkeypatch.setattr(link, "RECEIVED_LINES", 7)
     backend, _ = own
     grant = backend.acquire(claim("a"), 0)
     waiter = Waiter(backend, "a")

@@ -15,7 +15,6 @@ import pytest
 from redis.exceptions import RedisError
 
 from distlock_app import Lock
-from distlock_app.backends.redis import link
 from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.backends.redis import waiting as redis_waiting
 from distlock_app.claims import Busy, Grant
@@ -650,15 +649,15 @@ def test_a_follower_takes_over_from_a_leader_that_is_stuck(own, monkeypatch):
     monkeypatch.setattr(redis_listener, "ABSENT", 0.5)
     first, other = (backend.acquire(claim(name), 0) for name in "ab")
     stuck, go_on, grants = threading.Event(), threading.Event(), []
-    lines = link.Link.lines
+    receive = redis_waiting.Subscription.receive
 
     def hang(self, seconds):
         if not stuck.is_set():
             stuck.set()
             go_on.wait(DEADLINE)
-        return lines(self, seconds)
+        receive(self, seconds)
 
-    monkeypatch.setattr(link.Link, "lines", hang)
+    monkeypatch.setattr(redis_waiting.Subscription, "receive", hang)
     with running(lambda: backend.release(wait_for(backend, DEADLINE, "a"))):
         assert stuck.wait(DEADLINE)
         with running(lambda: grants.append(wait_for(backend, DEADLINE, "b"))):

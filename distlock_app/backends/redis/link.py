@@ -8,15 +8,21 @@ import socket
 import ssl
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
+from ...primitives.timing import monotonic
 from .scripts import Script, pack
 
 # Bytes read at once: about a hundred answers.
 RECEIVED = 4096
+# Of what comes at any time: more than a TLS record, of which a rest would wait unseen.
+RECEIVED_LINES = 65536
+# A connection that is silent for so long is asked for a sign of life.
+HEARTBEAT = 0.5
 
 # Times that a script is loaded for one request: it may itself answer NOSCRIPT.
 MOST_LOADS = 3
@@ -29,16 +35,66 @@ PING = pack(b"PING")
 
 
 class Broken(ConnectionError):
-    """A subscription is broken. A class of its own: no signal handler raises it."""
+    """A connection is broken. A class of its own: no signal handler raises it."""
+
+
+class Lines:
+    """A connection on which lines may come at any time: nothing waits for them here."""
+
+    __slots__ = ("_begun", "_connection", "_heard", "_pinged", "_socket", "fd")
+
+    def __init__(self, connection: Any) -> None:
+        """Take a connected Connection of redis-py, with nothing left to read."""
+        self._connection = connection
+        self._socket = connection._sock
+        self._socket.setblocking(False)
+        self.fd: int = self._socket.fileno()
+        self._begun = b""  # of a line that is not complete
+        self._heard, self._pinged = monotonic(), 0.0
+
+    def send(self, data: bytes) -> None:
+        """Send without waiting; raise Broken."""
+        try:
+            sent = self._socket.send(data)
+        except (OSError, ValueError) as error:
+            raise Broken from error
+        if sent != len(data):
+            raise Broken("it does not read")
+
+    def read(self) -> list[bytes]:
+        """Return the lines that have come; raise Broken."""
+        try:
+            data: bytes = self._socket.recv(RECEIVED_LINES)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return []
+        except (OSError, ValueError) as error:  # such as that another thread closed it
+            raise Broken from error
+        if not data:
+            raise Broken("closed by the server")
+        self._heard = monotonic()
+        *lines, self._begun = (self._begun + data).split(b"\r\n")
+        return lines
+
+    def is_dead(self) -> bool:
+        """Ask for a sign of life now and then; return whether there was none for long."""
+        now = monotonic()
+        if self._pinged > self._heard:
+            return now - self._pinged > 2 * HEARTBEAT
+        if now - self._heard >= HEARTBEAT:
+            self._pinged = now
+            with suppress(Broken):  # the next to read is told
+                self.send(PING)
+        return False
+
+    def close(self) -> None:
+        """Disconnect; its shutdown() ends a poll() of another thread."""
+        self._connection.disconnect()
 
 
 class Link:
     """A connection: redis-py opens it and parses lists; one line answers a script, read here."""
 
-    __slots__ = (
-        *("_begun", "_kernel_limits", "_pending", "_poll", "_socket"),
-        *("connection", "used"),
-    )
+    __slots__ = ("_kernel_limits", "_poll", "_socket", "connection", "used")
 
     def __init__(self, recipe: Any, within: float | None = None) -> None:
         """Connect; `within`: seconds that no step may take, if that is less than in the recipe."""
@@ -49,9 +105,7 @@ class Link:
         self.connection: Any = recipe.connection_class(**kwargs)
         self.connection.connect()  # not left to the first command: this one asks the sentinels
         self.used = 0.0  # when it was last returned to the pool; 0: new
-        self._begun = b""  # of a line that is not complete
         self._socket = self.connection._sock
-        self._pending = getattr(self._socket, "pending", None)  # what TLS has read already
         self._poll = None
         if hasattr(select, "poll"):
             self._poll = select.poll()
@@ -77,9 +131,13 @@ class Link:
         """Where it leads, over TCP."""
         return self.connection.host, self.connection.port
 
-    def untouched(self) -> bool:
-        """Return whether it is as we left it: nothing to read, no end of file."""
-        return self._poll is None or not self._poll.poll(0)
+    def readable(self, seconds: float) -> bool:
+        """Return whether something comes within so many seconds, be it the end of file."""
+        if self._poll is not None:
+            return bool(self._poll.poll(seconds * 1000))
+        with suppress(ValueError):  # closed by another thread: the next to read is told
+            return bool(select.select([self._socket], [], [], seconds)[0])
+        return True
 
     def talk(
         self, script: Script | None, requests: Sequence[bytes], loads: int = MOST_LOADS
@@ -103,49 +161,18 @@ class Link:
         except (OSError, EOFError, ValueError) as error:
             raise ConnectionError from error
         except BaseException:  # of a signal handler
-            self._await_answer()
+            self.readable(FINISH_WITHIN)
             raise
         if NoScriptError in map(type, answers) and loads:
             self._teach(script, requests, answers, loads - 1)
         return answers
 
-    def _await_answer(self) -> None:
-        """Wait until the server has answered, so that no later request overtakes this one."""
-        if self._poll is not None:
-            self._poll.poll(FINISH_WITHIN * 1000)
-
-    def subscribe(self, channel: str) -> None:
+    def subscribe(self, channel: str) -> Lines:
         """Listen on a channel, from now on; what else comes with the answer is lost."""
         connection = self.for_redis_py()
         connection.send_command("SUBSCRIBE", channel, check_health=False)
         connection.read_response(disconnect_on_error=True)
-        self._unlimited()
-
-    def ping(self) -> None:
-        """Ask for a sign of life, a line that `lines` returns."""
-        try:
-            self._socket.sendall(PING)  # redis-py would connect again what was closed meanwhile
-        except (OSError, ValueError) as error:
-            raise Broken from error
-
-    def lines(self, seconds: float) -> list[bytes]:
-        """Return the lines that come within so many seconds, for a subscription."""
-        if self._poll is not None and not (self._pending and self._pending()):
-            # Not in the `try`: a signal handler may raise here, even a TimeoutError.
-            if not self._poll.poll(seconds * 1000):
-                return []
-        try:
-            if not self._kernel_limits:
-                self._socket.settimeout(seconds if self._poll is None else 0.0)
-            data: bytes = self._socket.recv(RECEIVED)
-        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
-            return []
-        except (OSError, ValueError) as error:  # such as that another thread closed it
-            raise Broken from error
-        if not data:
-            raise Broken("closed by the server")
-        *lines, self._begun = (self._begun + data).split(b"\r\n")
-        return lines
+        return Lines(connection)
 
     def close(self) -> None:
         """Disconnect."""
@@ -159,13 +186,9 @@ class Link:
                 answers.append(connection.read_response(disconnect_on_error=True))
             except ResponseError as error:
                 answers.append(error)
-        self._unlimited()
-        return answers
-
-    def _unlimited(self) -> None:
-        """Leave the time limit to the kernel again."""
         if self._kernel_limits:
             self._socket.settimeout(None)
+        return answers
 
     def _teach(
         self, script: Script, requests: Sequence[bytes], answers: list[Any], loads: int

@@ -18,10 +18,8 @@ from ...claims import Claim, Grant
 from ...primitives.logs import fields, logger
 from ...primitives.threads import Gate, started
 from ...primitives.timing import monotonic
-from .link import Broken
+from .link import HEARTBEAT, Broken
 
-# A subscription that is silent for so long is asked for a sign of life.
-HEARTBEAT = 0.5
 # A leader that has not looked for so long is stopped, or in a signal handler: another one leads.
 ABSENT = 4 * HEARTBEAT
 # Without waiters for so long, thread and subscription go; the next waiter brings them back.

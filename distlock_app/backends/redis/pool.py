@@ -224,7 +224,7 @@ class Pool(Servers):
                 link = self._idle.pop()
             except IndexError:
                 return self.connect()
-            if monotonic() - link.used < TRUST_SECONDS or link.untouched():
+            if monotonic() - link.used < TRUST_SECONDS or not link.readable(0):
                 if self._ask_master is None or self._leads_to_master(link):
                     return link
             link.close()

@@ -182,41 +182,26 @@ class Subscription(listening.Subscription):
         self._listener = listener
         self._server = server
         self._demoted = server.demoted
-        self._pinged = 0.0  # and silent since; 0: not so
         self._link = server.connect(listening.SUBSCRIBE_SECONDS)
         try:
-            self._link.subscribe(listener.channel)
+            self._lines = self._link.subscribe(listener.channel)
         except BaseException:
             self._link.close()
             raise
-        self._heard = monotonic()
 
     def receive(self, seconds: float) -> None:
         if self._server.demoted != self._demoted:
             raise Broken("another server may be the master, which counts its own")
         # Looked at again: a process that was stopped finds its time over, not its answer.
-        if not self._heard_in(seconds) and self._too_silent() and not self._heard_in(AGAIN):
+        if not self._heard_in(seconds) and self._lines.is_dead() and not self._heard_in(AGAIN):
             raise Broken("no answer to PING")
 
     def close(self) -> None:
-        self._link.close()  # its shutdown() ends a recv() of another thread
+        self._lines.close()
 
     def _heard_in(self, seconds: float) -> bool:
-        lines = self._link.lines(seconds)
-        if not lines:
-            return False
-        self._heard, self._pinged = monotonic(), 0.0
+        lines = self._lines.read() if self._link.readable(seconds) else []
         for line in lines:
             if b" " in line:  # not those around a message: kind, channel, lengths
                 self._listener.hand_out(line)
-        return True
-
-    def _too_silent(self) -> bool:
-        """Ask for a sign of life now and then; return whether there was none for long."""
-        now = monotonic()
-        if self._pinged:
-            return now - self._pinged > 2 * listening.HEARTBEAT
-        if now - self._heard >= listening.HEARTBEAT:
-            self._pinged = now
-            self._link.ping()
-        return False
+        return bool(lines)

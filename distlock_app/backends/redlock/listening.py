@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ...claims import Claim
 from ...primitives.timing import monotonic
 from ..redis import listening
+from ..redis.link import HEARTBEAT, Broken
 from ..redis.scripts import pack
 from .nodes import Links
 from .quorum import Quorum
 
 # A call that not even a majority of the nodes sent is taken for one after so long.
 CALL_SECONDS = 0.01
-# How often the leader looks whether its connections are alive.
-LOOK_SECONDS = 0.5
-PING = pack(b"PING")
 # The digits of an owner and of a key.
 OWNER, KEY = 32, 40
 
@@ -111,8 +111,6 @@ class Subscriptions(Links, listening.Subscription):
         self._quorum = quorum
         self._subscribe = pack(b"SUBSCRIBE", listener.channel.encode())
         super().__init__(len(quorum.nodes))
-        self._heard = [0.0] * len(quorum.nodes)
-        self._pinged = [0.0] * len(quorum.nodes)  # and not heard since; 0: not so
         self._rests_until = [0.0] * len(quorum.nodes)
         self._reconnect()
 
@@ -122,28 +120,23 @@ class Subscriptions(Links, listening.Subscription):
         for at, link in enumerate(self._links):
             if link is None:
                 if now >= self._rests_until[at]:  # not one that is closed again and again
-                    self._rests_until[at] = now + LOOK_SECONDS
+                    self._rests_until[at] = now + HEARTBEAT
                     self._open(at)
-            elif self._pinged[at]:
-                if now - self._pinged[at] > 2 * LOOK_SECONDS:
-                    self._drop(at)
-            elif now - self._heard[at] > LOOK_SECONDS:
-                self._pinged[at] = now
-                self._send(at, PING)
+            elif link.is_dead():
+                self._drop(at)
 
     def receive(self, seconds: float) -> None:
         self._reconnect()
         soon = self._listener.wake_half_called()
-        for fd, _ in self._poll.poll(min(seconds, soon or LOOK_SECONDS) * 1000):
+        for fd, _ in self._poll.poll(min(seconds, soon or HEARTBEAT) * 1000):
             at = self._at[fd]
             link = self._links[at]
             assert link is not None
             try:
-                lines = link.lines()
-            except (OSError, ValueError):  # such as that another thread closed it
+                lines = link.read()
+            except Broken:
                 self._drop(at)
                 continue
-            self._heard[at], self._pinged[at] = monotonic(), 0.0
             # Of the lines of a message, one is its text: owner and key, hex digits.
             for line in lines:
                 if len(line) == OWNER + KEY and line.isalnum():
@@ -154,19 +147,11 @@ class Subscriptions(Links, listening.Subscription):
         # No more than that: another thread may be in the middle of receive().
         for link in self._links:
             if link is not None:
-                link.close()  # its shutdown() ends a poll() of that thread
+                link.close()
 
     def _open(self, at: int) -> None:
         link = self._quorum.link_to(at)
         if link is not None:
+            with suppress(Broken):  # the next to read is told
+                link.send(self._subscribe)
             self._add(at, link)
-            self._heard[at], self._pinged[at] = monotonic(), 0.0
-            self._send(at, self._subscribe)
-
-    def _send(self, at: int, request: bytes) -> None:
-        link = self._links[at]
-        assert link is not None
-        try:
-            link.send(request)
-        except OSError:
-            self._drop(at)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import select
-import ssl
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from ...primitives.timing import monotonic
+from ..redis.link import Broken, Lines
 from ..redis.scripts import Script
 from .scripts import SCRIPTS
 
@@ -75,40 +75,15 @@ class QuorumRequest:
             self.why[node] = code[1].decode() if code else "not a Redis response"
 
 
-class Link:
+class Link(Lines):
     """A connection to one node: answers come in the order of the requests, a line each."""
 
-    __slots__ = ("_begun", "_connection", "_socket", "fd", "in_flight")
+    __slots__ = ("in_flight",)
 
     def __init__(self, connection: Any) -> None:
-        """Take a connected Connection of redis-py, with nothing left to read."""
-        self._connection = connection
-        self._socket = connection._sock
-        self._socket.setblocking(False)
-        self.fd: int = self._socket.fileno()
+        """See Lines."""
+        super().__init__(connection)
         self.in_flight: deque[tuple[QuorumRequest, float]] = deque()  # and when each was sent
-        self._begun = b""  # of a line
-
-    def send(self, data: bytes) -> None:
-        """Send without waiting; raise OSError."""
-        if self._socket.send(data) != len(data):
-            raise ConnectionError("it does not read")
-
-    def lines(self) -> list[bytes]:
-        """Return the lines that have come; raise OSError."""
-        try:
-            data: bytes = self._socket.recv(65536)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return []
-        if not data:
-            raise ConnectionError("closed")
-        lines = (self._begun + data).split(b"\r\n")
-        self._begun = lines.pop()
-        return lines
-
-    def close(self) -> None:
-        """Disconnect."""
-        self._connection.disconnect()
 
 
 class Node:
@@ -285,7 +260,7 @@ class NodeConnections(Links):
                 link.in_flight.append((request, now))
             try:
                 link.send(data)
-            except OSError:
+            except Broken:
                 self._drop(at)
 
     def _collect(
@@ -302,7 +277,7 @@ class NodeConnections(Links):
         link = self._links[at]
         assert link is not None
         try:
-            for line in link.lines():
+            for line in link.read():
                 request, _ = link.in_flight.popleft()
                 if line.startswith(b"-NOSCRIPT"):
                     if request.keep or not request.over:
@@ -315,7 +290,7 @@ class NodeConnections(Links):
                     self._nodes[at].remember(request)
                     self._drop(at, request.why.get(at, "refused"))
                     return
-        except (OSError, IndexError):
+        except (Broken, IndexError):
             self._drop(at)
 
     def _drop(self, at: int, why: str = "") -> None:
