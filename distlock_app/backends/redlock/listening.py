@@ -110,30 +110,28 @@ class Subscriptions(Links, listening.Subscription):
         self._listener = listener
         self._quorum = quorum
         self._subscribe = pack(b"SUBSCRIBE", listener.channel.encode())
-        super().__init__(len(quorum.nodes))
+        super().__init__()
         self._rests_until = [0.0] * len(quorum.nodes)
         self._reconnect()
 
     def _reconnect(self) -> None:
         """Subscribe where a connection is missing or dead."""
         now = monotonic()
-        for at, link in enumerate(self._links):
-            if link is None:
-                if now >= self._rests_until[at]:  # not one that is closed again and again
-                    self._rests_until[at] = now + HEARTBEAT
-                    self._open(at)
-            elif link.is_dead():
-                self._drop(at)
+        for at, rests_until in enumerate(self._rests_until):
+            if at in self._links:
+                if self._links[at].is_dead():
+                    self._drop(at)
+            elif now >= rests_until:  # not one that is closed again and again
+                self._rests_until[at] = now + HEARTBEAT
+                self._open(at)
 
     def receive(self, seconds: float) -> None:
         self._reconnect()
         soon = self._listener.wake_half_called()
         for fd, _ in self._poll.poll(min(seconds, soon or HEARTBEAT) * 1000):
             at = self._at[fd]
-            link = self._links[at]
-            assert link is not None
             try:
-                lines = link.read()
+                lines = self._links[at].read()
             except Broken:
                 self._drop(at)
                 continue
@@ -145,9 +143,8 @@ class Subscriptions(Links, listening.Subscription):
 
     def close(self) -> None:
         # No more than that: another thread may be in the middle of receive().
-        for link in self._links:
-            if link is not None:
-                link.close()
+        for link in list(self._links.values()):
+            link.close()
 
     def _open(self, at: int) -> None:
         link = self._quorum.link_to(at)

@@ -149,16 +149,15 @@ class Node:
 class Links:
     """A connection to each node that can be reached, and one poll() for all of them."""
 
-    def __init__(self, nodes: int) -> None:
-        self._links: list[Link | None] = [None] * nodes
+    def __init__(self) -> None:
+        self._links: dict[int, Link] = {}  # by node
         self._at: dict[int, int] = {}  # node by file descriptor
         self._poll = select.poll()
 
     def close(self) -> None:
         """Drop every connection."""
-        for at, link in enumerate(self._links):
-            if link is not None:
-                self._drop(at)
+        for at in list(self._links):
+            self._drop(at)
 
     def _add(self, at: int, link: Link) -> None:
         self._at[link.fd] = at
@@ -166,8 +165,7 @@ class Links:
         self._links[at] = link  # last: an interrupted call leaves nothing to drop
 
     def _drop(self, at: int) -> None:
-        link, self._links[at] = self._links[at], None
-        assert link is not None
+        link = self._links.pop(at)
         self._poll.unregister(link.fd)
         del self._at[link.fd]
         link.close()
@@ -177,7 +175,7 @@ class NodeConnections(Links):
     """A connection to each node that can be reached; one thread at a time has it."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        super().__init__(len(nodes))
+        super().__init__()
         self._nodes = nodes
         self.used = monotonic()
 
@@ -185,7 +183,7 @@ class NodeConnections(Links):
         """Take connections that were opened; return the nodes to which there is none."""
         missing = []
         for at, node in enumerate(self._nodes):
-            if self._links[at] is None:
+            if at not in self._links:
                 try:
                     link = node.fresh.pop()
                 except IndexError:
@@ -208,8 +206,8 @@ class NodeConnections(Links):
         """Return the nodes that are late with an answer."""
         return [
             at
-            for at, link in enumerate(self._links)
-            if link and link.in_flight and now - link.in_flight[0][1] > self._nodes[at].timeout
+            for at, link in self._links.items()
+            if link.in_flight and now - link.in_flight[0][1] > self._nodes[at].timeout
         ]
 
     def vote(
@@ -250,7 +248,7 @@ class NodeConnections(Links):
         data = b"".join([request.packed for request in requests])
         now = monotonic()
         for at in nodes:
-            link = self._links[at]
+            link = self._links.get(at)
             if link is None:
                 for request in requests:
                     request.absent.add(at)
@@ -275,7 +273,6 @@ class NodeConnections(Links):
 
     def _read(self, at: int) -> None:
         link = self._links[at]
-        assert link is not None
         try:
             for line in link.read():
                 request, _ = link.in_flight.popleft()
@@ -295,7 +292,6 @@ class NodeConnections(Links):
 
     def _drop(self, at: int, why: str = "") -> None:
         node, link = self._nodes[at], self._links[at]
-        assert link is not None
         super()._drop(at)
         for request, _ in link.in_flight:
             node.remember(request)
