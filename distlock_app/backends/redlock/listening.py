@@ -19,15 +19,13 @@ OWNER, KEY = 32, 40
 
 
 class Waiter(listening.Waiter):
-    """A claim that waits, and the nodes that called it since it asked."""
+    """A claim that waits, and its place in the queues."""
 
-    __slots__ = ("called", "since", "ticket")
+    __slots__ = ("ticket",)
 
     def __init__(self, claim: Claim, ticket: int) -> None:
         super().__init__(claim)
         self.ticket = ticket
-        self.called: set[int] = set()
-        self.since = 0.0  # when the first node called
 
 
 class Listener(listening.Listener[Waiter]):
@@ -40,7 +38,8 @@ class Listener(listening.Listener[Waiter]):
     def __init__(self, channel: str, quorum: Quorum) -> None:
         super().__init__(channel, quorum.alias)
         self._quorum = quorum
-        self._half_called: set[Waiter] = set()
+        # Of waiters that a minority called since they asked: since when, and the nodes.
+        self._half_called: dict[Waiter, tuple[float, set[int]]] = {}
 
     def expect(self, claim: Claim, ticket: int) -> Waiter:
         """Let calls wake the claim, which is about to ask; `ticket`: its place in the queues."""
@@ -49,31 +48,21 @@ class Listener(listening.Listener[Waiter]):
             if waiter is None:
                 waiter = Waiter(claim, ticket)
                 self._waiters.add(waiter)
-            self._uncall(waiter)
+            self._half_called.pop(waiter, None)
             waiter.armed = True
             self._needs_reader(waiter)
             return waiter
-
-    def forget(self, claim: Claim) -> bool:
-        with self._lock:
-            waiter = self._waiters.find(claim) if self._waiters else None
-            if waiter is not None:
-                self._uncall(waiter)
-        return super().forget(claim)
 
     def called(self, node: int, owner: str, key: str) -> None:
         """Note that a node called the claims of this owner for this key."""
         woken = []
         with self._lock:
             for waiter in self._waiters.get((owner, key), ()):
-                if not waiter.called:
-                    waiter.since = monotonic()
-                waiter.called.add(node)
+                _, nodes = self._half_called.setdefault(waiter, (monotonic(), set()))
+                nodes.add(node)
                 # Not before: at the other nodes the release may still be under way.
-                if len(waiter.called) < self._quorum.majority:
-                    self._half_called.add(waiter)
-                else:
-                    self._uncall(waiter)
+                if len(nodes) >= self._quorum.majority:
+                    self._half_called.pop(waiter, None)
                     woken.append(waiter)
         self._call(woken)
 
@@ -83,10 +72,11 @@ class Listener(listening.Listener[Waiter]):
             return None
         late = monotonic() - CALL_SECONDS
         with self._lock:
-            waiters = [waiter for waiter in self._half_called if waiter.since < late]
-            for waiter in waiters:
-                self._uncall(waiter)
-        self._call(waiters)
+            called = [w for w, (since, _) in list(self._half_called.items()) if since < late]
+            for waiter in called:
+                self._half_called.pop(waiter, None)
+            waiting = [waiter for waiter in called if self._waiters.find(waiter.claim) is waiter]
+        self._call(waiting)
         return CALL_SECONDS
 
     def _call(self, waiters: list[Waiter]) -> None:
@@ -94,10 +84,6 @@ class Listener(listening.Listener[Waiter]):
             if waiter.armed:
                 waiter.armed = False
                 self._wake(waiter)
-
-    def _uncall(self, waiter: Waiter) -> None:
-        waiter.called.clear()
-        self._half_called.discard(waiter)
 
     def _open(self) -> Subscriptions:
         return Subscriptions(self, self._quorum)
