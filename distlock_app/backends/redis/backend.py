@@ -248,7 +248,7 @@ class RedisBackend(ForPeople, GuardedWrites):
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         messages = check_sharing(self.alias, self.location)
         if ask:
-            messages += check_server(self.alias, self._pool, self._replicas)
+            messages += check_server(self.alias, self._pool, self._replicas)[0]
         return messages
 
     def ping(self) -> None:

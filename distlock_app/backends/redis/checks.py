@@ -42,12 +42,17 @@ def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
     ]
 
 
-def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckMessage]:
-    """Ask whether the servers answer, and whether they may evict locks."""
+def check_server(
+    alias: str, servers: Servers, replicas: int = 0
+) -> tuple[list[CheckMessage], dict[str, dict[str, str]]]:
+    """Ask whether the servers answer, and whether they may evict locks.
+
+    Return what each server that has keys says about itself, too.
+    """
     try:
-        facts = {node.name: facts_of(node, b"memory", b"replication") for node in servers.nodes()}
+        facts = {node.name: _facts_of(node) for node in servers.nodes()}
     except BackendError as error:
-        return [no_answer(alias, error, "distlock_app.E013")]
+        return [no_answer(alias, error, "distlock_app.E013")], {}
     messages: list[CheckMessage] = []
     policies = {fact.get("maxmemory_policy", "noeviction") for fact in facts.values()}
     for policy in sorted(policies - {"noeviction"}):
@@ -69,10 +74,11 @@ def check_server(alias: str, servers: Servers, replicas: int = 0) -> list[CheckM
                     id="distlock_app.W016",
                 )
             )
-    return messages
+    return messages, facts
 
 
-def facts_of(node: Pool, *sections: bytes) -> dict[str, str]:
-    texts = node.ask(*[pack(b"INFO", section) for section in sections])
-    lines = [line for text in texts for line in text.decode().splitlines() if ":" in line]
-    return dict(line.split(":", 1) for line in lines)
+def _facts_of(node: Pool) -> dict[str, str]:
+    [text] = node.ask(pack(b"INFO"))
+    return dict(
+        line.split(":", 1) for line in text.decode(errors="replace").splitlines() if ":" in line
+    )

@@ -9,10 +9,8 @@ from typing import Any
 from django.core.checks import CheckMessage, Error, Warning
 from django.core.exceptions import ImproperlyConfigured
 
-from ...errors import BackendError
-from ..base import no_answer
 from ..redis.alias import recipe, server_of
-from ..redis.checks import check_server, check_sharing, facts_of
+from ..redis.checks import check_server, check_sharing
 from ..redis.pool import Pool
 
 
@@ -53,8 +51,9 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
     names: dict[str, str] = {}  # of the servers, by what tells them apart
     forgetful = []
     for name in location:
-        found, facts = _asked(alias, name)
-        messages += found
+        with closing(Pool(name, recipe(name))) as pool:
+            found, by_name = check_server(alias, pool)
+        messages, facts = messages + found, by_name.get(name, {})
         other = names.setdefault(facts.get("run_id", name), name)
         if other != name:
             messages.append(
@@ -76,13 +75,3 @@ def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[Check
             )
         )
     return messages
-
-
-def _asked(alias: str, name: str) -> tuple[list[CheckMessage], dict[str, str]]:
-    """Return messages about one node, and what it says about itself, if it answers."""
-    with closing(Pool(name, recipe(name))) as pool:
-        try:
-            facts = facts_of(pool, b"server", b"persistence")
-        except BackendError as error:
-            return [no_answer(alias, error, "distlock_app.E013")], {}
-        return check_server(alias, pool), facts
