@@ -6,8 +6,7 @@
 
 -- include: shared/begin.lua
 
-if mine and ARGV[3] then return 0 end
-if mine and redis.call('EXISTS', queue) == 0 then  -- most often; see acquire.lua
+if mine and not ARGV[3] and redis.call('EXISTS', queue) == 0 then  -- most often; see acquire.lua
   redis.call('DEL', lock)
   redis.call('ZREM', index, key)
   return 1
