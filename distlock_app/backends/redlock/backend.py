@@ -161,13 +161,7 @@ class RedlockBackend(ForPeople):
         return self._answer(self._request(END_IN, grant.claim.key, *words))
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
-        results: list[bool | Exception] = []
-        for batch in batches(work, BATCH):
-            try:
-                results += self._extend(batch)
-            except BackendError as error:
-                results += [error] * len(batch)
-        return results
+        return [result for batch in batches(work, BATCH) for result in self._extend(batch)]
 
     def _extend(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         requests = [
