@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ def recipe(alias: str) -> Any:
             f"LOCATION is not in CACHES: name an alias there, one of {sorted(settings.CACHES)}."
         )
     with _explained(f"CACHES[{alias!r}]", "LOCATION and OPTIONS"):
-        return _ours(_maker(alias, params)(params))
+        return _ours(_pool(alias, params))
 
 
 def where(location: Any, cluster: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
@@ -103,8 +103,8 @@ def server_of(alias: str) -> tuple[Any, ...] | None:
     return (getattr(pool, "service_name", None) or server, int(kwargs.get("db") or 0))
 
 
-def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Return the function that builds a pool from the settings of such a cache."""
+def _pool(alias: str, params: dict[str, Any]) -> Any:
+    """Return a pool as a cache with these settings would build it."""
     path = params.get("BACKEND", "")
     cache = import_string(path)
     modules = [base.__module__ for base in cache.__mro__]
@@ -115,9 +115,9 @@ def _maker(alias: str, params: dict[str, Any]) -> Callable[[dict[str, Any]], Any
                 f"CACHES[{alias!r}] spreads its keys over several servers (ShardClient): "
                 "a lock needs an alias with one server, DefaultClient or SentinelClient."
             )
-        return _django_redis
+        return _django_redis(params)
     if "django.core.cache.backends.redis" in modules:
-        return _django
+        return _django(params)
     raise ImproperlyConfigured(
         f"CACHES[{alias!r}] is not a Redis cache (BACKEND {path!r}): "
         "use one whose BACKEND is django_redis.cache.RedisCache."
