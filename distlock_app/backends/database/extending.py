@@ -8,7 +8,7 @@ from functools import partial
 from ...claims import Claim, Grant
 from ..base import batches
 from . import members
-from .connections import Contended
+from .connections import Contended, Session
 from .members import kind_of
 from .requests import Requests, claim_key_of
 
@@ -60,25 +60,31 @@ class Extending(Requests):
             queued.give_up()
 
     def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
-        pairs = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
-        key, members_of_one = pairs[0][0], kind_of(work[0][0].claim)
+        keys = {grant.claim.key for grant, _ in work}
+        key = work[0][0].claim.key
         try:
             if key in self._locked:
                 self._ask(lambda s: s.dialect.probe(s.cursor, key), urgent=True)
                 self._locked.discard(key)
-            if members_of_one:
-                # A stable owner may be there twice: for the longer time.
-                owners = {g.claim.owner: ttl for g, ttl in sorted(work, key=lambda w: w[1])}
-                kept = self._ask(partial(members.extend, key, owners), urgent=True)
-                return [owner in kept for _, owner in pairs]
-            ttl = work[0][1]
-            ours = self._ask(lambda s: s.dialect.extend_pairs(s.cursor, pairs, ttl), urgent=True)
+            return self._ask(partial(_extend, work), urgent=True)
         except Exception as error:
             if isinstance(error, Contended) and self._sessions.dialect.locks_rows:
                 # A row is in another transaction: the others must not expire for it. Until it is
                 # found unlocked, no renewal waits for it again.
-                self._locked.update(key for key, _ in pairs)
-                if len(work) > 1 and not members_of_one:
+                self._locked |= keys
+                if len(keys) > 1:
                     return [self._extend_batch([one])[0] for one in work]
             return [error] * len(work)
-        return [pair in ours for pair in pairs]
+
+
+def _extend(work: Sequence[tuple[Grant, float]], session: Session) -> list[bool | Exception]:
+    """Extend mutexes of one ttl, or members of one row."""
+    claim, ttl = work[0][0].claim, work[0][1]
+    if kind_of(claim):
+        # A stable owner may be there twice: for the longer time.
+        owners = {grant.claim.owner: ttl for grant, ttl in sorted(work, key=lambda one: one[1])}
+        kept = members.extend(claim.key, owners, session)
+        return [grant.claim.owner in kept for grant, _ in work]
+    pairs = [claim_key_of(grant.claim) for grant, _ in work]
+    ours = session.dialect.extend_pairs(session.cursor, pairs, ttl)
+    return [pair in ours for pair in pairs]
