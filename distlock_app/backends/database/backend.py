@@ -75,10 +75,9 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         waiter = queues.waiter_of(claim_key) if queues.by_key else None
         if len(sessions.slots) < self._queue:  # some connections stay with claims
             self._free_queue(claim_key)  # if it was granted before, and asks again
-        if wait != 0:
-            if waiter is not None or claim.key in queues.by_key:
-                waiter = queues.enqueue(claim_key, claim.wake)
-            if waiter is not None and not queues.leads(waiter):
+        if wait != 0 and claim.key in queues.by_key:
+            waiter = queues.enqueue(claim_key, claim.wake)
+            if not queues.leads(waiter):
                 return Busy(will_wake=True)
         try:
             answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
