@@ -126,12 +126,12 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         claim_key = claim.key, claim.owner
         if sessions.queues.by_key and (waiter := sessions.queues.waiter_of(claim_key)) is not None:
             sessions.queues.leave(waiter)
+        again = partial(self._release_again, grant)
         queued = sessions.queued.pop(claim_key, None)
-        release = partial(_release, claim)
+        if queued is None:
+            return self._ask(partial(_release, claim), again=again, urgent=True)
         # While a lease lasts, nobody evicts its connection.
-        if queued is not None and (
-            (claim.ttl > RECENT and monotonic() < queued.since + RECENT) or queued.fresh
-        ):
+        if (claim.ttl > RECENT and monotonic() < queued.since + RECENT) or queued.fresh:
             session: Any = queued.session
             verb = session.dialect.release_to_next
             try:
@@ -142,14 +142,12 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             except ConnectionLost:
                 queued.give_up()
                 sessions.close_idle()
-                queued, release = None, partial(self._release_again, grant)
-        if queued is not None:  # a server without connections to spare gets this one back
-            sessions.queued[claim_key] = queued
+                return self._ask(again, urgent=True)
+        sessions.queued[claim_key] = queued  # a server without connections to spare gets it back
         try:
-            return self._ask(release, again=partial(self._release_again, grant), urgent=True)
+            return self._ask(partial(_release, claim), again=again, urgent=True)
         finally:
-            if queued is not None:
-                self._close_connection_of(claim)  # after the row, for this calls the next one
+            self._close_connection_of(claim)  # after the row, for this calls the next one
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for the queue of this process, or at the deadline for this claim alone."""
