@@ -78,10 +78,9 @@ class Extending(SessionsBackend[S]):
                         session.keep(ttl)
                     statement, values = session.question(claim)
                     rows = session.ask(statement, *values)
+                    answer: bool | BackendError = self._confirmed(session, rows)
                 except ServerError as error:
                     answer = self._after_error(session, error)
-                else:
-                    answer = self._confirmed(session, rows)
             finally:
                 session.mutex.release()
         except ReplyTimeout as error:
