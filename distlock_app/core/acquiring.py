@@ -14,7 +14,7 @@ from ..primitives.logs import SLOW_WAIT, fields, logger
 from ..primitives.names import shown
 from ..primitives.timing import monotonic
 from .hold import Hold
-from .lease import Lease
+from .lease import Lease, entry_numbers
 from .limits import checked_wait
 from .registry import aliases_of, registry
 from .releasing import gives_back, releaser
@@ -61,11 +61,11 @@ class Attempt:
         """
         lease = self.lease()
         # Without a hold, it only waits for a commit, or for its release after a rollback.
-        if lease is not None and (lease.entered or not lease.holds or self._same_owner(lease)):
+        if lease is not None and (lease.entered() or not lease.holds or self._same_owner(lease)):
             if lease.holds > 0 and not self.lock.reentrant:
                 raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
             hold = Hold(lease, release_now=self.lock.release == "now", released=True)
-            hold.entered = entered
+            hold.entered = entered and next(entry_numbers)
             try:
                 if lease.add_hold(hold):
                     self._options(hold, lease)
@@ -121,7 +121,7 @@ class Attempt:
         )
         hold = Hold(lease, release_now=lock.release == "now")
         if entered:
-            hold.entered, lease.entered, lease.hold = True, 1, ref(hold)
+            hold.entered, lease.with_holds = next(entry_numbers), (ref(hold),)
         try:
             runner.held[self.lease_key] = lease
             if lock.at_least or lock.on_lost is not None:

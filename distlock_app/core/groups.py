@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -308,20 +309,16 @@ def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "def
     With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
     `acquire()` does not count, and `lock_in_transaction()` has no hold.
     """
-    leases = [*reversed(identity.current_runner().held.values())]
-    held = {
-        lease.lease_key: hold
-        for lease in leases
-        if (hold := lease.hold()) is not None and hold.entered and not hold.released
-    }
+    entered = [hold for x in identity.current_runner().held.values() for hold in x.entered()]
+    entered.sort(key=attrgetter("entered"))
+    held = {hold._lease.lease_key: hold for hold in entered}  # the innermost of each lock
     if name is None:
-        entered = [hold for lease in leases for hold in (*lease.inner(), lease.hold())]
-        keys = (hold._lease.lease_key for hold in entered if hold is not None)
-        lock = next((lease_key[1:] for lease_key in keys if lease_key in held), None)
-        found = [held[lease_key] for lease_key in reversed(held) if lease_key[1:] == lock]
+        lock = entered[-1]._lease.lease_key[1:] if entered else None
+        found = [held[lease_key] for lease_key in held if lease_key[1:] == lock]
     else:
         wanted = [(registry[alias].backend, names.key_of(name)) for alias in aliases_of(using)]
-        found = [next((held[key] for key in held if key[:2] == lock), None) for lock in wanted]
+        newest = [*reversed(held)]
+        found = [next((held[x] for x in newest if x[:2] == lock), None) for lock in wanted]
     if not found or None in found:
         what = "no lock is held here" if name is None else f"{shown(name)!r} is not held"
         raise NotHeld(what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, cast
 
 from ..backends.base import BaseLockBackend
@@ -41,6 +42,9 @@ in_child(_after_fork)
 # The runner's key for it: backend, key and mode (shared, limit).
 LeaseKey = tuple[BaseLockBackend, str, bool, int]
 
+# Numbers the entries into a `with`: the highest is that of the innermost hold.
+entry_numbers = count(1)
+
 # Weak: otherwise the callback would keep its hold alive, and renewed forever.
 Callback = tuple["weakref.ref[Any]", Callable[[Any], object]]
 
@@ -59,10 +63,8 @@ class Lease:
     ends_by = float("inf")
     due: float | None = None  # see Timed: when the renewer checks it next
     holds = 1  # holds that need it
-    entered = 0  # those of them that are in a `with`, where it can be taken again
-    # A hold in a `with`, for current_hold(). Weak, because a dropped one ends the lease.
-    hold: Callable[[], Any] = staticmethod(lambda: None)
-    _inner: tuple[weakref.ref[Any], ...] = ()  # see inner()
+    # Those that were in a `with`, see entered(). Weak, because a dropped one ends the lease.
+    with_holds: tuple[weakref.ref[Any], ...] = ()
     pins = 0  # transactions that exclude other owners
     # The release waits for the end of these: id(connection).
     open_transactions: set[int] = cast("set[int]", frozenset())
@@ -182,29 +184,20 @@ class Lease:
         with self.lock:
             if self.ended:
                 return False
-            self._show(hold)
+            if hold.entered:
+                self._show(hold)
             # No call from here on: a signal must not separate these.
             self.holds += 1
-            self.entered += hold.entered
             hold.released = False
             return True
 
-    def inner(self) -> list[Any]:
-        """Return the holds that were entered while it was the runner's last lease, newest first.
-
-        Those of older leases are inside of its own, which the order of the leases does not show.
-        """
-        holds = [hold() for hold in self._inner]
+    def entered(self) -> list[Any]:
+        """Return its holds that are in a `with`, where it can be taken again."""
+        holds = [hold() for hold in self.with_holds]
         return [hold for hold in holds if hold and hold.entered and not hold.released]
 
     def _show(self, hold: Any) -> None:
-        """Let current_hold() find this one, unless it finds another, and know what is innermost."""
-        if not hold.entered:
-            return
-        if (other := self.hold()) is None or other.released:
-            self.hold = weakref.ref(hold)
-        last = [self, *self.runner.held.values()][-1]
-        last._inner = tuple(map(weakref.ref, [hold, *last.inner()]))
+        self.with_holds = tuple(map(weakref.ref, [*self.entered(), hold]))
 
     def remove_hold(self, hold: Any, *, blocks: Sequence[Any] = ()) -> bool | None:
         """Remove a hold; return whether it was the last and ended the lease.
@@ -213,7 +206,6 @@ class Lease:
         """
         with self.lock:
             self.holds -= 1
-            self.entered -= hold.entered
             hold.released = True
             answer = None
             if self.holds > 0 or (self.open_transactions and (self.ended or not blocks)):
@@ -237,11 +229,11 @@ class Lease:
     def enter(self, hold: Any, *, inside: bool) -> None:
         """Record that the running thread or task is inside the `with` of a hold, or no longer."""
         with self.lock:
-            if hold.released or hold.entered is inside:
+            if hold.released or bool(hold.entered) is inside:
                 return
-            hold.entered = inside
-            self.entered += 1 if inside else -1
-            self._show(hold)
+            if inside:
+                self._show(hold)
+            hold.entered = inside and next(entry_numbers)
         runner = identity.current_runner()
         if self.runner is not runner:
             self.leave_runner()
@@ -254,7 +246,6 @@ class Lease:
         """Add back a hold whose release failed; the lease has still ended."""
         with self.lock:
             self.holds += 1
-            self.entered = 0
 
     def end_if_unused(self) -> bool:
         """End it after the last transaction; False if it was taken again or ended meanwhile.
