@@ -19,8 +19,7 @@ LONG_TTL = 3600.0
 
 def checked_ttl(ttl: Any, what: str = "ttl") -> float:
     """Return `ttl` as seconds, or raise TypeError / ValueError: always finite, within bounds."""
-    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)):
-        raise TypeError(f"{what} must be a number of seconds, not {ttl!r}")
+    _check_number(ttl, what)
     if not MIN_TTL <= ttl <= MAX_TTL:
         raise ValueError(f"{what} must be {MIN_TTL} to {MAX_TTL:.0f} seconds, not {ttl!r}")
     return float(ttl)
@@ -30,8 +29,7 @@ def checked_wait(wait: Any) -> float | None:
     """Return `wait` as seconds or None (forever), or raise TypeError / ValueError."""
     if wait is None:
         return None
-    if isinstance(wait, bool) or not isinstance(wait, (int, float)):
-        raise TypeError(f"wait must be a number of seconds or None (forever), not {wait!r}")
+    _check_number(wait, "wait", or_else=" or None (forever)")
     if not wait >= 0:
         raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
     return None if wait > sys.float_info.max else float(wait)
@@ -39,7 +37,11 @@ def checked_wait(wait: Any) -> float | None:
 
 def check_max_hold(seconds: Any) -> None:
     """Raise TypeError or ValueError unless `seconds` can be a `max_hold`."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"max_hold must be a number of seconds, not {seconds!r}")
+    _check_number(seconds, "max_hold")
     if not MIN_TTL <= seconds <= sys.float_info.max and seconds != float("inf"):
         raise ValueError(f"max_hold must be {MIN_TTL} seconds or more, not {seconds!r}")
+
+
+def _check_number(seconds: Any, what: str, *, or_else: str = "") -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{what} must be a number of seconds{or_else}, not {seconds!r}")
