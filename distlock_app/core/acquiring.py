@@ -15,23 +15,12 @@ from ..primitives.names import shown
 from ..primitives.timing import monotonic
 from .hold import Hold
 from .lease import Lease, entry_numbers
-from .limits import checked_wait
+from .limits import UNSET, checked_wait
 from .registry import aliases_of, registry
 from .releasing import gives_back, releaser
 from .renewal import renewer
 from .timer import timer
 from .wakers import AsyncWaker, Waker
-
-
-class _Unset:
-    def __repr__(self) -> str:
-        return "<the alias's default>"
-
-    def __reduce__(self) -> str:
-        return "UNSET"  # the same one after a copy or in another process
-
-
-UNSET: Any = _Unset()
 
 
 class Attempt:

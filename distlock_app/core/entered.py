@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from django.db import transaction
 
-from ..errors import LockBusy, NotHeld
+from ..errors import LockBusy, LockError, NotHeld
 from ..primitives import identity
+from .limits import UNSET
 
 HeldT = TypeVar("HeldT")
 
@@ -94,9 +95,37 @@ def entered(lock: Any, frame: FrameType) -> Any:
 
 
 class WithBlock(Generic[HeldT]):
-    """What `Lock` and `all_of` share: `try_acquire` and the `with`."""
+    """What `Lock` and `all_of` share: the ways to acquire, and the `with`."""
 
     __slots__ = ()
+
+    def acquire(self: Any, wait: float | None = UNSET) -> HeldT:
+        """Take it within `wait` seconds; raise LockBusy (wait=0), LockTimeout or BackendError.
+
+        Several locks are taken all or none, by default within the longest `wait` of them.
+        """
+        self.refuse_atomic()
+        taken_at = identity.caller_location()
+        hold = self._acquire(wait)
+        hold.taken_at = taken_at
+        return hold  # type: ignore[no-any-return]
+
+    async def aacquire(self: Any, wait: float | None = UNSET) -> HeldT:
+        """Like `acquire`, without blocking the event loop.
+
+        A waiting task costs no thread, except on named and advisory locks.
+        """
+        taken_at = identity.caller_location()
+        hold = await self._aacquire(wait)
+        hold.taken_at = taken_at
+        return hold  # type: ignore[no-any-return]
+
+    def refuse_atomic(self: Any) -> None:
+        """Raise LockError unless a synchronous `with` takes it."""
+        if self.atomic:
+            raise LockError(
+                "atomic= needs a synchronous `with`: it commits at the end of the block"
+            )
 
     def try_acquire(self: Any) -> HeldT | None:
         """Take it in one try, or return None if another owner holds it."""

@@ -15,11 +15,10 @@ from ..primitives.names import shown
 from ..primitives.timing import Deadline
 from ..primitives.transactions import check_caller
 from ..signals import asend, lock_acquired, lock_failed, send
-from .acquiring import UNSET
 from .batch import Together
 from .entered import Entered, WithBlock
 from .hold import Hold
-from .limits import checked_wait
+from .limits import UNSET, checked_wait
 from .offloading import in_thread
 from .registry import aliases_of, registry
 
@@ -172,16 +171,6 @@ class AllOf(WithBlock[Holds]):
     locks: tuple[Any, ...]
     atomic = False
 
-    def acquire(self, wait: float | None = UNSET) -> Holds:
-        """Take all locks within `wait` seconds, or none; raise what `Lock.acquire` raises.
-
-        By default it waits for the longest `wait` of the locks.
-        """
-        taken_at = identity.caller_location()
-        holds = self._acquire(wait)
-        holds.taken_at = taken_at
-        return holds
-
     def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         if asyncio._get_running_loop() is not None:
             identity.refuse_to_block("`async with`, or `await locks.aacquire()`")
@@ -198,13 +187,6 @@ class AllOf(WithBlock[Holds]):
         except BaseException as error:
             (holds or Holds(taken.values())).leave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
-
-    async def aacquire(self, wait: float | None = UNSET) -> Holds:
-        """Like `acquire`, without blocking the event loop."""
-        taken_at = identity.caller_location()
-        holds = await self._aacquire(wait)
-        holds.taken_at = taken_at
-        return holds
 
     async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         deadline = Deadline(self._wait(wait))

@@ -30,7 +30,8 @@ from ..errors import LockBusy, LockError, LockLost
 from ..primitives import identity, transactions
 from ..primitives.names import key_of, shown
 from ..primitives.timing import Deadline
-from .acquiring import UNSET, Attempt
+from .acquiring import Attempt
+from .limits import UNSET
 from .lock import Lock
 from .registry import registry
 from .releasing import releaser

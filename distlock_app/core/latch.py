@@ -11,8 +11,8 @@ from ..backends.base import BaseLockBackend
 from ..claims import Claim, Grant
 from ..errors import LockBusy
 from ..primitives import identity, names
-from .acquiring import UNSET, stable_token
-from .limits import checked_ttl, checked_wait
+from .acquiring import stable_token
+from .limits import UNSET, checked_ttl, checked_wait
 from .offloading import in_thread
 from .registry import registry
 from .releasing import releaser

@@ -16,8 +16,8 @@ from ..primitives.calls import refuse_undone
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..primitives.timing import full_jitter
-from .acquiring import UNSET
 from .hold import Hold
+from .limits import UNSET
 from .lock import Lock
 from .offloading import begin_alone
 from .registry import aliases_of, registry

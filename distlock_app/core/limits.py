@@ -17,6 +17,17 @@ MAX_TTL = 31 * 24 * 3600.0
 LONG_TTL = 3600.0
 
 
+class _Unset:
+    def __repr__(self) -> str:
+        return "<the alias's default>"
+
+    def __reduce__(self) -> str:
+        return "UNSET"  # the same one after a copy or in another process
+
+
+UNSET: Any = _Unset()
+
+
 def checked_ttl(ttl: Any, what: str = "ttl") -> float:
     """Return `ttl` as seconds, or raise TypeError / ValueError: always finite, within bounds."""
     _check_number(ttl, what)

@@ -15,16 +15,16 @@ from django.db import connections
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant, Holding
-from ..errors import BackendError, LockBusy, LockError, LockLost
+from ..errors import BackendError, LockBusy, LockLost
 from ..primitives import identity, names, transactions
 from ..primitives.names import shown
 from ..signals import asend, lock_acquired, lock_busy, lock_failed, send
-from .acquiring import UNSET, Attempt
+from .acquiring import Attempt
 from .entered import WithBlock
 from .groups import AllOf, one_or_all
 from .handover import parts_of, unpacked
 from .hold import Hold
-from .limits import LONG_TTL, check_max_hold, checked_ttl, checked_wait
+from .limits import LONG_TTL, UNSET, check_max_hold, checked_ttl, checked_wait
 from .offloading import in_thread
 from .people import clear
 from .registry import aliases_of, registry
@@ -120,14 +120,6 @@ class Lock(WithBlock[Hold]):
                 kind = type(backend).__name__
                 raise ValueError(f"{what} is not possible with {kind} (alias {backend.alias!r})")
 
-    def acquire(self, wait: float | None = UNSET) -> Hold:
-        """Take the lock; raise LockBusy (wait=0), LockTimeout or BackendError."""
-        self._no_atomic()
-        taken_at = identity.caller_location()
-        hold = self._acquire(wait)
-        hold.taken_at = taken_at
-        return hold
-
     def _acquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
         if asyncio._get_running_loop() is not None:
             identity.refuse_to_block("`async with`, or `await lock.aacquire()`")
@@ -162,18 +154,8 @@ class Lock(WithBlock[Hold]):
                 attempt.give_back(claim, at_once=not isinstance(error, Exception))
             raise
 
-    async def aacquire(self, wait: float | None = UNSET) -> Hold:
-        """Like `acquire`, without blocking the event loop.
-
-        A waiting task costs no thread, except on named and advisory locks.
-        """
-        taken_at = identity.caller_location()
-        hold = await self._aacquire(wait)
-        hold.taken_at = taken_at
-        return hold
-
     async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
-        self._no_atomic()
+        self.refuse_atomic()
         if self.using.__class__ is tuple:
             holds = await self._on_all()._aacquire(wait, entered=entered)
             return holds  # type: ignore[return-value]
@@ -278,12 +260,6 @@ class Lock(WithBlock[Hold]):
             object.__setattr__(lock, "atomic", False)  # the block is inside of all
             locks.append(lock)
         return AllOf(tuple(locks))
-
-    def _no_atomic(self) -> None:
-        if self.atomic:
-            raise LockError(
-                "atomic= needs a synchronous `with`: it commits at the end of the block"
-            )
 
 
 def _take_over(attempt: Attempt, grant: Grant) -> bool:

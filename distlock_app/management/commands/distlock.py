@@ -20,7 +20,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from distlock_app.backends.base import Purgeable
 from distlock_app.claims import Holding
-from distlock_app.core.acquiring import UNSET
+from distlock_app.core.limits import UNSET
 from distlock_app.core.lock import Lock
 from distlock_app.core.people import clear
 from distlock_app.core.registry import aliases_of, registry, using_in
