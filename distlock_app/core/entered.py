@@ -104,7 +104,7 @@ class WithBlock(Generic[HeldT]):
 
         Several locks are taken all or none, by default within the longest `wait` of them.
         """
-        self.refuse_atomic()
+        self._refuse_atomic()
         taken_at = identity.caller_location()
         hold = self._acquire(wait)
         hold.taken_at = taken_at
@@ -120,7 +120,7 @@ class WithBlock(Generic[HeldT]):
         hold.taken_at = taken_at
         return hold  # type: ignore[no-any-return]
 
-    def refuse_atomic(self: Any) -> None:
+    def _refuse_atomic(self: Any) -> None:
         """Raise LockError unless a synchronous `with` takes it."""
         if self.atomic:
             raise LockError(

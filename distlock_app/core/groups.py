@@ -192,8 +192,7 @@ class AllOf(WithBlock[Holds]):
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
         for lock in self.locks:
-            if lock.release != "now":
-                await check_caller(lock.name)
+            await check_caller(lock.name, release_now=lock.release == "now")
         try:
             if (holds := await self._aat_once()) is None:
                 for index, lock in self._order():

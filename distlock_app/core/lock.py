@@ -155,13 +155,12 @@ class Lock(WithBlock[Hold]):
             raise
 
     async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Hold:
-        self.refuse_atomic()
+        self._refuse_atomic()
         if self.using.__class__ is tuple:
             holds = await self._on_all()._aacquire(wait, entered=entered)
             return holds  # type: ignore[return-value]
         attempt = Attempt(self, wait)
-        if self.release != "now":
-            await transactions.check_caller(self.name)
+        await transactions.check_caller(self.name, release_now=self.release == "now")
         if (hold := attempt.reenter(entered=entered)) is not None:
             return hold
         transactions.check_before_lock(self.name, release_now=self.release == "now")
@@ -206,9 +205,8 @@ class Lock(WithBlock[Hold]):
     async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Like `resume`, without blocking the event loop."""
         parts = [cls._resuming(part, renew, max_hold) for part in parts_of(text)]
-        for attempt, _ in parts:
-            if attempt.lock.release != "now":
-                await transactions.check_caller(attempt.lock.name)
+        for lock in (attempt.lock for attempt, _ in parts):
+            await transactions.check_caller(lock.name, release_now=lock.release == "now")
         answers = [
             await in_thread(attempt.backend, _take_over, attempt, grant) for attempt, grant in parts
         ]

@@ -77,12 +77,14 @@ def in_own_block(connection: Any) -> bool:
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
-async def check_caller(name: str) -> None:
+async def check_caller(name: str, *, release_now: bool) -> None:
     """Refuse a lock of a task if the thread that waits for it in `async_to_sync` is in a block.
 
     What the task writes by `sync_to_async` is in that block, whose end a lock cannot wait for: the
     next call would be another task, for which the lock is held.
     """
+    if release_now:
+        return
     # Asked only where there is such a thread: that costs a change of threads.
     begun = getattr(AsyncToSync.executors, "current", None)
     if begun is None and asyncio.get_running_loop() not in AsyncToSync.loop_thread_executors:
