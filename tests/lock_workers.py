@@ -172,19 +172,6 @@ def grab_new_names(names, using):
     return errors
 
 
-def keep_taking(name, using, ttl):
-    """Take and release for ever, saying so before the first time."""
-    say("taking")
-    while True:
-        held = None
-        with suppress(LockBusy, BackendError, LockLost):
-            try:
-                held = Lock(name, using=using, ttl=ttl, wait=5).acquire()
-            finally:
-                if held is not None:
-                    held.release()
-
-
 INTERRUPTED, HELPLESS = 10, 11  # exit codes
 
 
