@@ -247,10 +247,11 @@ def leases():
 
 def until(condition, within=DEADLINE):
     """Wait until `condition()` is true; fail if it does not become so within the deadline."""
-    end = time.monotonic() + within
+    end, pause = time.monotonic() + within, 0.002
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)  # what takes long is seldom looked at
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic, sleep
+from time import monotonic
 from unittest.mock import patch
 
 import pytest
@@ -35,7 +35,7 @@ from distlock_app.core.releasing import releaser
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
 from tests.database_workers import claim, grab
-from tests.engines import running
+from tests.engines import DEADLINE, running, until
 from tests.proxy import proxy_to
 from tests.test_database_connections import OWN_NUMBER, kill
 
@@ -46,8 +46,6 @@ pytestmark = [
 
 on_mysql = pytest.mark.skipif(connection.vendor != "mysql", reason="about MySQL and MariaDB")
 on_postgresql = pytest.mark.skipif(connection.vendor != "postgresql", reason="about PostgreSQL")
-
-DEADLINE = 30.0
 
 
 @pytest.fixture
@@ -70,7 +68,7 @@ def backend():
     and a holder that does without it is waited for by nobody on the server.
     """
     backend = DatabaseBackend(alias="default", location="locks")
-    eventually(lambda: queue_is_free(backend))
+    until(lambda: queue_is_free(backend))
     yield backend
     close(backend)
 
@@ -81,7 +79,7 @@ def sessions():
     sessions = registry["locks"].backend._sessions
     yield sessions
     stop_waiting(sessions)
-    eventually(lambda: not waiting_in(sessions))
+    until(lambda: not waiting_in(sessions))
 
 
 @pytest.fixture
@@ -137,13 +135,6 @@ class Waiter(threading.Thread):
         return self.got_at is not None
 
 
-def eventually(condition, within=DEADLINE):
-    deadline = monotonic() + within
-    while not condition():
-        assert monotonic() < deadline, "still not so"
-        sleep(0.005)
-
-
 def in_queue(number=1, within=DEADLINE):
     """Wait until so many wait on the server."""
     asked = {
@@ -163,7 +154,7 @@ def in_queue(number=1, within=DEADLINE):
         return waiting == number
 
     try:
-        eventually(there, within)
+        until(there, within)
     except AssertionError:
         raise AssertionError(f"{waiting} wait on the server, not {number}") from None
 
@@ -198,7 +189,7 @@ def queue_is_free(backend):
 def in_line(sessions, number):
     """Wait until so many wait in this process, one of them on the server."""
     queues = sessions.queues.by_key
-    eventually(lambda: sum(len(queue.waiters) for queue in list(queues.values())) == number)
+    until(lambda: sum(len(queue.waiters) for queue in list(queues.values())) == number)
     in_queue(min(number, 1))
 
 
@@ -375,7 +366,7 @@ def test_a_wait_that_ended_as_it_was_granted_leaves_no_queue_lock(backend, sessi
             cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted")
             return cursor.fetchone()[0]
 
-    eventually(lambda: queue_locks() == 0, within=5)
+    until(lambda: queue_locks() == 0, within=5)
 
 
 @pytest.mark.parametrize("end", ["withdraw", "last try", "release"])
@@ -423,7 +414,7 @@ def test_a_waiter_that_was_interrupted_as_it_left_is_passed_over(backend, sessio
     sessions.queues.waiter_of((left.key, left.owner)).queue = None
     backend.release(held)
 
-    eventually(lambda: waits.acquire(wanted, 30))
+    until(lambda: waits.acquire(wanted, 30))
 
     assert waits.release(Grant(wanted))
 
@@ -476,7 +467,7 @@ def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, sessions):
             await task
 
     asyncio.run(cancel())
-    eventually(lambda: sessions.parked == 0)
+    until(lambda: sessions.parked == 0)
     assert backend.release(held) is True
 
 
@@ -524,7 +515,7 @@ def test_a_task_cancelled_while_it_lines_up_leaves_the_servers_queue(
 
     asyncio.run(cancel())
 
-    eventually(lambda: sessions._idle)
+    until(lambda: sessions._idle)
     in_queue(0, within=20)
     assert backend.release(held) is True
 
@@ -534,7 +525,7 @@ def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, sessions, 
     waiter = Waiter()
     waiter.start()
     in_queue()
-    eventually(lambda: waiting_in(sessions))  # the server knew first
+    until(lambda: waiting_in(sessions))  # the server knew first
     (queued,) = waiting_in(sessions)
     wrapper = queued.session.wrapper
     first = (
@@ -545,7 +536,7 @@ def test_a_waiter_whose_connection_was_killed_lines_up_again(backend, sessions, 
     del queued
 
     kill(first)
-    eventually(lambda: [one for one in waiting_in(sessions) if one.session.wrapper is not wrapper])
+    until(lambda: [one for one in waiting_in(sessions) if one.session.wrapper is not wrapper])
     in_queue()
     backend.release(held)
 
@@ -580,7 +571,7 @@ def test_the_first_that_waits_for_readers_or_permits_is_counted(backend, session
     waiter = Waiter()
     waiter.start()
 
-    eventually(lambda: [holding.waiters for holding in backend.holders()] == [1])
+    until(lambda: [holding.waiters for holding in backend.holders()] == [1])
 
     assert backend.release(held)
     assert waiter.served()
@@ -668,7 +659,7 @@ def test_a_holder_whose_connection_was_killed_keeps_the_lock(backend, sessions):
     backend.close()  # its queue lock is gone with the connection
     waiter = Waiter()
     waiter.start()
-    eventually(lambda: [one for one in waiting_in(sessions) if one.wake_fd is None])  # its turn
+    until(lambda: [one for one in waiting_in(sessions) if one.wake_fd is None])  # its turn
 
     assert waiter.got_at is None
     assert backend.extend(held, 30) is True
@@ -863,7 +854,7 @@ def test_a_server_that_cannot_queue_is_polled(backend, sessions, monkeypatch):
     registry["locks"].backend.close()
     waiter = Waiter()
     waiter.start()
-    eventually(lambda: sessions._idle)
+    until(lambda: sessions._idle)
 
     backend.release(held)
 
@@ -893,10 +884,10 @@ def test_a_renewal_goes_before_callers_that_wait_for_a_connection(backend, verb,
     assert all(semaphore.acquire(0) for _ in range(ASKING))
     with ThreadPoolExecutor(2) as threads:
         others = threads.submit(semaphore.acquire, 60)  # and keeps it
-        eventually(lambda: len(semaphore._queue) == 1)
+        until(lambda: len(semaphore._queue) == 1)
         work = ([(grant, 10.0)],) if verb == "extend_many" else (grant, 10.0)
         renewal = threads.submit(getattr(backend, verb), *work)
-        eventually(lambda: len(semaphore._queue) == 2)
+        until(lambda: len(semaphore._queue) == 2)
 
         semaphore.release()
 
@@ -972,9 +963,9 @@ def tries(backend, times):
 def test_a_former_holder_who_hangs_keeps_no_free_lock_from_others(backend):
     hangs = DatabaseBackend(alias="default", location="locks")
     held = grab(hangs, "a", ttl=0.1)
-    eventually(lambda: backend.look(claim("a")) is None)
+    until(lambda: backend.look(claim("a")) is None)
 
-    eventually(lambda: not tries(backend, 5))  # until the server has ended its session
+    until(lambda: not tries(backend, 5))  # until the server has ended its session
 
     assert tries(backend, 20) == []
     assert hangs.extend(held, 30) is False
@@ -989,7 +980,7 @@ def test_a_first_waiter_that_hangs_is_passed_over_once(backend, sessions):
     backend.release(held)
     backend.release(grab(backend, "a"))
 
-    eventually(lambda: not tries(backend, 5))
+    until(lambda: not tries(backend, 5))
 
     assert tries(backend, 20) == []
 
@@ -1009,8 +1000,8 @@ def test_a_waiter_that_hung_shares_no_connection_with_the_one_that_took_its_plac
     assert waits[0].wake_fd != waits[1].wake_fd
     assert locks.look(hung) is None  # it asks again, and is told what to wait for
     assert locks.acquire(hung, 30).will_wake
-    eventually(lambda: (grant := locks.acquire(next_one, 30)) and locks.release(grant))
-    eventually(lambda: (grant := locks.acquire(hung, 30)) and locks.release(grant))
+    until(lambda: (grant := locks.acquire(next_one, 30)) and locks.release(grant))
+    until(lambda: (grant := locks.acquire(hung, 30)) and locks.release(grant))
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -1124,7 +1115,7 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(backend, slow
             return cursor.fetchone()[0]
 
     def interrupt_it():
-        eventually(inserts)
+        until(inserts)
         signal.pthread_kill(caller, signal.SIGALRM)
         connections.close_all()
 
@@ -1136,7 +1127,7 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(backend, slow
         signal.signal(signal.SIGALRM, before)
 
     rows = DistLock.objects.using("locks")
-    eventually(lambda: rows.filter(name="a").exists())
+    until(lambda: rows.filter(name="a").exists())
     releaser.drain()
     assert not list(registry["locks"].backend.holders())
 

@@ -36,7 +36,7 @@ from distlock_app.primitives import identity
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
 from tests.conftest import missing
-from tests.engines import running
+from tests.engines import running, until
 from tests.launching import launch, mortal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -603,14 +603,6 @@ def started(transactional_db):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its program has our pipes open, too
         process.communicate()
-
-
-def until(condition, within=30.0):
-    """Wait until `condition()` holds."""
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def is_running(pid):

@@ -15,23 +15,16 @@ from distlock_app.backends.sessions.backend import WAITING
 from distlock_app.backends.sessions.queues import ASKING
 from distlock_app.core.registry import registry
 from tests import settings
+from tests.engines import DEADLINE, until
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "locks"]),
     pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no server"),
 ]
 
-DEADLINE = 30.0
 OF_THE_SERVER = settings.SERVER_LOCKS.get(settings.ENGINE, ("", ""))[0]
 QUEUE = 8
 BOUND = QUEUE + ASKING
-
-
-def eventually(condition, within=DEADLINE):
-    deadline = monotonic() + within
-    while not condition():
-        assert monotonic() < deadline, "still not so"
-        sleep(0.005)
 
 
 class Counting(threading.Thread):
@@ -79,8 +72,8 @@ def counting(alias):
 def storm(lock, *, tasks, seconds):
     """Let tasks wait for a lock and be cancelled, about 130 times a second."""
 
-    async def wait_and_be_cancelled(until):
-        while monotonic() < until:
+    async def wait_and_be_cancelled(end):
+        while monotonic() < end:
             task = asyncio.create_task(lock.aacquire())
             await asyncio.sleep(0.06)
             task.cancel()
@@ -88,8 +81,8 @@ def storm(lock, *, tasks, seconds):
                 await task
 
     async def all_of_them():
-        until = monotonic() + seconds
-        await asyncio.gather(*(wait_and_be_cancelled(until) for _ in range(tasks)))
+        end = monotonic() + seconds
+        await asyncio.gather(*(wait_and_be_cancelled(end) for _ in range(tasks)))
 
     asyncio.run(all_of_them())
 
@@ -98,7 +91,7 @@ def test_a_storm_of_cancelled_tasks_keeps_to_the_sessions_of_the_lock_table():
     with counting("locks") as counter, Lock("a", using="locks"):
         storm(Lock("a", using="locks", wait=DEADLINE), tasks=8, seconds=3)
 
-        eventually(lambda: registry["locks"].backend._sessions.parked == 1)
+        until(lambda: registry["locks"].backend._sessions.parked == 1)
 
     assert counter.most <= BOUND
 

@@ -21,7 +21,7 @@ from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
-from tests.engines import interrupted_at, interrupted_everywhere, running
+from tests.engines import interrupted_at, interrupted_everywhere, running, until
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, claim, wait_for
 from tests.redlock_workers import Nodes, caches_of, quorum_at
@@ -49,13 +49,6 @@ def backend(nodes):
     made = quorum_at(nodes.urls)
     yield made
     made.close()
-
-
-def until(condition, within=10.0):
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def held_everywhere(backend, nodes, **options):
