@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -19,19 +17,12 @@ from django.db import connections
 from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend, sql
 from distlock_app.backends.sessions import link
-from distlock_app.claims import Busy, Claim, Grant
+from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
-from distlock_app.primitives.names import key_of
+from distlock_app.testing.claims import a_claim
 from tests.processes import hear, say
 
 DEADLINE = 60.0
-
-
-def claim(name: str, *, ttl: float = 30.0, owner: str = "") -> Claim:
-    """Return a claim as the core makes them."""
-    holder = json.dumps({"pid": os.getpid()})
-    owner = owner or secrets.token_hex(16)
-    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder)
 
 
 def lock_table(request: Any) -> Iterator[DatabaseBackend]:
@@ -45,7 +36,7 @@ def lock_table(request: Any) -> Iterator[DatabaseBackend]:
 
 def grab(backend: DatabaseBackend, name: str, **options: Any) -> Grant:
     """Try until the lock is ours."""
-    wanted = claim(name, **options)
+    wanted = a_claim(name, **options)
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         grant = backend.acquire(wanted, 0)
@@ -145,7 +136,7 @@ def give_up_a_wait(*, name: str, port: int) -> None:
     backend = DatabaseBackend(alias="default", location="locks")
     for session in [backend._sessions.lend() for _ in range(3)]:
         backend._sessions.give_back(session)
-    wanted = claim(name)
+    wanted = a_claim(name)
     busy = backend.acquire(wanted, None)
     assert isinstance(busy, Busy)
     assert busy.wake_fd is not None

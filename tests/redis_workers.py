@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -19,22 +17,16 @@ from django.test import override_settings
 
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.scripts import pack
-from distlock_app.claims import Claim, Grant
+from distlock_app.claims import Grant
 from distlock_app.core.waiting import acquiring, arun, run
 from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
+from distlock_app.testing.claims import a_claim
 from tests.engines import closing_loop
 from tests.processes import hear, say
 
 DEADLINE = 60.0
-
-
-def claim(name: str, *, ttl: float = 30.0, owner: str = "", **fields: Any) -> Claim:
-    """Return a claim as the core makes them."""
-    holder = json.dumps({"host": "web-1", "pid": os.getpid()})
-    owner = owner or secrets.token_hex(16)
-    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=holder, **fields)
 
 
 def backend_at(url: str, *, prefix: str = "distlock", **more: Any) -> RedisBackend:
@@ -52,7 +44,7 @@ def backend_at(url: str, *, prefix: str = "distlock", **more: Any) -> RedisBacke
 def wait_for(backend: RedisBackend, wanted: float, name: str, **options: Any) -> Grant:
     """Get the lock as the core does, within `wanted` seconds."""
     waker = Waker()
-    wanting = claim(name, wake=waker.wake, blocking=True, **options)
+    wanting = a_claim(name, wake=waker.wake, blocking=True, **options)
     grant, _ = run(acquiring(backend, wanting, wanted), waker)
     return grant
 
@@ -64,7 +56,7 @@ class Waiter:
         self.backend = backend
         self.event = threading.Event()
         self.woken: list[Grant | None] = []
-        self.claim = claim(name, wake=self.wake, **options)
+        self.claim = a_claim(name, wake=self.wake, **options)
 
     def wake(self, grant: Grant | None) -> None:
         self.woken.append(grant)
@@ -92,7 +84,7 @@ def left_waiting(backend: Any, name: str) -> Iterator[None]:
 
     async def wait() -> None:
         waker = AsyncWaker()
-        await arun(backend, claim(name, wake=waker.wake), None, waker, cancelled=lambda: None)
+        await arun(backend, a_claim(name, wake=waker.wake), None, waker, cancelled=lambda: None)
 
     if isinstance(backend, RedisBackend):
         backend._listener(key_of(name)).ensure_subscribed()

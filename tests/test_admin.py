@@ -37,7 +37,7 @@ from distlock_app.operations.people import state_of
 from distlock_app.primitives import identity, names
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
-from tests.database_workers import claim
+from distlock_app.testing.claims import a_claim
 from tests.failing_engines import CrowdedBackend, HangingBackend
 
 LIST = "/admin/distlock_app/livelock/"
@@ -96,7 +96,7 @@ def row_id(name, alias="default"):
 
 def taken(name, alias="default", **options):
     """Take the lock as another process would: nothing here renews or releases it."""
-    wanted = replace(claim(name), holder=identity.holder_text(), **options)
+    wanted = replace(a_claim(name), holder=identity.holder_text(), **options)
     grant = registry[alias].backend.acquire(wanted, 0)
     assert isinstance(grant, Grant)
     return grant
@@ -265,7 +265,7 @@ def test_a_lock_is_orphaned_if_its_process_has_certainly_ended(ended, left, chan
 
 def claim_of_a_waiter(lock):
     """Stand in the queue of `lock`."""
-    registry["default"].backend.acquire(claim(lock.name), 5)
+    registry["default"].backend.acquire(a_claim(lock.name), 5)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_the_detail_page_names_every_holder_and_who_waits_in_order(viewer):
         second = taken("a", shared=True)
     for who in ("writer one", "writer two <b>"):
         with identity.activity(who):
-            waiter = replace(claim("a"), holder=identity.holder_text())
+            waiter = replace(a_claim("a"), holder=identity.holder_text())
         registry["default"].backend.acquire(waiter, 5)
 
     html = viewer.get(change_url(id_of("default", key_of("a"), str(second.fence))))

@@ -22,7 +22,7 @@ from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
 from distlock_app.operations import reading
 from distlock_app.primitives.names import key_of
-from tests.database_workers import claim
+from distlock_app.testing.claims import a_claim
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
@@ -104,7 +104,7 @@ def in_redis():
     backend = registry["many"].backend
     for start in range(0, MANY, 500):
         claims = [
-            replace(claim(f"order:{n}", ttl=3600), holder=holder(n))
+            replace(a_claim(f"order:{n}", ttl=3600), holder=holder(n))
             for n in range(start, start + 500)
         ]
         assert backend.acquire_all(claims)
@@ -112,7 +112,7 @@ def in_redis():
 
 def add(settings, **params):
     settings.DISTLOCK = {"many": params, **settings.DISTLOCK}
-    registry["memory"].backend.acquire(claim("of memory", ttl=600), 0)
+    registry["memory"].backend.acquire(a_claim("of memory", ttl=600), 0)
 
 
 def test_the_lock_table_is_paged_searched_and_sorted(pages, settings):

@@ -24,8 +24,8 @@ from distlock_app.operations import history
 from distlock_app.primitives import identity
 from distlock_app.primitives.names import key_of
 from distlock_app.testing import held_elsewhere
+from distlock_app.testing.claims import a_claim
 from tests.conftest import missing
-from tests.database_workers import claim
 from tests.urls import urlpatterns as test_urls
 
 try:
@@ -130,7 +130,7 @@ def violations(browser):
 def taken(name, ttl=600.0, who="bob /pay/7"):
     """Take the lock as another process would."""
     with identity.activity(who):
-        wanted = replace(claim(name, ttl=ttl), holder=identity.holder_text())
+        wanted = replace(a_claim(name, ttl=ttl), holder=identity.holder_text())
     grant = registry["default"].backend.acquire(wanted, 0)
     assert isinstance(grant, Grant)
     return grant
@@ -317,7 +317,7 @@ def last_seen(browser):
 
 def test_the_list_fits_its_page_and_a_phone_shows_what_is_urgent(browser, width):
     with identity.activity("manage.py import_everything --from=/var/spool/2026"):
-        waiter = replace(claim("invoice:42"), holder=identity.holder_text())
+        waiter = replace(a_claim("invoice:42"), holder=identity.holder_text())
     taken("a long name of a lock:composed:of:many:parts:0123456789", ttl=20_000)
     taken("invoice:42", who="alice@example.com /invoices/42/pay/with/some/more/of/it")
     registry["default"].backend.acquire(waiter, 5)

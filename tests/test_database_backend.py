@@ -17,7 +17,8 @@ from distlock_app.backends.database import DatabaseBackend, members, people
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
-from tests.database_workers import claim, grab, lock_table
+from distlock_app.testing.claims import a_claim
+from tests.database_workers import grab, lock_table
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -33,9 +34,9 @@ def rows():
 
 
 def test_a_lock_is_granted_to_one_and_others_are_told_how_long_it_may_take(backend):
-    first = backend.acquire(claim("a", ttl=30), 0)
+    first = backend.acquire(a_claim("a", ttl=30), 0)
 
-    second = backend.acquire(claim("a"), 0)
+    second = backend.acquire(a_claim("a"), 0)
 
     assert isinstance(first, Grant)
     assert isinstance(second, Busy)
@@ -43,15 +44,15 @@ def test_a_lock_is_granted_to_one_and_others_are_told_how_long_it_may_take(backe
 
 
 def test_the_same_owner_again_is_granted_again_with_the_same_fence(backend):
-    wanted = claim("a", ttl=5)
+    wanted = a_claim("a", ttl=5)
     first = backend.acquire(wanted, 0)
     since = rows().get().acquired_at
 
-    again = backend.acquire(claim("a", owner=wanted.owner, ttl=20), 0)
+    again = backend.acquire(a_claim("a", owner=wanted.owner, ttl=20), 0)
 
     assert again.fence == first.fence
     assert rows().get().acquired_at == since
-    assert backend.look(claim("a")).free_in > 19
+    assert backend.look(a_claim("a")).free_in > 19
 
 
 def test_release_spares_the_next_owner(backend):
@@ -60,26 +61,26 @@ def test_release_spares_the_next_owner(backend):
     grab(backend, "a")
 
     assert backend.release(first) is False
-    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Busy)
 
 
 def test_release_is_safe_for_a_claim_that_never_was(backend):
-    assert backend.release(Grant(claim("never"))) is False
+    assert backend.release(Grant(a_claim("never"))) is False
 
 
 def test_extend_is_refused_to_anybody_but_the_owner(backend):
     held = grab(backend, "a", ttl=5)
 
-    assert backend.extend(Grant(claim("a")), 60) is False
+    assert backend.extend(Grant(a_claim("a")), 60) is False
     assert backend.extend(held, 20) is True
-    assert 10 < backend.look(claim("a")).free_in <= 20
+    assert 10 < backend.look(a_claim("a")).free_in <= 20
 
 
 def test_an_expired_lock_is_taken_over_with_a_greater_fence(backend):
     dead = grab(backend, "a", ttl=0.05)
     time.sleep(0.1)
 
-    taken = backend.acquire(claim("a"), 0)
+    taken = backend.acquire(a_claim("a"), 0)
 
     assert taken.fence > dead.fence
     assert backend.extend(dead, 30) is False
@@ -91,17 +92,17 @@ def test_an_expired_lock_that_nobody_wanted_is_still_its_owners(backend):
     time.sleep(0.1)
 
     assert backend.extend(late, 30) is True
-    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Busy)
 
 
 def test_a_free_or_own_or_expired_lock_is_worth_another_try(backend):
-    assert backend.look(claim("never")) is None
+    assert backend.look(a_claim("never")) is None
     held = grab(backend, "a", ttl=0.05)
     assert backend.look(held.claim) is None
     time.sleep(0.1)
-    assert backend.look(claim("a")) is None
+    assert backend.look(a_claim("a")) is None
     backend.release(held)
-    assert backend.look(claim("a")) is None
+    assert backend.look(a_claim("a")) is None
 
 
 def test_fences_grow_from_owner_to_owner(backend):
@@ -246,8 +247,8 @@ def test_many_are_extended_at_once_and_the_lost_ones_are_named(backend):
     results = backend.extend_many(work)
 
     assert results == [place != 450 for place in range(901)]
-    assert 10 < backend.look(claim("n899")).free_in <= 20
-    assert 25 < backend.look(claim("long")).free_in <= 40
+    assert 10 < backend.look(a_claim("n899")).free_in <= 20
+    assert 25 < backend.look(a_claim("long")).free_in <= 40
     assert backend.extend_many([]) == []
 
 
@@ -257,7 +258,7 @@ def test_a_row_in_somebodys_transaction_does_not_cost_the_others_their_locks(bac
 
     with transaction.atomic(using="locks"):
         rows().select_for_update().get(key=work[1][0].claim.key)
-        busy = backend.acquire(claim("b"), 0)
+        busy = backend.acquire(a_claim("b"), 0)
         results = backend.extend_many(work)
 
     assert isinstance(busy, Busy)
@@ -269,7 +270,7 @@ def test_a_row_in_somebodys_transaction_does_not_cost_the_others_their_locks(bac
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
 @pytest.mark.parametrize("kind", [{}, {"shared": True}])
 def test_a_row_in_somebodys_transaction_is_waited_for_once(backend, monkeypatch, kind):
-    in_the_way = backend.acquire(replace(claim("a"), **kind), 0)
+    in_the_way = backend.acquire(replace(a_claim("a"), **kind), 0)
     work = [(in_the_way, 20.0), (grab(backend, "b"), 20.0)]
     key, waits = in_the_way.claim.key, []
     of_one, of_many = members.extend, backend._sessions.dialect.extend_pairs
@@ -293,7 +294,7 @@ def test_a_row_in_somebodys_transaction_is_waited_for_once(backend, monkeypatch,
 
 
 def test_names_are_exact_to_the_last_byte_and_shown_as_text(backend):
-    grants = [backend.acquire(claim(name), 0) for name in NASTY]
+    grants = [backend.acquire(a_claim(name), 0) for name in NASTY]
 
     assert all(isinstance(grant, Grant) for grant in grants)
     shown = {holding.key: holding.name for holding in backend.holders()}
@@ -348,7 +349,9 @@ def test_a_lock_is_seen_by_others_whatever_becomes_of_the_callers_transaction(ba
     with transaction.atomic(using="locks"):
         list(rows().all())
         held = grab(backend, "a")
-        assert isinstance(DatabaseBackend(alias="b", location="locks").acquire(claim("a"), 0), Busy)
+        assert isinstance(
+            DatabaseBackend(alias="b", location="locks").acquire(a_claim("a"), 0), Busy
+        )
         transaction.set_rollback(True, using="locks")
 
     assert backend.release(held) is True

@@ -17,9 +17,9 @@ from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
 from distlock_app.primitives.names import Made
-from distlock_app.testing.claims import Waiter
+from distlock_app.testing.claims import Waiter, a_claim
 from tests.app.models import Counter
-from tests.database_workers import claim, connection_id, grab
+from tests.database_workers import connection_id, grab
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -58,7 +58,7 @@ def test_a_location_that_is_no_database_is_refused_with_the_names_of_those_that_
 def test_only_who_misses_the_table_is_told_to_migrate(backend):
     nowhere = patch.dict(connections["locks"].settings_dict, NAME="nowhere")
     with nowhere, pytest.raises(BackendError, match="nowhere") as error:
-        backend.acquire(claim("a"), 0)
+        backend.acquire(a_claim("a"), 0)
 
     assert "migrate" not in str(error.value)
 
@@ -131,7 +131,7 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(backend, verb):
 
     answer = {
         "acquire": lambda: isinstance(backend.acquire(held.claim, 0), Grant),
-        "look": lambda: backend.look(claim("a")).free_in > 0,
+        "look": lambda: backend.look(a_claim("a")).free_in > 0,
         "extend": lambda: backend.extend(held, 30),
         "release": lambda: backend.release(held),
         "holders": lambda: len(list(backend.holders())) == 1,
@@ -151,12 +151,12 @@ def test_a_release_whose_connection_was_killed_just_before_frees_the_lock(backen
     assert backend.release(held) is True
 
     assert not backend._sessions.parked
-    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
 
 
 @on_server
 def test_values_are_quoted_whatever_they_are(backend):
-    texts = ["'\\\"%s; -- /*é\U0001f600", "", Made("'", template="'"), claim("a").owner]
+    texts = ["'\\\"%s; -- /*é\U0001f600", "", Made("'", template="'"), a_claim("a").owner]
     numbers = [0, -(2**63), 2**63 - 1, 0.25]
 
     def echo(session):
@@ -231,10 +231,10 @@ def test_an_interrupt_in_the_middle_leaves_no_row_locked(backend, monkeypatch):
 
     monkeypatch.setattr(dialect, "acquire", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        backend.acquire(claim("a"), 0)
+        backend.acquire(a_claim("a"), 0)
     monkeypatch.setattr(dialect, "acquire", real)
 
-    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
 
 
 def test_threads_that_have_ended_leave_no_connections(backend):
@@ -278,13 +278,13 @@ def test_connections_that_idle_for_long_are_closed_with_the_next_request(backend
 
 
 def test_a_row_that_was_purged_is_made_again(backend):
-    held = backend.acquire(claim("a"), 0)
+    held = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     backend.release(held)
     backend.release(waiter.granted())
     DistLock.objects.using("locks").all().delete()
 
-    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
 
 
 def test_close_reaches_every_connection_and_the_backend_goes_on(backend):
@@ -336,9 +336,9 @@ def test_waiting_for_ones_own_transaction_is_refused_with_the_ways_out():
     with transaction.atomic():
         Counter.objects.create(name="makes this a transaction that writes")
         with pytest.raises(BackendError, match=r"LOCATION"):
-            backend.acquire(claim("a"), 0)
+            backend.acquire(a_claim("a"), 0)
 
-    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
     backend.close()
 
 
@@ -358,7 +358,7 @@ def test_a_file_that_somebody_else_writes_to_is_busy(backend):
     writer.start()
     started.wait(30)
     try:
-        assert isinstance(backend.acquire(claim("b"), 0), Busy)
+        assert isinstance(backend.acquire(a_claim("b"), 0), Busy)
         with pytest.raises(BackendError):
             backend.extend(held, 30)
     finally:
@@ -401,6 +401,6 @@ def test_a_missing_table_is_an_error_that_says_so(backend, monkeypatch):
     monkeypatch.setattr(backend._sessions.dialect, "READ", "SELECT 1 FROM nothing")
 
     with pytest.raises(BackendError, match="nothing") as raised:
-        backend.look(claim("a"))
+        backend.look(a_claim("a"))
 
     assert isinstance(raised.value.__cause__, (ServerError, connection.Database.Error))

@@ -34,7 +34,7 @@ from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
-from tests.database_workers import claim, grab
+from tests.database_workers import grab
 from tests.engines import DEADLINE, running, until
 from tests.proxy import proxy_to
 from tests.test_database_connections import OWN_NUMBER, kill
@@ -182,7 +182,7 @@ def queue_is_free(backend):
     with connections["locks"].cursor() as cursor:
         if not backend._sessions.dialect.database:  # asked for by its first session
             backend.ping()
-        cursor.execute(asked, [backend._sessions.dialect.queue_of(claim("a").key)])
+        cursor.execute(asked, [backend._sessions.dialect.queue_of(a_claim("a").key)])
         return bool(cursor.fetchone()[0])
 
 
@@ -255,7 +255,7 @@ def test_waiters_are_served_in_order_of_arrival(backend, sessions, only_told):
 
 @on_mysql
 def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, short_statements):
-    held, wanted = grab(backend, "a"), claim("a")
+    held, wanted = grab(backend, "a"), a_claim("a")
 
     assert not backend.acquire(wanted, 30)
 
@@ -271,7 +271,7 @@ def test_a_release_of_a_lock_that_was_held_for_long_calls_the_waiter_after_it(
     monkeypatch.setattr(database_connections, "IDLE", 0.0)
     monkeypatch.setattr(database_backend, "RECENT", 0.0)
     held = grab(backend, "a")
-    assert not registry["locks"].backend.acquire(claim("a"), 30)
+    assert not registry["locks"].backend.acquire(a_claim("a"), 30)
     in_queue()
     queued, release, early = queued_in(sessions), sql.base.Dialect.release, []
 
@@ -288,12 +288,12 @@ def test_a_release_of_a_lock_that_was_held_for_long_calls_the_waiter_after_it(
 
 def test_a_newcomer_at_the_hand_over_does_not_overtake(long_handover, backend, sessions, only_told):
     held = grab(backend, "a")
-    waiting_for = claim("a")
+    waiting_for = a_claim("a")
     assert not registry["locks"].backend.acquire(waiting_for, 30)
     in_queue()
     backend.release(held)
 
-    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Busy)
     assert queued_in(sessions).called(within=DEADLINE)
     assert isinstance(registry["locks"].backend.acquire(waiting_for, 30), Grant)
 
@@ -320,7 +320,7 @@ def test_a_claim_that_comes_as_a_name_gets_its_row_is_not_called_too_early(
     insert, answers = sql.mysql.MySQL.insert, []
 
     def come(to):
-        answers.append((to, to.acquire(claim("a"), 30)))
+        answers.append((to, to.acquire(a_claim("a"), 30)))
 
     def interrupted(dialect, cursor, *asked):
         monkeypatch.setattr(sql.mysql.MySQL, "insert", insert)
@@ -339,7 +339,7 @@ def test_a_claim_that_comes_as_a_name_gets_its_row_is_not_called_too_early(
 
 def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_open_to_all(backend, sessions):
     held = grab(backend, "a")
-    assert not registry["locks"].backend.acquire(claim("a"), 30)
+    assert not registry["locks"].backend.acquire(a_claim("a"), 30)
     in_queue()
     backend.release(held)
 
@@ -350,7 +350,7 @@ def test_a_lock_that_the_first_in_the_queue_does_not_fetch_is_open_to_all(backen
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="as on PostgreSQL")
 def test_a_wait_that_ended_as_it_was_granted_leaves_no_queue_lock(backend, sessions, monkeypatch):
-    held, wanted = grab(backend, "a"), claim("a")
+    held, wanted = grab(backend, "a"), a_claim("a")
     waits = registry["locks"].backend
     assert not waits.acquire(wanted, 30)
     in_queue()
@@ -373,7 +373,7 @@ def test_a_wait_that_ended_as_it_was_granted_leaves_no_queue_lock(backend, sessi
 def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
     held = grab(backend, "a")
     waits = registry["locks"].backend
-    wanted = claim("a")
+    wanted = a_claim("a")
     assert not waits.acquire(wanted, 30)
     in_queue()
     assert sessions.parked == 1
@@ -387,14 +387,14 @@ def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
 
     assert sessions.parked == 0 and waiting_in(sessions) == []
     backend.release(held)
-    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
 
 
 def test_a_waiter_that_was_called_and_gives_up_frees_the_queue_at_once(backend, sessions):
     held = grab(backend, "a")
     backend._free_queue((held.claim.key, held.claim.owner))  # the row stays leased
     waits = registry["locks"].backend
-    wanted = claim("a")
+    wanted = a_claim("a")
     assert not waits.acquire(wanted, 30)
     queued = queued_in(sessions)
     session = queued.session
@@ -404,11 +404,11 @@ def test_a_waiter_that_was_called_and_gives_up_frees_the_queue_at_once(backend, 
 
     assert session in sessions._idle
     assert backend.release(held)
-    assert isinstance(backend.acquire(claim("a"), 0), Grant)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
 
 
 def test_a_waiter_that_was_interrupted_as_it_left_is_passed_over(backend, sessions):
-    held, left, wanted = grab(backend, "a"), claim("a"), claim("a")
+    held, left, wanted = grab(backend, "a"), a_claim("a"), a_claim("a")
     waits = registry["locks"].backend
     assert not waits.acquire(left, 30)
     sessions.queues.waiter_of((left.key, left.owner)).queue = None
@@ -722,7 +722,7 @@ def test_tables_in_two_schemas_of_a_database_share_no_queue(backend, sessions, o
 
     with other_schema:
         other = DatabaseBackend(alias="default", location="locks")
-        held_there, wanted = grab(other, "a"), claim("a")
+        held_there, wanted = grab(other, "a"), a_claim("a")
         waiters_there = [holding.waiters for holding in other.holders()]
         assert not other.acquire(wanted, 30)
         assert other.release(held_there) is True
@@ -739,7 +739,7 @@ def test_tables_in_two_schemas_of_a_database_share_no_queue(backend, sessions, o
 
 def test_who_comes_to_lead_the_queue_at_its_deadline_tries_once_more(backend, sessions):
     held = grab(backend, "a")  # it has the queue, too, and is not heard of again
-    ours, (first, last) = registry["locks"].backend, (claim("a"), claim("a"))
+    ours, (first, last) = registry["locks"].backend, (a_claim("a"), a_claim("a"))
     assert not ours.acquire(first, 30) and not ours.acquire(last, 30)
     DistLock.objects.using("locks").update(expiry=F("acquired_at"))
 
@@ -799,7 +799,7 @@ def test_with_queue_0_nothing_stays_with_claims():
     backend = DatabaseBackend(alias="default", location="locks", queue=0)
     held = grab(backend, "a")
 
-    refused = backend.acquire(claim("a"), 30)
+    refused = backend.acquire(a_claim("a"), 30)
 
     assert held.session is None
     assert not refused and not backend._sessions.queues.by_key
@@ -826,7 +826,7 @@ def test_waiters_poll_as_often_as_the_options_say():
     backend = DatabaseBackend(alias="default", location="locks", **options)
     held = grab(backend, "a")
 
-    steps = waiting.acquiring(backend, claim("a"), 60)
+    steps = waiting.acquiring(backend, a_claim("a"), 60)
     pauses, step = [], next(steps)
     while len(pauses) < 30:
         if isinstance(step, waiting.Pause):
@@ -896,7 +896,7 @@ def test_a_renewal_goes_before_callers_that_wait_for_a_connection(backend, verb,
 
 
 def test_a_lock_keeps_its_connection_until_a_renewal_finds_it_lost(backend):
-    grant = backend.acquire(claim("a", ttl=DEADLINE), 0)
+    grant = backend.acquire(a_claim("a", ttl=DEADLINE), 0)
 
     assert backend.extend(grant, DEADLINE)
     assert backend._sessions.parked == 1
@@ -952,7 +952,7 @@ def tries(backend, times):
     """Try to take a lock and release it, so many times; return which of them were refused."""
     refused = []
     for number in range(times):
-        grant = backend.acquire(claim("a"), 0)
+        grant = backend.acquire(a_claim("a"), 0)
         if isinstance(grant, Grant):
             backend.release(grant)
         else:
@@ -963,7 +963,7 @@ def tries(backend, times):
 def test_a_former_holder_who_hangs_keeps_no_free_lock_from_others(backend):
     hangs = DatabaseBackend(alias="default", location="locks")
     held = grab(hangs, "a", ttl=0.1)
-    until(lambda: backend.look(claim("a")) is None)
+    until(lambda: backend.look(a_claim("a")) is None)
 
     until(lambda: not tries(backend, 5))  # until the server has ended its session
 
@@ -975,7 +975,7 @@ def test_a_former_holder_who_hangs_keeps_no_free_lock_from_others(backend):
 
 def test_a_first_waiter_that_hangs_is_passed_over_once(backend, sessions):
     held = grab(backend, "a")
-    assert not registry["locks"].backend.acquire(claim("a"), 30)
+    assert not registry["locks"].backend.acquire(a_claim("a"), 30)
     in_queue()
     backend.release(held)
     backend.release(grab(backend, "a"))
@@ -988,7 +988,7 @@ def test_a_first_waiter_that_hangs_is_passed_over_once(backend, sessions):
 def test_a_waiter_that_hung_shares_no_connection_with_the_one_that_took_its_place(
     backend, sessions, monkeypatch
 ):
-    locks, hung, next_one = registry["locks"].backend, claim("a"), claim("a")
+    locks, hung, next_one = registry["locks"].backend, a_claim("a"), a_claim("a")
     held = grab(backend, "a")
     waits = [locks.acquire(hung, 30), locks.acquire(next_one, 30)]
     with monkeypatch.context() as at_once:
@@ -1015,12 +1015,12 @@ def test_a_row_in_somebodys_transaction_is_busy_in_time(pooled, wait, monkeypatc
         for _ in range(3):
             began = monotonic()
 
-            answer = backend.acquire(claim("a"), wait)
+            answer = backend.acquire(a_claim("a"), wait)
 
             took.append(monotonic() - began)
             assert isinstance(answer, Busy)
         # The row is asked for itself, and another transaction than the lock's own is no error.
-        assert isinstance(backend.acquire(claim("a"), 2), Busy)
+        assert isinstance(backend.acquire(a_claim("a"), 2), Busy)
     assert min(took) < 0.8  # a server waits for a row for a second
     assert backend.release(held) is True
     close(backend)
@@ -1030,7 +1030,7 @@ def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, sessions):
     held, took = grab(backend, "a"), []
     waits = registry["locks"].backend
     for _ in range(3):
-        wanted = claim("a")
+        wanted = a_claim("a")
         assert not waits.acquire(wanted, 30)
         in_queue()
         with atomic(using="locks"):
@@ -1055,7 +1055,7 @@ def test_a_server_that_is_frozen_is_an_error_in_time(queue, monkeypatch):
         proxy.silent = True
 
         with pytest.raises(BackendError, match=r"no answer within 0\.5 s"):
-            backend.acquire(claim("a"), 0)
+            backend.acquire(a_claim("a"), 0)
     backend.close()
 
 
@@ -1134,7 +1134,7 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(backend, slow
 
 def test_an_owner_that_asks_again_closes_no_connection(backend):
     # Until the server noticed, it would keep the queue lock, and the free lock from others.
-    ours = claim("mine")
+    ours = a_claim("mine")
     grants = [backend.acquire(ours, 0)]
     opened = []
     connection_created.connect(receiver := lambda **_: opened.append(1))
@@ -1147,7 +1147,7 @@ def test_an_owner_that_asks_again_closes_no_connection(backend):
 
 
 def test_an_owner_whose_connection_was_killed_asks_again(backend):
-    ours = claim("mine")
+    ours = a_claim("mine")
     grant = backend.acquire(ours, 0)
     kill(grant.session.session.cursor.execute(f"SELECT {OWN_NUMBER}").fetchone()[0])
 
@@ -1157,7 +1157,7 @@ def test_an_owner_whose_connection_was_killed_asks_again(backend):
 
 
 def test_a_claim_that_is_interrupted_just_as_it_is_kept_is_released(backend, monkeypatch):
-    asked, keep = claim("kept"), QueuedConnection.keep  # the queue lock of "a" may be taken
+    asked, keep = a_claim("kept"), QueuedConnection.keep  # the queue lock of "a" may be taken
 
     def interrupted(queued, session):
         keep(queued, session)

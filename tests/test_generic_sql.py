@@ -16,8 +16,9 @@ from distlock_app.backends.database.sql.rows import Rows
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
+from distlock_app.testing.claims import a_claim
 from tests.app.models import Counter
-from tests.database_workers import claim, grab
+from tests.database_workers import grab
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -67,7 +68,7 @@ def test_a_refused_claim_locks_no_row(backend, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Rows, "lock", None)
-        refused = backend.acquire(claim("a"), 5)
+        refused = backend.acquire(a_claim("a"), 5)
 
     assert isinstance(refused, Busy) and refused.free_in > 20
     assert backend.release(held) is True
@@ -115,7 +116,7 @@ def no_table():
 
 def test_a_missing_table_is_an_error_that_says_so(backend, no_table):
     with pytest.raises(BackendError, match=r"run: manage.py migrate"):
-        backend.acquire(claim("a"), 0)
+        backend.acquire(a_claim("a"), 0)
 
 
 @on_server
@@ -128,7 +129,7 @@ def test_a_server_that_refuses_to_write_is_an_error_and_not_busy(backend, option
         options["options"] = "-c default_transaction_read_only=on"
 
     with pytest.raises(BackendError, match="(?i)read.only") as raised:
-        backend.acquire(claim("a"), 5)
+        backend.acquire(a_claim("a"), 5)
 
     assert type(raised.value) is BackendError
 
@@ -148,7 +149,7 @@ def test_a_manual_alias_makes_no_difference(backend, monkeypatch):
 
     held = grab(backend, "a")
 
-    assert isinstance(DatabaseBackend(alias="b", location="locks").acquire(claim("a"), 0), Busy)
+    assert isinstance(DatabaseBackend(alias="b", location="locks").acquire(a_claim("a"), 0), Busy)
     assert backend.release(held) is True
 
 

@@ -10,8 +10,9 @@ import pytest
 from distlock_app.backends import locmem
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant
+from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_at, interrupted_everywhere
-from tests.redis_workers import Waiter, claim, left_waiting
+from tests.redis_workers import Waiter, left_waiting
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def backend():
 
 
 def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     with left_waiting(backend, "a"), left_waiting(backend, "a"):
         living = Waiter(backend, "a")
         living.ask()
@@ -40,8 +41,8 @@ def test_an_exception_of_a_signal_handler_as_a_waiter_is_woken_takes_its_lock_fr
         raise TimeLimit
 
     waiter = []
-    first = backend.acquire(claim("a"), 0)
-    assert not backend.acquire(claim("a", wake=wake), 30)
+    first = backend.acquire(a_claim("a"), 0)
+    assert not backend.acquire(a_claim("a", wake=wake), 30)
 
     with pytest.raises(TimeLimit):
         backend.release(first)
@@ -60,7 +61,7 @@ def test_of_a_signal_handler_and_what_it_interrupts_one_gets_the_lock():
         granted = []
 
         def take():
-            if grant := backend.acquire(claim("a"), 0):
+            if grant := backend.acquire(a_claim("a"), 0):
                 granted.append(grant)
 
         yield take, take
@@ -79,10 +80,10 @@ def test_a_lock_that_a_signal_handler_had_meanwhile_is_taken_with_a_greater_fenc
         granted = []
 
         def take():
-            granted.append(backend.acquire(claim("a"), 0))
+            granted.append(backend.acquire(a_claim("a"), 0))
 
         def take_and_release():
-            if grant := backend.acquire(claim("a"), 0):
+            if grant := backend.acquire(a_claim("a"), 0):
                 granted.append(grant)
                 backend.release(grant)
 
@@ -97,9 +98,9 @@ def test_a_lock_that_a_signal_handler_had_meanwhile_is_taken_with_a_greater_fenc
 def test_a_signal_handler_may_take_what_is_being_released():
     def steps():
         backend = LocMemBackend(alias="locmem")
-        held = backend.acquire(claim("a"), 0)
+        held = backend.acquire(a_claim("a"), 0)
         taken = []
-        yield lambda: backend.release(held), lambda: taken.append(backend.acquire(claim("a"), 0))
+        yield lambda: backend.release(held), lambda: taken.append(backend.acquire(a_claim("a"), 0))
 
         assert owners(backend) == [grant.claim.owner for grant in taken if grant]
 
@@ -110,7 +111,7 @@ def test_a_signal_handler_may_take_what_is_being_released():
 def test_a_signal_handler_may_release_what_is_asked_for(wait):
     def steps():
         backend = LocMemBackend(alias="locmem")
-        held = backend.acquire(claim("a"), 0)
+        held = backend.acquire(a_claim("a"), 0)
         waiter, answers = Waiter(backend, "a"), []
         yield (
             lambda: answers.append(backend.acquire(waiter.claim, wait)),
@@ -128,7 +129,7 @@ def test_a_signal_handler_may_release_what_is_asked_for(wait):
 def test_a_release_that_is_interrupted_passes_the_lock_on(wait):
     def steps():
         backend = LocMemBackend(alias="locmem")
-        held = backend.acquire(claim("a"), 0)
+        held = backend.acquire(a_claim("a"), 0)
         waiter, other = Waiter(backend, "a"), Waiter(backend, "a")
         waiter.ask()
         yield lambda: backend.release(held), lambda: backend.acquire(other.claim, wait)
@@ -148,13 +149,15 @@ def test_a_signal_handler_may_count_a_latch_down(name):
         of = {"latch": True, "limit": 2}
         waiter = Waiter(backend, "a", **of)
         waiter.ask()
-        backend.counted(claim("b").key)
+        backend.counted(a_claim("b").key)
         yield (
-            lambda: backend.count_down(claim("a", **of)),
-            lambda: backend.count_down(claim(name, **of)),
+            lambda: backend.count_down(a_claim("a", **of)),
+            lambda: backend.count_down(a_claim(name, **of)),
         )
 
-        assert [backend.counted(claim(n).key) for n in "ab"] == ([2, 0] if name == "a" else [1, 1])
+        assert [backend.counted(a_claim(n).key) for n in "ab"] == (
+            [2, 0] if name == "a" else [1, 1]
+        )
         assert bool(waiter.woken) is (name == "a")
 
     interrupted_everywhere([locmem], steps)
@@ -163,7 +166,7 @@ def test_a_signal_handler_may_count_a_latch_down(name):
 def test_a_signal_handler_may_change_what_is_listed_or_cleared():
     def steps():
         backend = LocMemBackend(alias="locmem")
-        held = [backend.acquire(claim(name), 0) for name in "ab"]
+        held = [backend.acquire(a_claim(name), 0) for name in "ab"]
 
         def read_and_clear():
             list(backend.holders())
@@ -174,7 +177,7 @@ def test_a_signal_handler_may_change_what_is_listed_or_cleared():
 
         def change():
             backend.release(held[0])
-            backend.acquire(claim("c"), 0)
+            backend.acquire(a_claim("c"), 0)
 
         yield read_and_clear, change
 
@@ -186,7 +189,7 @@ def test_a_signal_handler_may_change_what_is_listed_or_cleared():
 def test_an_interrupted_release_happened_or_did_not():
     for at in itertools.count(-2):  # Python 3.12 and 3.13 trace opcodes only from then on
         backend = LocMemBackend(alias="locmem")
-        first = backend.acquire(claim("a"), 0)
+        first = backend.acquire(a_claim("a"), 0)
         waiter = Waiter(backend, "a")
         waiter.ask()
 
@@ -209,9 +212,9 @@ def test_the_lock_passes_hundreds_of_waiters_that_are_gone(backend, monkeypatch)
     def gone(grant):
         raise RuntimeError("Event loop is closed")
 
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     for _ in range(sys.getrecursionlimit() // 2):
-        backend.acquire(claim("a", wake=gone), 30)
+        backend.acquire(a_claim("a", wake=gone), 30)
     living = Waiter(backend, "a")
     living.ask()
 
@@ -221,18 +224,18 @@ def test_the_lock_passes_hundreds_of_waiters_that_are_gone(backend, monkeypatch)
 
 
 def test_what_expired_and_nobody_uses_again_is_forgotten(backend):
-    held = backend.acquire(claim("held"), 0)
+    held = backend.acquire(a_claim("held"), 0)
 
     for number in range(5000):
-        backend.acquire(claim(f"left {number}", ttl=1e-6), 0)
-        backend.count_down(claim(f"counted {number}", ttl=1e-6, latch=True, limit=2))
+        backend.acquire(a_claim(f"left {number}", ttl=1e-6), 0)
+        backend.count_down(a_claim(f"counted {number}", ttl=1e-6, latch=True, limit=2))
 
     assert len(backend._states) <= len(backend._shards) * locmem.SWEEP_EVERY
     assert held.claim.key in backend._states
 
 
 def test_a_change_among_thousands_of_locks_copies_few(backend):
-    grants = [backend.acquire(claim(f"lock {number}"), 0) for number in range(10_000)]
+    grants = [backend.acquire(a_claim(f"lock {number}"), 0) for number in range(10_000)]
 
     assert max(map(len, backend._shards.values())) < 100
     assert len(backend._states) == len(grants)
@@ -240,11 +243,11 @@ def test_a_change_among_thousands_of_locks_copies_few(backend):
 
 def test_latches_that_nobody_counted_down_are_forgotten(backend):
     for number in range(50):
-        backend.acquire(claim(f"waited for {number}", latch=True, limit=1), 0)
-        backend.counted(claim(f"asked about {number}").key)
+        backend.acquire(a_claim(f"waited for {number}", latch=True, limit=1), 0)
+        backend.counted(a_claim(f"asked about {number}").key)
     waiter = Waiter(backend, "waits", latch=True, limit=1)
     waiter.ask()
     backend.release(Grant(waiter.claim))
-    backend.count_down(claim("counted", latch=True, limit=1))
+    backend.count_down(a_claim("counted", latch=True, limit=1))
 
-    assert list(backend._states) == [claim("counted").key]
+    assert list(backend._states) == [a_claim("counted").key]

@@ -14,7 +14,7 @@ from distlock_app.backends.redis.scripts import LUA, lua
 from distlock_app.claims import Grant
 from distlock_app.models import DistLock
 from distlock_app.primitives.names import key_of
-from tests.database_workers import claim
+from distlock_app.testing.claims import a_claim
 from tests.engines import until
 from tests.model.explore import NAMES
 from tests.model.lock_table import FREE, NO_ROW, LockTable
@@ -124,7 +124,7 @@ class OnDatabase:
     """One row and its queue lock on a real server, put into the states of the model."""
 
     def __init__(self, backend):
-        self.sessions, self.claims = backend._sessions, [claim("k"), claim("k")]
+        self.sessions, self.claims = backend._sessions, [a_claim("k"), a_claim("k")]
         self.rows = DistLock.objects.using("locks")
 
     def run(self, state, i, *, frees):

@@ -14,7 +14,7 @@ from distlock_app.core.registry import registry
 from distlock_app.models import DistLock, LiveLock
 from distlock_app.operations import history
 from distlock_app.primitives.names import key_of
-from tests.database_workers import claim
+from distlock_app.testing.claims import a_claim
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -78,7 +78,7 @@ def lock(settings):
     settings.DISTLOCK_HISTORY = 10
     history.listen()
     DistLock.objects.create(key=key_of("row"), name="row", expiry="2001-01-01T00:00Z")
-    registry["default"].backend.acquire(claim("a", ttl=30), 0)
+    registry["default"].backend.acquire(a_claim("a", ttl=30), 0)
     [holding] = registry["default"].backend.holders(key_of("a"))
     return id_of("default", holding.key, holding.version)
 

@@ -9,7 +9,8 @@ from django.test import override_settings
 
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.errors import BackendError
-from tests.redis_workers import Waiter, backend_at, claim, client_of
+from distlock_app.testing.claims import a_claim
+from tests.redis_workers import Waiter, backend_at, client_of
 
 REDIS = "django_redis.cache.RedisCache"
 NOWHERE = "redis://:s3cret@127.0.0.1:1/2"
@@ -28,7 +29,7 @@ def test_nothing_connects_before_the_first_lock():
 
     assert backend.check() == []
     with pytest.raises(BackendError):
-        backend.acquire(claim("a"), 0)
+        backend.acquire(a_claim("a"), 0)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +116,10 @@ def test_two_aliases_with_one_server_share_their_locks(own_redis):
     with override_settings(CACHES={"locks": {"BACKEND": REDIS, "LOCATION": own_redis.url}}):
         old, new = (RedisBackend(alias=alias, location="locks") for alias in ("redis", "default"))
 
-    grant = old.acquire(claim("moved"), 0)
-    assert grant and not new.acquire(claim("moved"), 0)
+    grant = old.acquire(a_claim("moved"), 0)
+    assert grant and not new.acquire(a_claim("moved"), 0)
     old.release(grant)
-    assert new.acquire(claim("moved"), 0)
+    assert new.acquire(a_claim("moved"), 0)
 
     old.close()
     new.close()
@@ -132,8 +133,8 @@ def test_locks_work_on_the_redis_cache_of_django(own_redis):
     }
     backend = backend_for({"locks": alias})
 
-    assert backend.acquire(claim("a"), 0)
-    assert not backend.acquire(claim("a"), 0)
+    assert backend.acquire(a_claim("a"), 0)
+    assert not backend.acquire(a_claim("a"), 0)
     backend.close()
 
 
@@ -174,7 +175,7 @@ def test_a_user_with_few_permissions_is_enough(own_redis):
     client.execute_command("ACL", "SETUSER", "locks", *user.split(), *commands.split())
     backend = backend_at(own_redis.url.replace("//", "//locks:word@"))
 
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     assert not waiter.ask()
     assert backend.extend(first, 60) and [held.waiters for held in backend.holders()] == [1]

@@ -14,7 +14,8 @@ import distlock_app
 from distlock_app.backends.redis.scripts import lua
 from distlock_app.claims import Busy, Grant
 from distlock_app.primitives.names import key_of
-from tests.redis_workers import Waiter, backend_at, claim
+from distlock_app.testing.claims import a_claim
+from tests.redis_workers import Waiter, backend_at
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -45,15 +46,15 @@ def test_one_owner_at_a_time_in_threads_and_processes(
 
 
 def test_the_second_owner_is_told_when_the_lock_may_be_free(backend):
-    backend.acquire(claim("a", ttl=10), 0)
+    backend.acquire(a_claim("a", ttl=10), 0)
 
-    answer = backend.acquire(claim("a"), 0)
+    answer = backend.acquire(a_claim("a"), 0)
 
     assert isinstance(answer, Busy) and 9 < answer.free_in <= 10
 
 
 def test_the_same_owner_is_granted_again_with_the_same_fence(backend):
-    wanted = claim("a")
+    wanted = a_claim("a")
 
     first, second = backend.acquire(wanted, 0), backend.acquire(wanted, 5)
 
@@ -62,9 +63,9 @@ def test_the_same_owner_is_granted_again_with_the_same_fence(backend):
 
 
 def test_release_spares_the_next_owner(backend):
-    first = backend.acquire(claim("a", ttl=0.02), 0)
+    first = backend.acquire(a_claim("a", ttl=0.02), 0)
     time.sleep(0.03)
-    second = backend.acquire(claim("a"), 0)
+    second = backend.acquire(a_claim("a"), 0)
 
     assert backend.release(first) is False
     assert backend.extend(first, 10) is False
@@ -73,15 +74,15 @@ def test_release_spares_the_next_owner(backend):
 
 
 def test_release_may_be_repeated_and_needs_no_grant(backend):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
-    assert backend.release(Grant(claim("a"))) is False
+    assert backend.release(Grant(a_claim("a"))) is False
     assert backend.release(grant) is True
     assert backend.release(grant) is False
 
 
 def test_an_extension_never_shortens_a_claim(backend):
-    grant = backend.acquire(claim("a", ttl=30), 0)
+    grant = backend.acquire(a_claim("a", ttl=30), 0)
 
     assert backend.extend(grant, 1)
     assert next(iter(backend.holders(grant.claim.key))).expires_in > 29
@@ -91,7 +92,7 @@ def test_an_extension_never_shortens_a_claim(backend):
 
 def test_many_claims_are_extended_in_one_request_each_with_its_own_answer(own):
     backend, server = own
-    grants = [backend.acquire(claim(f"n{number}"), 0) for number in range(700)]
+    grants = [backend.acquire(a_claim(f"n{number}"), 0) for number in range(700)]
     backend.release(grants[3])
     server.script_flush()
 
@@ -106,39 +107,39 @@ def test_fences_grow_after_everything_is_lost(own):
     fences = []
 
     for _ in range(3):
-        fences.append(backend.acquire(claim("a"), 0).fence)
+        fences.append(backend.acquire(a_claim("a"), 0).fence)
         server.flushall()
-    fences.append(backend.acquire(claim("a"), 0).fence)
+    fences.append(backend.acquire(a_claim("a"), 0).fence)
 
     assert fences == sorted(set(fences))
 
 
 def test_fences_grow_when_the_clock_is_behind(own):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     ahead = grant.fence + 3_600_000_000
     server.set("distlock:{0}:fence", ahead)
 
-    assert backend.acquire(claim("b"), 0).fence == ahead + 1
-    assert backend.acquire(claim("c"), 0).fence == ahead + 2
+    assert backend.acquire(a_claim("b"), 0).fence == ahead + 1
+    assert backend.acquire(a_claim("c"), 0).fence == ahead + 2
 
 
 def test_clear_spares_a_lock_that_changed_hands(backend):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     shown = next(iter(backend.holders(first.claim.key))).version
     backend.release(first)
-    second = backend.acquire(claim("a"), 0)
+    second = backend.acquire(a_claim("a"), 0)
 
     assert backend.clear(second.claim.key, shown) == 0
     assert backend.extend(second, 30)
     assert backend.clear(second.claim.key, str(second.fence)) == 1
     assert backend.extend(second, 30) is False
     assert backend.clear(second.claim.key) == 0
-    assert backend.acquire(claim("a"), 0).fence > second.fence
+    assert backend.acquire(a_claim("a"), 0).fence > second.fence
 
 
 def test_clear_gives_the_lock_to_the_next_in_the_queue(backend):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -149,9 +150,9 @@ def test_clear_gives_the_lock_to_the_next_in_the_queue(backend):
 
 def test_a_guarded_write_needs_the_lock(backend, server, prefix):
     key = f"{prefix}:stock"
-    first = backend.acquire(claim("a", ttl=0.02), 0)
+    first = backend.acquire(a_claim("a", ttl=0.02), 0)
     time.sleep(0.03)
-    second = backend.acquire(claim("a"), 0)
+    second = backend.acquire(a_claim("a"), 0)
 
     assert backend.guarded_set(first, key, "of the first") is False
     assert server.get(key) is None
@@ -162,7 +163,7 @@ def test_a_guarded_write_needs_the_lock(backend, server, prefix):
 
 def test_a_guarded_write_can_hand_the_lock_over(backend, server, prefix):
     key = f"{prefix}:stock"
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -177,7 +178,7 @@ def test_a_guarded_write_can_hand_the_lock_over(backend, server, prefix):
     "name", ["job", "JOB", "jób", "job ", "job\0x", "{job}", "j%dob", "\udc80", "ß" * 10_000]
 )
 def test_any_name_is_locked_under_a_key_of_forty_digits(backend, server, prefix, name):
-    grant = backend.acquire(claim(name), 0)
+    grant = backend.acquire(a_claim(name), 0)
 
     [holding] = backend.holders()
     assert holding.key == key_of(name) and holding.fence == grant.fence
@@ -186,7 +187,7 @@ def test_any_name_is_locked_under_a_key_of_forty_digits(backend, server, prefix,
 
 
 def test_holders_says_who_has_it_since_when_and_who_waits(backend):
-    grant = backend.acquire(claim("invoice:42", ttl=20), 0)
+    grant = backend.acquire(a_claim("invoice:42", ttl=20), 0)
     Waiter(backend, "invoice:42").ask()
     time.sleep(0.02)
 
@@ -201,7 +202,7 @@ def test_holders_says_who_has_it_since_when_and_who_waits(backend):
 
 def test_all_holders_are_found_without_scanning_the_server(own):
     backend, server = own
-    grants = [backend.acquire(claim(f"n{number}"), 0) for number in range(1200)]
+    grants = [backend.acquire(a_claim(f"n{number}"), 0) for number in range(1200)]
     backend.release(grants.pop())
     server.config_resetstat()
 
@@ -222,7 +223,7 @@ def test_the_permissions_in_the_documentation_are_enough(own):
     backend = backend_at(f"redis://locks:password@{options['host']}:{options['port']}/0")
 
     for kind in ({}, {"shared": True}, {"limit": 2}):
-        grant = backend.acquire(claim("a", **kind), 0)
+        grant = backend.acquire(a_claim("a", **kind), 0)
         waiter = Waiter(backend, "a")
         waiter.ask()
         [held] = backend.holders()
@@ -230,8 +231,8 @@ def test_the_permissions_in_the_documentation_are_enough(own):
         assert backend.prolong(held.key, held.version, 60)
         assert backend.extend(grant, 60) and backend.release(grant)
         assert backend.clear(waiter.granted().claim.key) == 1
-    assert len(backend.acquire_all([claim("a"), claim("b")])) == 2
-    passing = claim("c", latch=True, limit=1, wake=lambda grant: None)
+    assert len(backend.acquire_all([a_claim("a"), a_claim("b")])) == 2
+    passing = a_claim("c", latch=True, limit=1, wake=lambda grant: None)
     assert not backend.acquire(passing, 30)
     backend.release(Grant(passing))
     assert backend.count_down(passing) == backend.counted(passing.key) == 1
@@ -242,7 +243,7 @@ def test_the_permissions_in_the_documentation_are_enough(own):
 
 
 def test_values_are_text_that_people_can_read(backend, server, prefix):
-    grant = backend.acquire(claim("naïve ☂"), 0)
+    grant = backend.acquire(a_claim("naïve ☂"), 0)
     lock = f"{prefix}:{{0}}:{grant.claim.key}"
 
     value = server.get(lock)
@@ -251,7 +252,7 @@ def test_values_are_text_that_people_can_read(backend, server, prefix):
 
 
 def test_every_key_expires_but_the_counter(backend, server, prefix):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -265,7 +266,7 @@ def test_every_key_expires_but_the_counter(backend, server, prefix):
 
 
 def test_a_last_try_leaves_no_place_in_the_queue(backend, server, prefix):
-    backend.acquire(claim("a"), 0)
+    backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -277,11 +278,11 @@ def test_a_last_try_leaves_no_place_in_the_queue(backend, server, prefix):
 def test_a_held_lock_takes_less_than_400_bytes(own):
     backend, server = own
     holder = '{"host":"web-1","pid":12345,"thread":"MainThread"}'
-    backend.release(backend.acquire(claim("warm"), 0))
+    backend.release(backend.acquire(a_claim("warm"), 0))
     before = server.info("memory")["used_memory"]
 
     for number in range(5000):
-        wanted = dataclasses.replace(claim(f"invoice:{number}", ttl=300), holder=holder)
+        wanted = dataclasses.replace(a_claim(f"invoice:{number}", ttl=300), holder=holder)
         backend.acquire(wanted, 0)
 
     assert (server.info("memory")["used_memory"] - before) / 5000 < 400
@@ -289,11 +290,11 @@ def test_a_held_lock_takes_less_than_400_bytes(own):
 
 def test_names_that_expired_leave_nothing_in_memory(own):
     backend, server = own
-    backend.release(backend.acquire(claim("warm"), 0))
+    backend.release(backend.acquire(a_claim("warm"), 0))
     before = server.info("memory")["used_memory"]
 
     for number in range(5000):
-        backend.acquire(claim(f"invoice:{number}", ttl=0.5), 0)
+        backend.acquire(a_claim(f"invoice:{number}", ttl=0.5), 0)
 
     deadline = time.monotonic() + 30
     while server.dbsize() > 1 or server.info("memory")["used_memory"] > before + 50_000:
@@ -304,11 +305,11 @@ def test_names_that_expired_leave_nothing_in_memory(own):
 
 def test_stale_names_leave_the_index_while_others_are_held(own):
     backend, server = own
-    held = backend.acquire(claim("held"), 0)
+    held = backend.acquire(a_claim("held"), 0)
     [index] = server.keys("distlock:{0}:held:*")
     server.zadd(index, {f"{number:040x}": 1 for number in range(300)})
 
     for _ in range(600):
-        backend.release(backend.acquire(claim("held", owner=held.claim.owner), 0))
+        backend.release(backend.acquire(a_claim("held", owner=held.claim.owner), 0))
 
     assert server.zcard(index) == 0

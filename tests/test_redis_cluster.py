@@ -14,8 +14,9 @@ from django.test import override_settings
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis import cluster as redis_cluster
 from distlock_app.backends.redis.cluster import SLOTS, slot_of
+from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_everywhere
-from tests.redis_workers import Waiter, claim, listeners
+from tests.redis_workers import Waiter, listeners
 
 pytest_plugins = ["tests.redis_fixtures"]
 NAMES = 1000
@@ -41,7 +42,7 @@ def one_of_each_master(backend):
     names = {}
     for number in range(NAMES):
         name = f"n{number}"
-        names.setdefault(backend._pool.node(backend._lock(claim(name).key)), name)
+        names.setdefault(backend._pool.node(backend._lock(a_claim(name).key)), name)
     assert len(names) == 3
     return list(names.values())
 
@@ -75,8 +76,8 @@ def test_an_alias_with_the_client_class_of_clusters_will_do(cluster_urls, prefix
         assert backend.check() == []
 
     for name in one_of_each_master(backend):
-        grant = backend.acquire(claim(name), 0)
-        assert grant and not backend.acquire(claim(name), 0) and backend.release(grant)
+        grant = backend.acquire(a_claim(name), 0)
+        assert grant and not backend.acquire(a_claim(name), 0) and backend.release(grant)
     assert len(backend._pool.nodes()) == 3
     assert backend._pool.nodes()[0]._recipe.connection_kwargs["socket_timeout"] == 3
     backend.close()
@@ -96,7 +97,7 @@ def test_hash_slots_are_those_of_redis():
 
 
 def test_a_thousand_names_are_spread_over_the_masters_without_crossslot(backend):
-    claims = [claim(f"n{number}") for number in range(NAMES)]
+    claims = [a_claim(f"n{number}") for number in range(NAMES)]
 
     grants = [backend.acquire(one, 0) for one in claims]
     extended = backend.extend_many([(grant, 60) for grant in grants])
@@ -119,8 +120,8 @@ def test_a_signal_handler_may_lock_while_the_map_is_asked_for(backend):
         backend._pool._pools.clear()
         grants = []
         yield (
-            lambda: grants.append(backend.acquire(claim(names[0]), 0)),
-            lambda: grants.append(backend.acquire(claim(names[1]), 0)),
+            lambda: grants.append(backend.acquire(a_claim(names[0]), 0)),
+            lambda: grants.append(backend.acquire(a_claim(names[1]), 0)),
         )
 
         assert all(backend.release(grant) for grant in grants)
@@ -132,16 +133,16 @@ def test_a_signal_handler_may_lock_while_the_map_is_asked_for(backend):
 def test_renewals_at_one_master_do_not_wait_for_another(backend):
     names = one_of_each_master(backend)
 
-    apart = {backend.server_of(claim(name).key) for name in names}
+    apart = {backend.server_of(a_claim(name).key) for name in names}
 
     assert len(apart) == 3
     backend._pool._map = []  # unknown, and not asked for
-    assert {backend.server_of(claim(name).key) for name in names} == {backend._pool}
+    assert {backend.server_of(a_claim(name).key) for name in names} == {backend._pool}
 
 
 def test_requests_follow_their_keys_when_the_map_is_old(backend):
     names = one_of_each_master(backend)
-    grants = [backend.acquire(claim(name), 0) for name in names]
+    grants = [backend.acquire(a_claim(name), 0) for name in names]
     masters = backend._pool.nodes()
     others = dict(zip(masters, [*masters[1:], masters[0]], strict=True))
 
@@ -158,7 +159,7 @@ def test_requests_follow_their_keys_when_the_map_is_old(backend):
 
 def test_a_waiter_is_woken_on_each_master(backend):
     for name in one_of_each_master(backend):
-        grant = backend.acquire(claim(name), 0)
+        grant = backend.acquire(a_claim(name), 0)
         waiter = Waiter(backend, name)
         assert not waiter.ask()
 
@@ -172,8 +173,8 @@ def test_a_waiter_that_listens_elsewhere_is_passed_over_and_hears_nothing(backen
     # As after a failover, for a moment: messages go from each node to all others, and replicas
     # have those of their master, but only who listens where the lock is was counted.
     here, elsewhere, _ = one_of_each_master(backend)
-    first = backend.acquire(claim(here), 0)
-    listener = backend._listener(claim(elsewhere).key)
+    first = backend.acquire(a_claim(here), 0)
+    listener = backend._listener(a_claim(elsewhere).key)
     right, waiter = backend._listener, Waiter(backend, here)
     backend._listener = lambda key: listener
     assert listener.ensure_subscribed() and not waiter.ask()
@@ -181,7 +182,7 @@ def test_a_waiter_that_listens_elsewhere_is_passed_over_and_hears_nothing(backen
 
     assert backend.release(first)
 
-    second = backend.acquire(claim(here), 0)
+    second = backend.acquire(a_claim(here), 0)
     assert second
     assert not waiter.event.wait(0.5), waiter.woken
     again = waiter.ask()
@@ -189,7 +190,7 @@ def test_a_waiter_that_listens_elsewhere_is_passed_over_and_hears_nothing(backen
 
 
 def test_a_waiter_in_another_process_is_woken_and_a_dead_one_skipped(backend, processes, prefix):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     workers = processes.start_many(
         "tests.redis_workers:wait_once", count=2, prefix=prefix, name="a", using="cluster"
     )
@@ -203,11 +204,11 @@ def test_a_waiter_in_another_process_is_woken_and_a_dead_one_skipped(backend, pr
     backend.release(first)
 
     assert workers[1].result(within=30)["fence"] > first.fence
-    assert backend.acquire(claim("a"), 0)
+    assert backend.acquire(a_claim("a"), 0)
 
 
 def test_a_guarded_write_needs_a_key_in_the_slot_of_its_lock(backend):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     with pytest.raises(ValueError, match=r"contain '\{\d+\}'") as refused:
         backend.guarded_set(grant, "stock", 1)
     tag = str(refused.value).split("'")[1]

@@ -15,11 +15,12 @@ import redis
 from distlock_app.backends.redis import link, pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
+from distlock_app.testing.claims import a_claim
 from tests.conftest import missing
 from tests.engines import running, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
-from tests.redis_workers import DEADLINE, Waiter, backend_at, claim, wait_for
+from tests.redis_workers import DEADLINE, Waiter, backend_at, wait_for
 from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -68,9 +69,9 @@ def certified(directory):
 
 def test_every_kind_of_connection_carries_locks(reached):
     _, backend = reached
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
-    assert not backend.acquire(claim("a"), 0)
+    assert not backend.acquire(a_claim("a"), 0)
     assert backend.extend_many([(grant, 60)] * 500) == [True] * 500
     assert [held.fence for held in backend.holders()] == [grant.fence]
     waiter = Waiter(backend, "a")
@@ -82,18 +83,18 @@ def test_every_kind_of_connection_carries_locks(reached):
 @pytest.mark.parametrize("verb", ["acquire", "ping"])
 def test_every_kind_of_connection_has_a_time_limit(reached, verb):
     server, backend = reached
-    backend.release(backend.acquire(claim("a"), 0))
+    backend.release(backend.acquire(a_claim("a"), 0))
     backend.ping()
 
     server.pause()
     with pytest.raises(BackendError, match=r"did not answer: TimeoutError\.$"):
-        backend.acquire(claim("a"), 0) if verb == "acquire" else backend.ping()
+        backend.acquire(a_claim("a"), 0) if verb == "acquire" else backend.ping()
     server.resume()
 
 
 def test_every_kind_of_connection_may_be_closed_while_threads_wait(reached):
     _, backend = reached
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     with ExitStack() as stack:
         for waiters in range(1, 4):
@@ -105,7 +106,7 @@ def test_every_kind_of_connection_may_be_closed_while_threads_wait(reached):
 
 
 def test_an_answer_may_arrive_in_pieces(backend):
-    claims = [claim(f"name {number}") for number in range(link.RECEIVED // 10)]
+    claims = [a_claim(f"name {number}") for number in range(link.RECEIVED // 10)]
 
     grants = backend.acquire_all(claims)
 
@@ -118,7 +119,7 @@ def test_a_message_may_arrive_in_pieces(own, monkeypatch):
     monkeypatch.setattr(link, "RECEIVED", 7)
     monkeypatch.setattr(link, "RECEIVED_LINES", 7)
     backend, _ = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -128,7 +129,7 @@ def test_a_message_may_arrive_in_pieces(own, monkeypatch):
 
 def test_a_subscription_without_a_sign_of_life_is_replaced(own_redis, own):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
     [before] = server.client_list(_type="pubsub")
@@ -145,7 +146,7 @@ def test_a_subscription_without_a_sign_of_life_is_replaced(own_redis, own):
 
 def test_a_forgotten_script_is_loaded_once_for_a_whole_batch(own):
     backend, server = own
-    grants = [backend.acquire(claim(f"name {number}"), 0) for number in range(9)]
+    grants = [backend.acquire(a_claim(f"name {number}"), 0) for number in range(9)]
     server.script_flush()
     server.config_resetstat()
 
@@ -159,21 +160,21 @@ def test_an_error_says_that_loading_scripts_is_not_permitted(own):
     server.execute_command("ACL", "SETUSER", "default", "-script|load")
 
     with pytest.raises(BackendError, match="NOPERM|NoPermission"):
-        backend.acquire(claim("a"), 0)
+        backend.acquire(a_claim("a"), 0)
 
     server.execute_command("ACL", "SETUSER", "default", "+script|load")
-    assert backend.acquire(claim("a"), 0)
+    assert backend.acquire(a_claim("a"), 0)
 
 
 @pytest.mark.parametrize("module", [link, pool], ids=["link", "pool"])
 def test_an_interrupt_anywhere_in_an_exchange_mixes_up_no_answers(module, own):
     """The next request never reads what an interrupted exchange left behind."""
     backend, _ = own
-    backend.release(backend.acquire(claim("a"), 0))
+    backend.release(backend.acquire(a_claim("a"), 0))
     interrupted, at = True, 0
 
     while interrupted:
-        at, left, wanted = at + 3, at + 3, claim("a")
+        at, left, wanted = at + 3, at + 3, a_claim("a")
         interrupted = False
 
         def at_opcode(frame, event, arg):
@@ -200,7 +201,7 @@ def test_an_interrupt_anywhere_in_an_exchange_mixes_up_no_answers(module, own):
         finally:
             sys.settrace(before)
         backend.release(Grant(wanted))
-        grants = [backend.acquire(claim(name), 0) for name in "ab"]
+        grants = [backend.acquire(a_claim(name), 0) for name in "ab"]
         assert grants[0].fence < grants[1].fence
         assert [backend.release(grant) for grant in grants] == [True, True]
 
@@ -222,8 +223,8 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(own_redis):
         server = stack.enter_context(redis.Redis.from_url(own_redis.url))
         path = stack.enter_context(proxy_to(own_redis.port))
         backend = stack.enter_context(closing(backend_at(f"redis://127.0.0.1:{path.port}/0")))
-        backend.release(backend.acquire(claim("a"), 0))  # the server knows the scripts
-        wanted, already, path.delay = claim("a"), scripts_run(), 0.2
+        backend.release(backend.acquire(a_claim("a"), 0))  # the server knows the scripts
+        wanted, already, path.delay = a_claim("a"), scripts_run(), 0.2
         before = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Interrupted):
@@ -232,4 +233,4 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(own_redis):
         backend.release(Grant(wanted))
         until(lambda: scripts_run() == already + 2)
 
-        assert backend.acquire(claim("a"), 0)
+        assert backend.acquire(a_claim("a"), 0)

@@ -14,8 +14,9 @@ from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.alias import _master
 from distlock_app.backends.redis.pool import MASTER_SECONDS, SENTINELS_AWAY_SECONDS
 from distlock_app.errors import BackendError
+from distlock_app.testing.claims import a_claim
 from tests.proxy import proxy_to
-from tests.redis_workers import Waiter, backend_at, claim, client_of, left_waiting
+from tests.redis_workers import Waiter, backend_at, client_of, left_waiting
 from tests.servers import RedisCluster, RedisServer, SentinelServer
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -80,7 +81,7 @@ def careful(pair):
 
 
 def test_a_lock_counts_only_when_the_replica_has_it(pair, careful):
-    first, wanted = claim("held"), claim("wanted")
+    first, wanted = a_claim("held"), a_claim("wanted")
     held = eventually(lambda: careful.acquire(first, 0))
 
     pair.lag()
@@ -93,7 +94,7 @@ def test_a_lock_counts_only_when_the_replica_has_it(pair, careful):
         careful.extend(held, 60)
     [unknown] = careful.extend_many([(held, 60)])
     assert isinstance(unknown, BackendError)
-    assert not careful.acquire(claim("held"), 0)  # busy is busy without a replica
+    assert not careful.acquire(a_claim("held"), 0)  # busy is busy without a replica
     pair.mend()
 
     assert eventually(lambda: careful.acquire(wanted, 0))
@@ -102,7 +103,7 @@ def test_a_lock_counts_only_when_the_replica_has_it(pair, careful):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_lock_that_was_handed_over_counts_only_then_too(pair, careful, shared):
-    owner = claim("a")
+    owner = a_claim("a")
     first = eventually(lambda: careful.acquire(owner, 0))
     waiter = Waiter(careful, "a", shared=shared)
     assert not waiter.ask()
@@ -121,7 +122,7 @@ def test_a_lock_that_was_handed_over_counts_only_then_too(pair, careful, shared)
 
 
 def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(careful):
-    wanted = claim("a")  # the same again: one that the replicas were late to confirm is held
+    wanted = a_claim("a")  # the same again: one that the replicas were late to confirm is held
     first = eventually(lambda: careful.acquire(wanted, 0))
     with left_waiting(careful, "a"):
         living = Waiter(careful, "a")
@@ -137,13 +138,13 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(careful):
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_a_promoted_replica_knows_every_lock_if_it_was_asked(pair, replicas):
     backend = backend_at(pair.master.url, replicas=replicas, replicas_timeout=0.2)
-    early = claim("early")
+    early = a_claim("early")
     assert eventually(lambda: backend.acquire(early, 0))
     eventually(lambda: in_step(client_of(pair.master.url)))
 
     pair.lag()
     granted = [early]
-    for wanted in (claim("late"), claim("later")):
+    for wanted in (a_claim("late"), a_claim("later")):
         try:
             backend.acquire(wanted, 0)
         except BackendError:
@@ -153,7 +154,7 @@ def test_a_promoted_replica_knows_every_lock_if_it_was_asked(pair, replicas):
     client_of(pair.replica.url).replicaof("NO", "ONE")  # as a Sentinel does
 
     after = backend_at(pair.replica.url)
-    twice = [one.name for one in granted if after.acquire(claim(one.name), 0)]
+    twice = [one.name for one in granted if after.acquire(a_claim(one.name), 0)]
     # What the option is for: without it, locks that their holders trust are given away.
     assert twice == ([] if replicas else ["late", "later"])
     for one in (backend, after):
@@ -174,7 +175,7 @@ def test_a_waiter_listens_at_the_server_to_which_its_name_moved(pair):
     """As a service does that points its name to the replica and makes it the master."""
     with proxy_to(pair.master.port) as name:
         backend = backend_at(f"redis://127.0.0.1:{name.port}")
-        first = backend.acquire(claim("a"), 0)
+        first = backend.acquire(a_claim("a"), 0)
         waiter = Waiter(backend, "a")
         assert not waiter.ask()
         old, new = client_of(pair.master.url), client_of(pair.replica.url)
@@ -278,15 +279,15 @@ def test_an_old_master_that_lives_is_left_before_its_sentinel_tells_it(private_s
     names = client_of(sentinel.url)
     eventually(lambda: len(names.sentinel_slaves("locks")) == 1)
     backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
-    grant = backend.acquire(claim("before"), 0)
+    grant = backend.acquire(a_claim("before"), 0)
     eventually(lambda: in_step(client_of(master.url)))
 
     eventually(lambda: names.sentinel_failover("locks"))
     eventually(lambda: names.sentinel_get_master_addr_by_name("locks")[1] == replica.port)
     time.sleep(MASTER_SECONDS)  # so often it asks; the connection that it has works all the time
 
-    assert backend.acquire(claim("after"), 0)
-    assert client_of(replica.url).exists(backend._lock(claim("after").key))
+    assert backend.acquire(a_claim("after"), 0)
+    assert client_of(replica.url).exists(backend._lock(a_claim("after").key))
     assert client_of(master.url).info("replication")["role"] == "master"
     assert backend.extend(grant, 60)
     sentinel.close()
@@ -305,7 +306,7 @@ def test_a_master_that_lost_its_place_while_it_was_connected_to_is_left(private_
     named, discover = [("127.0.0.1", old.port)], sentinels.discover_master
     sentinels.discover_master = lambda service: named.pop() if named else discover(service)
 
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     assert not named
     assert client_of(new.url).exists(backend._lock(grant.claim.key))
@@ -333,11 +334,11 @@ def test_a_server_that_the_sentinels_name_but_do_not_confirm_gets_no_request(pri
 
     sentinels.discover_master = in_doubt
     with pytest.raises(BackendError, match="could not be reached"):
-        backend.acquire(claim("a"), 0)
+        backend.acquire(a_claim("a"), 0)
 
     assert client_of(master.url).dbsize() == 0
     sentinels.discover_master = discover
-    assert backend.acquire(claim("a"), 0)
+    assert backend.acquire(a_claim("a"), 0)
     backend.close()
     for server in (sentinel, master):
         server.close()
@@ -359,14 +360,14 @@ def test_an_old_master_is_left_though_the_sentinels_knew_none_for_a_moment(priva
     sentinel = private_server(SentinelServer, old)
     names = client_of(sentinel.url)
     backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
-    backend.acquire(claim("before"), 0)
+    backend.acquire(a_claim("before"), 0)
 
     names.sentinel_remove("locks")
     backend._pool._ask_again = 0.0
-    backend.acquire(claim("meanwhile"), 0)
+    backend.acquire(a_claim("meanwhile"), 0)
     names.sentinel_monitor("locks", "127.0.0.1", new.port, 1)
 
-    wanted = claim("after")
+    wanted = a_claim("after")
     reached = client_of(new.url)
     eventually(
         lambda: backend.acquire(wanted, 0) and reached.exists(backend._lock(wanted.key)),
@@ -403,7 +404,7 @@ def clustered(own_cluster):
 
 @pytest.mark.slow
 def test_a_slot_that_moves_takes_its_locks_along(own_cluster, clustered):
-    owner = claim("moving")
+    owner = a_claim("moving")
     held = eventually(lambda: clustered.acquire(owner, 0))
     waiter = Waiter(clustered, "moving")
     assert not waiter.ask()
@@ -436,9 +437,9 @@ def test_a_slot_that_moves_takes_its_locks_along(own_cluster, clustered):
 
 @pytest.mark.slow
 def test_a_cluster_loses_a_master_and_no_lock_that_its_replica_confirmed(own_cluster, clustered):
-    claims = [claim(f"n{number}") for number in range(1000)]
+    claims = [a_claim(f"n{number}") for number in range(1000)]
     grants = [eventually(lambda one=one: clustered.acquire(one, 0)) for one in claims]
-    others = [claim(one.name) for one in claims]
+    others = [a_claim(one.name) for one in claims]
 
     idle = RedisBackend(alias="own", cluster=[node.url for node in own_cluster.nodes])
     idle.ping()
@@ -477,7 +478,7 @@ def test_a_cluster_loses_a_master_under_load(own_cluster, processes, tmp_path):
         "OPTIONS": {"CLUSTER": urls, "REPLICAS": 0},
     }
     backend = RedisBackend(alias="own", cluster=urls)
-    owner = backend._pool.node(backend._lock(claim("busy").key))
+    owner = backend._pool.node(backend._lock(a_claim("busy").key))
     port = owner._recipe.connection_kwargs["port"]
     backend.close()
     [master] = [node for node in own_cluster.nodes if node.port == port]

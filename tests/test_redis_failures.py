@@ -10,8 +10,9 @@ import pytest
 from distlock_app.backends.redis import pool as redis_pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
+from distlock_app.testing.claims import a_claim
 from tests.engines import until
-from tests.redis_workers import Waiter, backend_at, claim
+from tests.redis_workers import Waiter, backend_at
 from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -28,20 +29,20 @@ def text_of(error):
 
 def test_flushed_scripts_are_loaded_again(own):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     server.script_flush()
     assert backend.extend(grant, 60)
     server.script_flush()
     assert backend.release(grant)
     server.script_flush()
-    assert backend.acquire(claim("a"), 0)
+    assert backend.acquire(a_claim("a"), 0)
 
 
 @pytest.mark.parametrize("idle", [0.0, 0.7])
 def test_a_connection_that_the_server_closed_is_replaced(own, idle):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     for verb in (lambda: backend.extend(grant, 60), lambda: backend.release(grant)):
         server.client_kill_filter(_type="normal", skipme=True)
@@ -51,7 +52,7 @@ def test_a_connection_that_the_server_closed_is_replaced(own, idle):
 
 def test_a_restarted_server_is_used_again_and_its_waiters_try_again(own_redis):
     backend = backend_at(own_redis.url)
-    lost = backend.acquire(claim("a"), 0)
+    lost = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -70,11 +71,11 @@ def test_a_restarted_server_is_used_again_and_its_waiters_try_again(own_redis):
 
 def test_a_server_that_does_not_answer_is_an_error_and_no_busy_lock(own_redis):
     backend = backend_at(own_redis.url, SOCKET_TIMEOUT=1, SOCKET_CONNECT_TIMEOUT=1)
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     own_redis.pause()
     for verb in (
-        lambda: backend.acquire(claim("b"), 0),
+        lambda: backend.acquire(a_claim("b"), 0),
         lambda: backend.extend(grant, 30),
         lambda: backend.release(grant),
         lambda: backend.ping(),
@@ -93,8 +94,8 @@ def test_a_server_that_does_not_answer_is_an_error_and_no_busy_lock(own_redis):
 @pytest.mark.parametrize("how", ["silent", "close"])
 def test_a_lost_answer_to_acquire_leaves_no_orphan(proxy, own, how):
     backend = backend_at(proxy.url, SOCKET_TIMEOUT=2, SOCKET_CONNECT_TIMEOUT=5)
-    wanted = claim("a")
-    backend.acquire(claim("warm"), 0)
+    wanted = a_claim("a")
+    backend.acquire(a_claim("warm"), 0)
 
     proxy.swallow = how
     if how == "silent":
@@ -106,9 +107,9 @@ def test_a_lost_answer_to_acquire_leaves_no_orphan(proxy, own, how):
     proxy.swallow = how
     if how == "silent":
         with pytest.raises(BackendError):
-            backend.acquire(claim("b", owner="b" * 32), 0)
+            backend.acquire(a_claim("b", owner="b" * 32), 0)
     assert backend.release(Grant(wanted)) in (True, False)
-    backend.release(Grant(claim("b", owner="b" * 32)))
+    backend.release(Grant(a_claim("b", owner="b" * 32)))
 
     assert [holding.name for holding in own[0].holders()] == ["warm"]
     backend.close()
@@ -116,8 +117,8 @@ def test_a_lost_answer_to_acquire_leaves_no_orphan(proxy, own, how):
 
 def test_a_lost_answer_to_release_is_repeated_and_says_what_it_can(proxy, own):
     backend = backend_at(proxy.url, SOCKET_TIMEOUT=2, SOCKET_CONNECT_TIMEOUT=5)
-    backend.release(backend.acquire(claim("a"), 0))  # the script is loaded
-    closed, silent = (backend.acquire(claim(name), 0) for name in ("closed", "silent"))
+    backend.release(backend.acquire(a_claim("a"), 0))  # the script is loaded
+    closed, silent = (backend.acquire(a_claim(name), 0) for name in ("closed", "silent"))
 
     proxy.swallow = "close"
     with pytest.raises(BackendError, match="may have been lost before"):
@@ -135,7 +136,7 @@ def test_a_lost_answer_to_release_is_repeated_and_says_what_it_can(proxy, own):
 @pytest.mark.parametrize("how", ["close", "silent"])
 def test_a_guarded_script_whose_answer_was_lost_is_not_sent_again(proxy, own, how):
     backend = backend_at(proxy.url, SOCKET_TIMEOUT=2, SOCKET_CONNECT_TIMEOUT=5)
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     count = partial(backend.guarded_script, grant, "return redis.call('INCR', KEYS[1])", ["n"], [])
     assert count() == 1
 
@@ -152,7 +153,7 @@ def test_a_thousand_lost_answers_leave_no_lock(proxy, own):
     lost = 0
 
     for number in range(1000):
-        wanted = claim(f"n{number % 10}")
+        wanted = a_claim(f"n{number % 10}")
         proxy.swallow = "close"
         try:
             assert backend.acquire(wanted, 0)
@@ -172,24 +173,24 @@ def test_a_thousand_lost_answers_leave_no_lock(proxy, own):
 
 def test_a_refusal_of_the_server_is_an_error_and_no_busy_lock(own):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     server.config_set("maxmemory", 1)
     with pytest.raises(BackendError, match="OOM|OutOfMemory"):
-        backend.acquire(claim("b"), 0)
+        backend.acquire(a_claim("b"), 0)
     assert backend.release(grant)
     server.config_set("maxmemory", 0)
 
     server.replicaof("127.0.0.1", 1)
     with pytest.raises(BackendError, match="read-only replica"):
-        backend.acquire(claim("b"), 0)
+        backend.acquire(a_claim("b"), 0)
     server.replicaof("NO", "ONE")
-    assert backend.acquire(claim("b"), 0)
+    assert backend.acquire(a_claim("b"), 0)
 
 
 def test_a_full_server_still_hands_locks_over(own):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -202,7 +203,7 @@ def test_a_full_server_still_hands_locks_over(own):
 @pytest.mark.parametrize("kind", [{}, {"shared": True}, {"limit": 3}])
 def test_a_full_server_extends_and_releases_what_it_has(own, kind):
     backend, server = own
-    wanted = claim("a", ttl=30, **kind)
+    wanted = a_claim("a", ttl=30, **kind)
     grant = backend.acquire(wanted, 0)
 
     server.config_set("maxmemory", 1)
@@ -219,7 +220,7 @@ def test_a_full_server_extends_and_releases_what_it_has(own, kind):
 @pytest.mark.parametrize("kind", [{}, {"shared": True}, {"limit": 3}])
 def test_a_full_server_keeps_the_place_of_those_who_wait(own, kind):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     first, second = Waiter(backend, "a", **kind), Waiter(backend, "a", **kind)
     first.ask()
     server.config_set("maxmemory", 1)
@@ -242,7 +243,7 @@ def test_a_full_server_lets_its_latches_be_waited_for(own):
     assert not waiter.ask()
 
     server.config_set("maxmemory", 0)
-    backend.count_down(claim("a", latch=True))
+    backend.count_down(a_claim("a", latch=True))
     assert waiter.granted()
 
 

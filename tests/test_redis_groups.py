@@ -20,8 +20,9 @@ from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_acquired, lock_failed
+from distlock_app.testing.claims import a_claim
 from tests.engines import DEADLINE, running, until
-from tests.redis_workers import backend_at, claim
+from tests.redis_workers import backend_at
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -146,9 +147,9 @@ def test_tasks_take_them_by_one_request_too(names, asked):
 @pytest.mark.parametrize("kind", [{}, {"shared": True}, {"limit": 3}], ids=str)
 def test_one_that_is_held_or_waited_for_leaves_all_untaken(names, kind):
     backend = registry["redis"].backend
-    held = backend.acquire(claim(names[2], **kind), 0)
+    held = backend.acquire(a_claim(names[2], **kind), 0)
 
-    assert backend.acquire_all([claim(name) for name in names]) is None
+    assert backend.acquire_all([a_claim(name) for name in names]) is None
     with pytest.raises(LockBusy):
         all_of(*locks(names)).acquire(wait=0)
     with pytest.raises(LockTimeout):
@@ -161,7 +162,7 @@ def test_one_that_is_held_or_waited_for_leaves_all_untaken(names, kind):
 
 def test_who_has_to_wait_is_woken_and_overtakes_nobody(names):
     backend = registry["redis"].backend
-    held = backend.acquire(claim(names[1]), 0)
+    held = backend.acquire(a_claim(names[1]), 0)
     got = []
 
     def take():
@@ -170,7 +171,7 @@ def test_who_has_to_wait_is_woken_and_overtakes_nobody(names):
 
     with running(take):
         until(lambda: next(iter(backend.holders(held.claim.key))).waiters == 1)
-        assert backend.acquire_all([claim(name) for name in names[1:]]) is None
+        assert backend.acquire_all([a_claim(name) for name in names[1:]]) is None
         backend.release(held)
 
     assert [hold.name for hold in got] == names
@@ -238,11 +239,11 @@ def test_locks_of_several_aliases_are_each_taken_of_their_own(names, asked):
 
 
 def test_what_a_stable_owner_has_already_ends_no_earlier_for_a_group(backend, server):
-    held = claim("a", owner="f" * 32, ttl=300)
+    held = a_claim("a", owner="f" * 32, ttl=300)
     backend.acquire(held, 0)
 
     for ttl, least in (1, 290), (600, 590):
-        pair = [claim("a", owner="f" * 32, ttl=ttl), claim("b", owner="f" * 32, ttl=ttl)]
+        pair = [a_claim("a", owner="f" * 32, ttl=ttl), a_claim("b", owner="f" * 32, ttl=ttl)]
         assert backend.acquire_all(pair)
         assert next(iter(backend.holders(held.key))).expires_in > least
         listed_until = server.zscore(backend._index(part_of(held.key)), held.key) / 1000
@@ -253,7 +254,7 @@ def test_what_a_stable_owner_has_already_ends_no_earlier_for_a_group(backend, se
 def test_a_group_of_readers_or_permits_leaves_room_for_others(names, kind):
     with all_of(*locks(names, **kind)):
         for name in names:
-            other = registry["redis"].backend.acquire(claim(name, **kind), 0)
+            other = registry["redis"].backend.acquire(a_claim(name, **kind), 0)
             assert other and registry["redis"].backend.release(other)
 
 
@@ -267,8 +268,8 @@ def test_readers_and_permits_are_taken_one_after_the_other(names):
 @pytest.mark.parametrize("how", ["silent", "close"])
 def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_redis, how):
     backend = backend_at(proxy.url, SOCKET_TIMEOUT=2)
-    wanted = [claim("a"), claim("b")]
-    backend.release(backend.acquire(claim("a"), 0))
+    wanted = [a_claim("a"), a_claim("b")]
+    backend.release(backend.acquire(a_claim("a"), 0))
 
     proxy.swallow = how
     grants = None

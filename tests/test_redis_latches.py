@@ -16,8 +16,9 @@ from distlock_app.backends.redis.waiting import Listener
 from distlock_app.claims import Grant
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
+from distlock_app.testing.claims import a_claim
 from tests.engines import until
-from tests.redis_workers import backend_at, claim
+from tests.redis_workers import backend_at
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -54,11 +55,11 @@ def test_waiting_costs_one_message_and_one_request_a_second(own):
     backend, server = own
     rung = threading.Event()
     given = []
-    waiter = claim("a", latch=True, limit=1, wake=lambda grant: (given.append(grant), rung.set()))
+    waiter = a_claim("a", latch=True, limit=1, wake=lambda grant: (given.append(grant), rung.set()))
     assert not backend.acquire(waiter, 30)
     server.config_resetstat()
 
-    assert backend.count_down(claim("a", latch=True, limit=1)) == 1
+    assert backend.count_down(a_claim("a", latch=True, limit=1)) == 1
 
     assert rung.wait(10)
     assert isinstance(given[0], Grant)
@@ -68,8 +69,8 @@ def test_waiting_costs_one_message_and_one_request_a_second(own):
 
 def test_a_count_whose_answer_was_lost_is_counted_once(proxy, own_redis):
     backend = backend_at(proxy.url, SOCKET_TIMEOUT=2)
-    one = claim("a", latch=True, limit=3)
-    backend.count_down(claim("a", latch=True, limit=3))
+    one = a_claim("a", latch=True, limit=3)
+    backend.count_down(a_claim("a", latch=True, limit=3))
 
     for how in ("close", "silent"):
         proxy.swallow = how

@@ -14,8 +14,9 @@ from distlock_app.backends.redis.waiting import Listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
+from distlock_app.testing.claims import a_claim
 from tests.engines import until
-from tests.redis_workers import Waiter, backend_at, claim, wait_for
+from tests.redis_workers import Waiter, backend_at, wait_for
 from tests.sharing_workers import overtakings, together, visits_of
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -133,7 +134,7 @@ def test_killed_waiters_leave_no_gap(processes, server, name, tmp_path):
     log = tmp_path / "log"
     log.write_text("0")
     backend = registry["redis"].backend
-    gate = backend.acquire(claim(name, ttl=60), 0)
+    gate = backend.acquire(a_claim(name, ttl=60), 0)
     workers = processes.start_many(
         "tests.sharing_workers:visit",
         count=8,
@@ -162,7 +163,7 @@ def test_killed_waiters_leave_no_gap(processes, server, name, tmp_path):
 
 
 def test_a_dead_writer_keeps_readers_waiting_for_a_moment_only(backend, server, prefix):
-    reader = backend.acquire(claim("a", shared=True), 0)
+    reader = backend.acquire(a_claim("a", shared=True), 0)
     dead, living = Waiter(backend, "a"), Waiter(backend, "a", shared=True)
     dead.ask()
     assert isinstance(living.ask(), Busy)
@@ -178,7 +179,7 @@ def test_a_dead_writer_keeps_readers_waiting_for_a_moment_only(backend, server, 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_waiters_whose_process_died_get_nothing(backend, server, prefix, kind):
-    writer = backend.acquire(claim("a"), 0)
+    writer = backend.acquire(a_claim("a"), 0)
     deaf, living = Waiter(backend, "a", **kind), Waiter(backend, "a", **kind)
     deaf.ask()
     living.ask()
@@ -219,8 +220,8 @@ def test_one_message_wakes_each_and_costs_two_requests(own, kind):
 @pytest.mark.parametrize("how", ["silent", "close"])
 def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_redis, kind, how):
     backend = backend_at(proxy.url, SOCKET_TIMEOUT=2)
-    wanted = claim("a", **kind)
-    first = backend.acquire(claim("a", **kind), 0)
+    wanted = a_claim("a", **kind)
+    first = backend.acquire(a_claim("a", **kind), 0)
 
     def asked(call):
         proxy.swallow = how
@@ -238,7 +239,7 @@ def test_a_request_whose_answer_was_lost_is_repeated_without_harm(proxy, own_red
 
 
 def test_who_came_in_while_the_queue_was_read_does_not_wait(backend, monkeypatch):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     reader = Waiter(backend, "a", shared=True)
     reader.ask()
     read = backend._entries
@@ -256,11 +257,11 @@ def test_who_came_in_while_the_queue_was_read_does_not_wait(backend, monkeypatch
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_died_together_is_gone_with_the_next_claim(backend, server, prefix, kind):
     for _ in range(3):
-        assert backend.acquire(claim("a", ttl=0.05, **kind), 0)
+        assert backend.acquire(a_claim("a", ttl=0.05, **kind), 0)
     sleep(0.1)
     assert list(backend.holders(key_of("a"))) == []
 
-    writer = backend.acquire(claim("a"), 0)
+    writer = backend.acquire(a_claim("a"), 0)
 
     assert writer
     assert backend.release(writer)
@@ -269,8 +270,8 @@ def test_what_died_together_is_gone_with_the_next_claim(backend, server, prefix,
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_keys_of_several_holders_expire(backend, server, prefix, kind):
-    backend.acquire(claim("a", ttl=20, **kind), 0)
-    short = backend.acquire(claim("a", ttl=15, **kind), 0)
+    backend.acquire(a_claim("a", ttl=20, **kind), 0)
+    short = backend.acquire(a_claim("a", ttl=15, **kind), 0)
     Waiter(backend, "a").ask()
 
     keys = {key.rpartition(":")[2]: server.pttl(key) for key in server.scan_iter(f"{prefix}:*")}
@@ -284,9 +285,9 @@ def test_the_keys_of_several_holders_expire(backend, server, prefix, kind):
 
 
 def test_a_waiter_without_a_channel_gets_a_short_lease_first(backend, monkeypatch):
-    writer = backend.acquire(claim("a"), 0)
+    writer = backend.acquire(a_claim("a"), 0)
     monkeypatch.setattr(Listener, "ensure_subscribed", lambda self: False)
-    unheard = claim("a", shared=True, wake=lambda grant: None)
+    unheard = a_claim("a", shared=True, wake=lambda grant: None)
     assert not backend.acquire(unheard, 30)
 
     backend.release(writer)
@@ -301,7 +302,7 @@ def test_a_waiter_without_a_channel_gets_a_short_lease_first(backend, monkeypatc
 
 def test_a_thousand_readers_come_and_go(own):
     backend, server = own
-    grants = [backend.acquire(claim("a", shared=True), 0) for _ in range(1000)]
+    grants = [backend.acquire(a_claim("a", shared=True), 0) for _ in range(1000)]
 
     assert len({grant.fence for grant in grants}) == 1000
     assert len(list(backend.holders())) == 1000
@@ -481,7 +482,7 @@ def test_a_hold_that_was_taken_away_is_lost_alone(name):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_last_try_of_a_writer_wakes_those_behind(backend, kind):
-    backend.acquire(claim("a", **kind), 0)
+    backend.acquire(a_claim("a", **kind), 0)
     writer, behind = Waiter(backend, "a"), Waiter(backend, "a", **kind)
     writer.ask()
     assert not behind.ask()
@@ -493,8 +494,8 @@ def test_the_last_try_of_a_writer_wakes_those_behind(backend, kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_one_of_several_with_a_short_lease_shortens_nothing(backend, server, prefix, kind):
-    grant = backend.acquire(claim("a", ttl=60, **kind), 0)
-    backend.acquire(claim("a", ttl=20, **kind), 0)
+    grant = backend.acquire(a_claim("a", ttl=60, **kind), 0)
+    backend.acquire(a_claim("a", ttl=20, **kind), 0)
 
     assert backend.extend(grant, 2)
 

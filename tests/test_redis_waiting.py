@@ -24,8 +24,9 @@ from distlock_app.core.wakers import Waker
 from distlock_app.errors import BackendError, LockTimeout
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
+from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_everywhere, running, until
-from tests.redis_workers import DEADLINE, Waiter, backend_at, claim, left_waiting, wait_for
+from tests.redis_workers import DEADLINE, Waiter, backend_at, left_waiting, wait_for
 
 pytest_plugins = ["tests.redis_fixtures"]
 
@@ -44,7 +45,7 @@ def expire(server, prefix, claimed):
 
 
 def test_the_lock_is_handed_over_in_order_of_arrival(backend):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     waiters = [Waiter(backend, "a") for _ in range(5)]
     for waiter in waiters:
         assert isinstance(waiter.ask(), Busy)
@@ -109,7 +110,7 @@ def test_the_thread_ends_when_nobody_waits_for_long(backend, server, prefix, mon
 
 
 def test_a_waiter_whose_process_died_is_skipped_at_once(backend, server, processes, prefix):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     dead = processes.start_many("tests.redis_workers:wait_once", count=3, prefix=prefix, name="a")
     for worker in dead:
         assert worker.read() == "waits"
@@ -125,7 +126,7 @@ def test_a_waiter_whose_process_died_is_skipped_at_once(backend, server, process
 
 
 def test_a_waiter_who_was_not_heard_of_lately_is_skipped(backend, server, prefix):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     silent, living = Waiter(backend, "a"), Waiter(backend, "a")
     silent.ask()
     living.ask()
@@ -140,7 +141,7 @@ def test_a_waiter_who_was_not_heard_of_lately_is_skipped(backend, server, prefix
 
 
 def test_a_waiter_who_leaves_is_not_chosen(backend):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     gone, living = Waiter(backend, "a"), Waiter(backend, "a")
     gone.ask()
     living.ask()
@@ -153,7 +154,7 @@ def test_a_waiter_who_leaves_is_not_chosen(backend):
 
 
 def test_a_leaver_finds_the_lock_expired_and_the_others_deaf(backend, server, prefix):
-    backend.acquire(claim("a"), 0)
+    backend.acquire(a_claim("a"), 0)
     leaver, deaf = Waiter(backend, "a"), Waiter(backend, "a")
     leaver.ask()
     deaf.ask()
@@ -170,7 +171,7 @@ def test_a_leaver_finds_the_lock_expired_and_the_others_deaf(backend, server, pr
 
 def test_a_waiter_who_leaves_when_it_is_chosen_passes_the_lock_on(backend, server, prefix):
     for _ in range(200):
-        first = backend.acquire(claim("a"), 0)
+        first = backend.acquire(a_claim("a"), 0)
         leaver = Waiter(backend, "a")
         leaver.ask()
         together = threading.Barrier(2)
@@ -190,7 +191,7 @@ def test_a_waiter_who_leaves_when_it_is_chosen_passes_the_lock_on(backend, serve
 
 
 def test_an_expired_lock_goes_to_the_head_of_the_queue(backend, server, prefix):
-    backend.acquire(claim("a"), 0)
+    backend.acquire(a_claim("a"), 0)
     head, other = Waiter(backend, "a"), Waiter(backend, "a")
     head.ask()
     other.ask()
@@ -199,23 +200,23 @@ def test_an_expired_lock_goes_to_the_head_of_the_queue(backend, server, prefix):
     assert isinstance(other.ask(), Busy)
 
     assert head.granted().claim is head.claim
-    assert isinstance(backend.acquire(claim("a"), 0), Busy)
+    assert isinstance(backend.acquire(a_claim("a"), 0), Busy)
 
 
 def test_a_waiter_who_died_holding_its_place_does_not_stop_the_queue(backend, server, prefix):
-    backend.acquire(claim("a", ttl=0.05), 0)
+    backend.acquire(a_claim("a", ttl=0.05), 0)
     time.sleep(0.06)
-    key = claim("a").key
+    key = a_claim("a").key
     server.zadd(f"{prefix}:{{0}}:{key}:q", {"0" * 32: 1})
 
-    assert backend.acquire(claim("a"), 0)
+    assert backend.acquire(a_claim("a"), 0)
 
 
 def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, own):
     backend, server = own
     other = backend_at(own_redis.url)
     other.poll_max = 30.0  # it has to be woken: it does not just ask again by itself
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     # Longer than the second that a lock gives it: who is queued need not have subscribed.
     assert other._listener(grant.claim.key).ensure_subscribed()
     [subscriber] = server.client_list(_type="pubsub")
@@ -244,7 +245,7 @@ def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, o
 
 def test_a_waiter_is_woken_to_try_again_when_messages_may_be_lost(own):
     backend, server = own
-    backend.acquire(claim("a"), 0)
+    backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -256,7 +257,7 @@ def test_a_waiter_is_woken_to_try_again_when_messages_may_be_lost(own):
 
 def test_half_a_message_costs_the_subscription_and_no_waiter(own):
     backend, server = own
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     listener, grants = backend._listener(first.claim.key), []
 
     with running(lambda: grants.append(wait_for(backend, DEADLINE, "a"))):
@@ -273,7 +274,7 @@ def test_half_a_message_costs_the_subscription_and_no_waiter(own):
 def test_waiting_works_in_order_without_any_message(backend, monkeypatch):
     monkeypatch.setattr(redis_listener.Listener, "ensure_subscribed", lambda self: False)
     monkeypatch.setattr(backend, "poll_max", 0.1)
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     order = []
 
     def wait(number):
@@ -295,7 +296,7 @@ def test_waiting_works_in_order_without_any_message(backend, monkeypatch):
 
 
 def test_a_grant_heard_late_tells_how_old_it_is(backend, processes, prefix):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     worker = processes.start("tests.redis_workers:wait_once", prefix=prefix, name="a")
     assert worker.read() == "waits"
     time.sleep(0.5)
@@ -309,7 +310,7 @@ def test_a_grant_heard_late_tells_how_old_it_is(backend, processes, prefix):
 
 
 def test_a_grant_heard_at_once_is_as_young_as_it_is(backend):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
     time.sleep(0.5)
@@ -325,7 +326,7 @@ def test_a_grant_heard_at_once_is_as_young_as_it_is(backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"limit": 2}])
 def test_a_stopped_waiter_has_the_lock_for_three_seconds(backend, processes, prefix, kind):
-    grants = [backend.acquire(claim("a", **kind), 0) for _ in range(kind.get("limit", 1))]
+    grants = [backend.acquire(a_claim("a", **kind), 0) for _ in range(kind.get("limit", 1))]
     worker = processes.start("tests.redis_workers:wait_once", prefix=prefix, name="a", **kind)
     assert worker.read() == "waits"
 
@@ -365,7 +366,7 @@ def test_a_lock_that_was_handed_over_is_soon_held_for_its_ttl(redis_url, prefix,
 
 
 def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     Waiter(backend, "b").ask()
     waiter = Waiter(backend, "a")
     listener = backend._listener(waiter.claim.key)
@@ -378,7 +379,7 @@ def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
             time.sleep(0.001)
         return arm(*args)
 
-    backend.acquire(claim("b"), 0)
+    backend.acquire(a_claim("b"), 0)
     Waiter(backend, "b").ask()  # starts the listener
     monkeypatch.setattr(listener, "arm", late)
 
@@ -389,7 +390,7 @@ def test_a_message_that_overtakes_the_answer_is_not_lost(backend, monkeypatch):
 
 
 def test_a_waiter_whose_last_question_failed_is_still_handed_the_lock(backend, monkeypatch):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     waiter = Waiter(backend, "a")
     waiter.ask()
 
@@ -405,7 +406,7 @@ def test_a_waiter_whose_last_question_failed_is_still_handed_the_lock(backend, m
 
 
 def test_who_comes_while_another_one_subscribes_has_its_subscription(backend, monkeypatch):
-    listener = backend._listener(claim("a").key)
+    listener = backend._listener(a_claim("a").key)
     subscribe, opening, go_on = listener._open, threading.Event(), threading.Event()
 
     def slowly():
@@ -429,9 +430,9 @@ def test_who_comes_while_another_one_subscribes_has_its_subscription(backend, mo
 
 
 def test_a_stable_owner_who_waits_for_two_locks_gets_the_one_that_came_free(backend):
-    first = backend.acquire(claim("a"), 0)
-    other = backend.acquire(claim("b"), 0)
-    owner = claim("of both").owner
+    first = backend.acquire(a_claim("a"), 0)
+    other = backend.acquire(a_claim("b"), 0)
+    owner = a_claim("of both").owner
     waits_for_a, waits_for_b = Waiter(backend, "a", owner=owner), Waiter(backend, "b", owner=owner)
     waits_for_a.ask()
     waits_for_b.ask()
@@ -446,9 +447,9 @@ def test_a_stable_owner_who_waits_for_two_locks_gets_the_one_that_came_free(back
 
 
 def test_a_stable_owner_who_gives_up_one_lock_goes_on_waiting_for_the_other(backend):
-    backend.acquire(claim("a"), 0)
-    other = backend.acquire(claim("b"), 0)
-    owner = claim("of both").owner
+    backend.acquire(a_claim("a"), 0)
+    other = backend.acquire(a_claim("b"), 0)
+    owner = a_claim("of both").owner
     waits_for_b, gives_up = Waiter(backend, "b", owner=owner), Waiter(backend, "a", owner=owner)
     waits_for_b.ask()
     gives_up.ask()
@@ -460,8 +461,8 @@ def test_a_stable_owner_who_gives_up_one_lock_goes_on_waiting_for_the_other(back
 
 
 def test_all_who_wait_for_one_lock_with_one_stable_owner_are_told(backend):
-    first = backend.acquire(claim("a"), 0)
-    owner = claim("a").owner
+    first = backend.acquire(a_claim("a"), 0)
+    owner = a_claim("a").owner
     waiters = [Waiter(backend, "a", owner=owner) for _ in range(3)]
     for waiter in waiters:
         waiter.ask()
@@ -477,23 +478,23 @@ def test_all_who_wait_for_one_lock_with_one_stable_owner_are_told(backend):
 
 
 def test_a_message_that_a_later_try_proves_old_is_no_grant(backend):
-    blocks = backend.acquire(claim("another"), 0)
-    first = backend.acquire(claim("a"), 0)
+    blocks = backend.acquire(a_claim("another"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     stuck, go_on = threading.Event(), threading.Event()
 
     def hold_up_the_listener(grant):
         stuck.set()
         go_on.wait(30)
 
-    owner = claim("a").owner
+    owner = a_claim("a").owner
     earlier, later = Waiter(backend, "a", owner=owner), Waiter(backend, "a", owner=owner)
     earlier.ask()
-    assert not backend.acquire(claim("another", wake=hold_up_the_listener), 30)
+    assert not backend.acquire(a_claim("another", wake=hold_up_the_listener), 30)
     backend.release(blocks)
     assert stuck.wait(5)
     backend.release(first)  # its message is not read yet
     backend.release(earlier.ask())
-    stranger = backend.acquire(claim("a"), 0)
+    stranger = backend.acquire(a_claim("a"), 0)
     later.ask()
 
     go_on.set()
@@ -504,12 +505,12 @@ def test_a_message_that_a_later_try_proves_old_is_no_grant(backend):
 
 
 def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
 
     def wake(grant):
         raise RuntimeError("event loop is closed")
 
-    assert not backend.acquire(claim("a", wake=wake), 30)
+    assert not backend.acquire(a_claim("a", wake=wake), 30)
     backend.release(first)
 
     deadline = time.monotonic() + 5
@@ -520,7 +521,7 @@ def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
 
 
 def test_a_first_try_during_which_messages_were_lost_is_followed_by_another(backend, monkeypatch):
-    first, tried = backend.acquire(claim("a"), 0), backend._try
+    first, tried = backend.acquire(a_claim("a"), 0), backend._try
     listener = backend._listener(first.claim.key)
     assert listener.ensure_subscribed()
 
@@ -531,7 +532,7 @@ def test_a_first_try_during_which_messages_were_lost_is_followed_by_another(back
 
     monkeypatch.setattr(backend, "_try", lost)
 
-    assert backend.acquire(claim("a", wake=lambda grant: None), 30).free_in == 0.0
+    assert backend.acquire(a_claim("a", wake=lambda grant: None), 30).free_in == 0.0
 
 
 def test_what_a_signal_handler_raises_as_a_task_is_woken_takes_its_lock_from_nobody(
@@ -545,8 +546,8 @@ def test_what_a_signal_handler_raises_as_a_task_is_woken_takes_its_lock_from_nob
         raise TimeLimit
 
     granted = []
-    first = backend.acquire(claim("a"), 0)
-    assert not backend.acquire(claim("a", wake=wake), 30)
+    first = backend.acquire(a_claim("a"), 0)
+    assert not backend.acquire(a_claim("a", wake=wake), 30)
     backend.release(first)
 
     until(lambda: "listening failed" in caplog.text)
@@ -554,7 +555,7 @@ def test_what_a_signal_handler_raises_as_a_task_is_woken_takes_its_lock_from_nob
 
 
 def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     with left_waiting(backend, "a"):
         living = Waiter(backend, "a")
         living.ask()
@@ -568,7 +569,7 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
 def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(redis_url, prefix, listens):
     def steps():
         with closing(backend_at(redis_url, prefix=prefix)) as backend:
-            first, other = (backend.acquire(claim(name), 0) for name in "ab")
+            first, other = (backend.acquire(a_claim(name), 0) for name in "ab")
             waiter, quitter = Waiter(backend, "a"), Waiter(backend, "a")
             if listens:
                 Waiter(backend, "b").ask()
@@ -593,7 +594,7 @@ def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(redis_ur
 def test_a_signal_handler_may_wait_in_the_middle_of_reading_for_others(redis_url, prefix):
     def steps():
         with closing(backend_at(redis_url, prefix=prefix)) as backend:
-            first, other = (backend.acquire(claim(name), 0) for name in "ab")
+            first, other = (backend.acquire(a_claim(name), 0) for name in "ab")
             grants = []
 
             def lead():
@@ -619,7 +620,7 @@ def test_one_waiting_thread_reads_for_all_and_is_followed_by_the_next(own):
     backend.poll_max = DEADLINE  # it has to be woken
     backend.release(wait_for(backend, 5, "a"))  # the scripts are loaded
     names = "abcde"
-    held = {name: backend.acquire(claim(name), 0) for name in names}
+    held = {name: backend.acquire(a_claim(name), 0) for name in names}
     threads, woken = threading.active_count(), []
 
     def wait(name):
@@ -647,7 +648,7 @@ def test_one_waiting_thread_reads_for_all_and_is_followed_by_the_next(own):
 def test_a_follower_takes_over_from_a_leader_that_is_stuck(own, monkeypatch):
     backend, _ = own
     monkeypatch.setattr(redis_listener, "ABSENT", 0.5)
-    first, other = (backend.acquire(claim(name), 0) for name in "ab")
+    first, other = (backend.acquire(a_claim(name), 0) for name in "ab")
     stuck, go_on, grants = threading.Event(), threading.Event(), []
     receive = redis_waiting.Subscription.receive
 
@@ -722,7 +723,7 @@ def unreachable(own_redis, proxy):
 
 def test_nobody_waits_for_a_subscription_that_cannot_be_had(own, unreachable):
     backend, _ = own
-    first = backend.acquire(claim("a"), 0)
+    first = backend.acquire(a_claim("a"), 0)
     began = monotonic()
     with pytest.raises(LockTimeout):
         wait_for(unreachable, 0.1, "a")
@@ -746,7 +747,7 @@ def test_who_cannot_subscribe_waits_no_longer_for_that(own, monkeypatch):
     backend, server = own
     server.execute_command("ACL", "SETUSER", "default", "-subscribe")
     monkeypatch.setattr(redis_listener, "RETRY_MAX", 10.0)
-    listener = backend._listener(backend.acquire(claim("a"), 0).claim.key)
+    listener = backend._listener(backend.acquire(a_claim("a"), 0).claim.key)
     listener._retry_pause = 10.0  # it has failed for long
     assert not listener.ensure_subscribed()
 
@@ -758,7 +759,7 @@ def test_who_cannot_subscribe_waits_no_longer_for_that(own, monkeypatch):
 
 def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch, caplog):
     backend, server = own
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     listener, reads = backend._listener(grant.claim.key), []
     waiter = Waiter(backend, "a")
     waiter.ask()
@@ -779,7 +780,7 @@ def test_the_thread_for_tasks_rests_while_it_cannot_subscribe(own, monkeypatch, 
 
 def test_a_thread_that_is_interrupted_while_it_reads_lets_another_one_read(own):
     backend, _ = own
-    first, other = (backend.acquire(claim(name), 0) for name in "ab")
+    first, other = (backend.acquire(a_claim(name), 0) for name in "ab")
     reads, grants = threading.Event(), []
 
     class Interrupt(BaseException):
@@ -792,7 +793,7 @@ def test_a_thread_that_is_interrupted_while_it_reads_lets_another_one_read(own):
 
     def broken_off():
         waker = Waker()
-        wanted = claim("a", wake=waker.wake, blocking=True)
+        wanted = a_claim("a", wake=waker.wake, blocking=True)
         busy = backend.acquire(wanted, DEADLINE)
         subscription = backend._listener(wanted.key)._subscription
         subscription.receive = receive
@@ -812,18 +813,18 @@ def test_a_thread_that_is_interrupted_while_it_reads_lets_another_one_read(own):
 
 
 def test_waiting_ends_at_its_deadline_and_leaves_nothing(backend, server, prefix):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     waker = Waker()
 
     with pytest.raises(LockTimeout):
-        run(acquiring(backend, claim("a", wake=waker.wake), 0.2), waker)
+        run(acquiring(backend, a_claim("a", wake=waker.wake), 0.2), waker)
 
     assert list(server.scan_iter(f"{prefix}:*:[qw]")) == []
     backend.release(grant)
 
 
 def test_a_forked_child_locks_by_itself_and_leaves_the_parent_alone(backend, processes, prefix):
-    other = backend.acquire(claim("of another process"), 0)
+    other = backend.acquire(a_claim("of another process"), 0)
     worker = processes.start("tests.redis_workers:fork_and_go_on", prefix=prefix)
 
     assert worker.read() == "child is gone"

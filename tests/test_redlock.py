@@ -21,9 +21,10 @@ from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
+from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_at, interrupted_everywhere, running, until
 from tests.proxy import proxy_to
-from tests.redis_workers import Waiter, claim, wait_for
+from tests.redis_workers import Waiter, wait_for
 from tests.redlock_workers import Nodes, caches_of, quorum_at
 from tests.servers import RedisServer
 
@@ -49,6 +50,11 @@ def backend(nodes):
     made = quorum_at(nodes.urls)
     yield made
     made.close()
+
+
+def freed_everywhere(backend, nodes, key):
+    """Ask for other locks until no node holds this one: each gets late what it has not got yet."""
+    until(lambda: backend.acquire(a_claim("b"), 0) is not None and not nodes.holding(key))
 
 
 def held_everywhere(backend, nodes, **options):
@@ -175,13 +181,13 @@ def test_what_undoes_a_try_spares_a_later_try_of_the_same_owner(backend, nodes):
 
 
 def test_a_lock_on_a_minority_blocks_nobody_and_one_on_a_majority_does(backend, nodes):
-    wanted = claim("a")
+    wanted = a_claim("a")
     for count, free in ((2, True), (3, False)):
         for client in nodes.clients[:count]:
             client.set(f"distlock:redlock:{wanted.key}", "stranger 5 1 {} a", px=60_000)
 
         # A node that is slow to be reached has no vote in the first try.
-        answer = wait_for(backend, 30, "a") if free else backend.acquire(claim("a"), 0)
+        answer = wait_for(backend, 30, "a") if free else backend.acquire(a_claim("a"), 0)
 
         assert bool(answer) is free
         if free:
@@ -202,7 +208,7 @@ def test_frozen_nodes_slow_nobody_down_and_forget_what_they_missed(backend, node
     # Until the nodes count as down, and some time after that.
     end = time.monotonic() + 2.5
     while time.monotonic() < end:
-        grant, took = timed(lambda: backend.acquire(claim("a"), 0))
+        grant, took = timed(lambda: backend.acquire(a_claim("a"), 0))
         assert grant and backend.extend(grant, 30) is True
         granted.append(grant)
         slowest = max(slowest, took)
@@ -216,10 +222,10 @@ def test_frozen_nodes_slow_nobody_down_and_forget_what_they_missed(backend, node
     assert slowest < 0.75  # a silent node was waited for, a second, if this fails
     key = granted[0].claim.key
     # They have the releases of what they were asked for while they were frozen.
-    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(key))
+    freed_everywhere(backend, nodes, key)
 
     def whole():
-        grant = backend.acquire(claim("a"), 0)
+        grant = backend.acquire(a_claim("a"), 0)
         everywhere = len(nodes.holding(key)) == 5
         return backend.release(grant) and everywhere
 
@@ -230,7 +236,7 @@ def test_a_new_process_does_not_wait_for_a_frozen_node(nodes):
     nodes.servers[2].pause()
     backend = quorum_at(nodes.urls)
 
-    grant, took = timed(lambda: backend.acquire(claim("a"), 0))
+    grant, took = timed(lambda: backend.acquire(a_claim("a"), 0))
 
     assert grant and took < 0.75
     assert backend.release(grant) is True
@@ -240,12 +246,12 @@ def test_a_new_process_does_not_wait_for_a_frozen_node(nodes):
 
 @pytest.mark.parametrize("how", ["pause", "kill"])
 def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, how):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     for server in nodes.servers[:3]:
         getattr(server, how)()
 
     for verb in (
-        lambda: backend.acquire(claim("b"), 0),
+        lambda: backend.acquire(a_claim("b"), 0),
         lambda: backend.extend(grant, 30),
         lambda: backend.release(grant),
         lambda: list(backend.holders()),
@@ -260,21 +266,21 @@ def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, 
     for server in nodes.servers[:3]:
         server.resume()
         server.start()
-    until(lambda: backend.acquire(claim("c"), 0))
+    until(lambda: backend.acquire(a_claim("c"), 0))
     backend.ping()
 
 
 def test_a_grant_without_majority_is_undone_where_it_was_given(backend, nodes):
     backend.release(wait_for(backend, 5, "warm"))
-    wanted = claim("a")
+    wanted = a_claim("a")
 
     refused_without_majority(backend, nodes, wanted)
 
-    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(wanted.key))
+    freed_everywhere(backend, nodes, wanted.key)
 
 
 def test_connections_that_the_servers_closed_are_replaced(backend, nodes):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     for idle in (0.0, 0.7):
         for verb in (lambda: backend.extend(grant, 60), lambda: backend.acquire(grant.claim, 0)):
@@ -286,26 +292,26 @@ def test_connections_that_the_servers_closed_are_replaced(backend, nodes):
 
 
 def test_restarted_nodes_are_used_again(backend, nodes):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     for server in nodes.servers:
         server.kill()
         server.start()
 
     assert backend.extend(grant, 30) is False
-    again = backend.acquire(claim("a"), 0)
+    again = backend.acquire(a_claim("a"), 0)
     assert again.fence > grant.fence
     assert backend.release(again) is True
 
 
 def test_flushed_scripts_are_sent_again(backend, nodes):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     for verb in (lambda: backend.extend(grant, 60), lambda: backend.release(grant)):
         for client in nodes.clients:
             client.script_flush()
         assert verb() is True
-    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(grant.claim.key))
+    freed_everywhere(backend, nodes, grant.claim.key)
 
 
 @pytest.fixture
@@ -330,7 +336,7 @@ def test_lost_answers_of_a_minority_change_nothing_and_leave_nothing(proxied, no
     for _ in range(3):
         for at in lost:
             proxies[at].lose = 1.0
-        grant = backend.acquire(claim("a"), 0)
+        grant = backend.acquire(a_claim("a"), 0)
         assert backend.extend(grant, 30) is True
         assert backend.release(grant) is True
         fences.append(grant.fence)
@@ -339,12 +345,12 @@ def test_lost_answers_of_a_minority_change_nothing_and_leave_nothing(proxied, no
         backend.release(wait_for(backend, 5, "b"))
 
     assert fences == sorted(set(fences))
-    until(lambda: backend.acquire(claim("c"), 0) is not None and not nodes.holding(grant.claim.key))
+    freed_everywhere(backend, nodes, grant.claim.key)
 
 
 def test_lost_answers_of_a_majority_are_unknown_and_leave_nothing(proxied, nodes):
     backend, proxies = proxied
-    wanted = claim("a")
+    wanted = a_claim("a")
     for proxy in proxies:
         proxy.lose = 1.0
 
@@ -360,14 +366,14 @@ def test_lost_answers_of_a_majority_are_unknown_and_leave_nothing(proxied, nodes
 
 def _answers(backend):
     try:
-        return backend.release(backend.acquire(claim("b"), 5))
+        return backend.release(backend.acquire(a_claim("b"), 5))
     except (BackendError, AttributeError):
         return False
 
 
 def test_a_lost_answer_to_release_is_not_taken_for_a_lost_lock(proxied):
     backend, proxies = proxied
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
     for proxy in proxies:
         proxy.lose = 1.0
 
@@ -395,7 +401,7 @@ def test_an_extension_heals_emptied_nodes_and_fails_without_a_majority(backend, 
             nodes.clients[at].flushall()
         assert backend.extend(grant, 30) is True
         until(lambda: len(nodes.holding(grant.claim.key)) == 5)
-    assert not backend.acquire(claim("a"), 0)
+    assert not backend.acquire(a_claim("a"), 0)
     for client in nodes.clients[1:4]:
         client.flushall()
 
@@ -447,22 +453,22 @@ def test_a_stable_owner_keeps_what_is_healed_after_an_earlier_release(backend, n
     assert backend.extend(grant, 30) is True
 
     until(lambda: len(nodes.holding(grant.claim.key)) == 5)
-    assert not backend.acquire(claim("a"), 0)
+    assert not backend.acquire(a_claim("a"), 0)
 
 
 def test_a_try_of_a_stable_owner_that_fails_takes_nothing_from_who_has_the_lock(backend, nodes):
     held = held_everywhere(backend, nodes, **SCHEDULER)
 
-    refused_without_majority(backend, nodes, claim("a", **SCHEDULER))
+    refused_without_majority(backend, nodes, a_claim("a", **SCHEDULER))
 
-    until(lambda: backend.acquire(claim("b"), 0))
+    until(lambda: backend.acquire(a_claim("b"), 0))
     for client in nodes.clients * 3:  # until the node has read what it was sent
         client.ping()
     assert len(nodes.holding(held.claim.key)) == 5
 
 
 def test_a_stable_owner_that_is_refused_keeps_nothing_of_a_minority(backend, nodes):
-    wanted = claim("a", **SCHEDULER)
+    wanted = a_claim("a", **SCHEDULER)
     for client in nodes.clients[:3]:
         client.set(f"distlock:redlock:{wanted.key}", "stranger 5 1 {} a", px=60_000)
 
@@ -480,7 +486,7 @@ def test_a_release_that_a_node_refuses_is_sent_again(backend, nodes):
     finally:
         nodes.clients[0].config_set("min-replicas-to-write", 0)
 
-    until(lambda: backend.acquire(claim("b"), 0) is not None and not nodes.holding(grant.claim.key))
+    freed_everywhere(backend, nodes, grant.claim.key)
 
 
 def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_handed_to(
@@ -534,9 +540,9 @@ def test_full_nodes_go_on_with_what_they_have(backend, nodes, full, many):
     for _ in range(3):
         if many == 5:
             with pytest.raises(BackendError, match="OOM"):
-                backend.acquire(claim("new"), 0)
+                backend.acquire(a_claim("new"), 0)
         else:
-            assert backend.acquire(claim("new", owner="0" * 32), 0)
+            assert backend.acquire(a_claim("new", owner="0" * 32), 0)
         assert backend.extend(grant, 60)
         assert not waiter.ask()
         assert len(nodes.holding(grant.claim.key)) == 5
@@ -561,7 +567,7 @@ def test_an_extension_that_no_majority_answers_is_unknown(backend, nodes):
 
 def test_many_holds_are_extended_in_few_round_trips(backend):
     work = [(wait_for(backend, 5, f"n{number}"), 60.0) for number in range(100)]
-    stranger = (Grant(claim("n0")), 60.0)
+    stranger = (Grant(a_claim("n0")), 60.0)
 
     assert backend.extend_many([*work, stranger]) == [True] * 100 + [False]
     assert all(backend.release(grant) for grant, _ in work)
@@ -571,7 +577,7 @@ def test_names_that_are_free_again_are_forgotten(backend, nodes, monkeypatch):
     monkeypatch.setattr(redlock, "PARTS", 1)
     held = wait_for(backend, 5, "held")
     for number in range(1500):
-        backend.release(backend.acquire(claim(f"once-{number}"), 0))
+        backend.release(backend.acquire(a_claim(f"once-{number}"), 0))
 
     # All of them are dropped each 128th time or so.
     assert max(client.hlen("distlock:redlock:part:0") for client in nodes.clients) < 1300
@@ -581,7 +587,7 @@ def test_names_that_are_free_again_are_forgotten(backend, nodes, monkeypatch):
 
 def test_holders_are_what_a_majority_says(backend, nodes):
     grant = held_everywhere(backend, nodes)
-    orphan = claim("orphan")
+    orphan = a_claim("orphan")
     lock = f"distlock:redlock:{orphan.key}"
     part = f"distlock:redlock:part:{int(orphan.key[:4], 16) % 256}"
     for client in nodes.clients[:2]:
@@ -590,7 +596,7 @@ def test_holders_are_what_a_majority_says(backend, nodes):
 
     [held] = backend.holders()
 
-    assert (held.name, held.fence, held.holder["host"]) == ("a", grant.fence, "web-1")
+    assert (held.name, held.fence, held.holder["host"]) == ("a", grant.fence, "elsewhere")
     assert 0 < held.expires_in <= 30 and 0 <= held.held_for < 30
     for client in nodes.clients[:2]:
         client.flushall()
@@ -602,7 +608,7 @@ def test_holders_are_what_a_majority_says(backend, nodes):
 
 def test_each_lock_of_an_owner_is_listed(backend):
     """Also if the index has both in parts that are read together."""
-    owner = claim("a").owner
+    owner = a_claim("a").owner
     grants = [wait_for(backend, 5, f"n{number}", owner=owner) for number in range(40)]
 
     listed = [holding.name for holding in backend.holders()]
@@ -612,7 +618,7 @@ def test_each_lock_of_an_owner_is_listed(backend):
 
 
 def test_a_node_is_reached_although_connecting_was_interrupted(nodes):
-    wanted = claim("a")
+    wanted = a_claim("a")
     for at in range(-2, 10**6):
         backend = quorum_at(nodes.urls)
         done = interrupted_at(at, redlock_quorum, backend.acquire, wanted, 0)
@@ -638,7 +644,7 @@ def test_a_release_wakes_the_waiters_in_order_of_arrival(backend):
         assert waiter.event.wait(5), "not woken"
         assert set(waiter.woken) == {None}  # twice, if a majority of the nodes was late
         others = [other for other in waiters if other is not waiter and not other.event.is_set()]
-        assert not backend.acquire(claim("a"), 0), "nobody overtakes"
+        assert not backend.acquire(a_claim("a"), 0), "nobody overtakes"
         assert not any(other.ask() for other in others)
         grant = waiter.ask()
         assert grant
@@ -646,7 +652,7 @@ def test_a_release_wakes_the_waiters_in_order_of_arrival(backend):
 
 def test_a_stable_owner_who_waits_for_two_locks_is_called_to_the_one_that_came_free(backend):
     first, other = wait_for(backend, 5, "a"), wait_for(backend, 5, "b")
-    owner = claim("of both").owner
+    owner = a_claim("of both").owner
     waits_for_a, waits_for_b = Waiter(backend, "a", owner=owner), Waiter(backend, "b", owner=owner)
     also_for_a = Waiter(backend, "a", owner=owner)
     for waiter in waits_for_a, waits_for_b, also_for_a:
@@ -666,7 +672,7 @@ def test_a_signal_handler_may_lock_and_release_in_the_middle_of_waiting(backend,
     Waiter(backend, "a").ask()  # from then on it listens
 
     def steps():
-        first, other = backend.acquire(claim("b"), 0), backend.acquire(claim("c"), 0)
+        first, other = backend.acquire(a_claim("b"), 0), backend.acquire(a_claim("c"), 0)
         waiter, quitter = Waiter(backend, "b"), Waiter(backend, "b")
 
         def handler():
@@ -730,7 +736,7 @@ def test_one_who_gives_up_lets_the_next_one_in(backend):
 
 
 def test_a_backend_may_be_closed_while_threads_wait(backend):
-    grant = backend.acquire(claim("a"), 0)
+    grant = backend.acquire(a_claim("a"), 0)
 
     with ExitStack() as stack:
         for _ in range(3):
@@ -753,7 +759,7 @@ def test_a_thread_that_is_interrupted_while_it_connects_stops_no_other(nodes, ba
     def interrupted():
         sys.settrace(interrupt)
         with suppress(Interrupt):
-            backend.acquire(claim("of the interrupted"), 0)
+            backend.acquire(a_claim("of the interrupted"), 0)
         sys.settrace(None)
 
     with running(interrupted):
@@ -773,7 +779,7 @@ def test_connecting_enters_no_condition(nodes, backend):
 
 
 def test_a_node_that_closes_every_subscription_is_not_asked_for_more_at_once(backend, nodes):
-    grant, closed = backend.acquire(claim("a"), 0), 0
+    grant, closed = backend.acquire(a_claim("a"), 0), 0
 
     with running(lambda: backend.release(wait_for(backend, 30, "a"))):
         until(lambda: nodes.clients[0].client_list(_type="pubsub"))
@@ -808,8 +814,8 @@ def test_a_forked_child_has_connections_of_its_own(nodes, backend):
     if pid == 0:
         try:
             backend.after_fork()
-            own = backend.acquire(claim("of the child"), 0)
-            fine = not backend.acquire(claim("a"), 0) and backend.release(own)
+            own = backend.acquire(a_claim("of the child"), 0)
+            fine = not backend.acquire(a_claim("a"), 0) and backend.release(own)
             os.write(write, b"y" if fine else b"n")
         finally:
             os._exit(0)

@@ -11,8 +11,8 @@ import pytest
 
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
+from distlock_app.testing.claims import a_claim
 from tests.engines import running
-from tests.redis_workers import claim
 from tests.redlock_workers import Nodes, quorum_at
 from tests.servers import RedisServer
 
@@ -73,7 +73,7 @@ def test_any_two_nodes_may_fail_while_locks_are_held(nodes, env, processes, faul
 
 def test_any_two_nodes_may_be_emptied_when_all_five_had_granted(nodes, env, processes):
     chance = random.Random(2)
-    key = claim("emptied").key
+    key = a_claim("emptied").key
     holds = []
     rivals = processes.start_many(
         "tests.redlock_workers:work", count=2, env=env, name="emptied", seconds=8
@@ -105,12 +105,12 @@ def test_when_more_are_emptied_the_fence_still_refuses_the_older_owner(nodes, em
     written = 0
 
     for _ in range(50):
-        older = backend.acquire(claim("a"), 0)
+        older = backend.acquire(a_claim("a"), 0)
         for client in nodes.clients[:emptied]:
             client.flushall()
         newer = None
         while not newer:
-            newer = rival.acquire(claim("a"), 0)
+            newer = rival.acquire(a_claim("a"), 0)
 
         # The store keeps the greatest fence that it saw.
         written = max(written, newer.fence)
@@ -145,7 +145,7 @@ def break_pairs(nodes, faults, done):
 
 def take_once(backend):
     """Take and release the lock; return the fence, or None when no majority could be asked."""
-    wanted = claim("a", ttl=2)
+    wanted = a_claim("a", ttl=2)
     try:
         grant = backend.acquire(wanted, 0)
     except BackendError:  # one pair is just back, and another gone
