@@ -14,9 +14,8 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import batches
 from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
-from .people import BATCH, ForPeople
+from .people import ForPeople
 from .session import Gone, Session, unsigned
 
 # A waiter looks at the queue again after so many seconds, even if its watch says nothing.
@@ -110,11 +109,21 @@ class ZooKeeperBackend(ForPeople):
         return result
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | BackendError]:
-        results: list[bool | BackendError] = []
         self._session.prove(self._root)  # once for all
-        for batch in batches(work, BATCH):
-            sent = [self._ask_for(grant, ttl) for grant, ttl in batch]
-            results += [self._is_there(one) for one in sent]
+        owns = [self._nodes.get(grant.claim.owner) for grant, _ in work]
+        paths = [own.path for own in owns if own is not None and own.path]
+        stats = self._ask_all("exists", paths)  # one server, which may be cut off: see prove()
+        there = {path for path, stat in zip(paths, stats, strict=True) if stat is not None}
+        session, trusted = self._session.id(), self._session.trusted
+        too_long = BackendError(
+            f"ZooKeeper {self.alias!r}: a session guarantees at most {trusted:.1f} seconds "
+            "(OPTIONS: SESSION)."
+        )
+        results: list[bool | BackendError] = []
+        for own, (_, ttl) in zip(owns, work, strict=True):
+            # Not one of the session before: it may be there yet, and goes any moment.
+            ours = own is not None and own.is_in(session) and own.path in there
+            results.append(too_long if ours and ttl > trusted else ours)
         return results
 
     def release(self, grant: Grant) -> bool:
@@ -240,29 +249,3 @@ class ZooKeeperBackend(ForPeople):
     def _forget(self, claim: Claim, own: ClaimNode) -> None:
         self._unwatch(own)
         self._nodes.pop(claim.owner, None)
-
-    def _ask_for(self, grant: Grant, ttl: float) -> Any:
-        """Ask whether the claim's node is there; return False or an error if that is known."""
-        own = self._nodes.get(grant.claim.owner)
-        try:
-            if own is None or not own.is_in(self._session.id()):
-                return False
-            if ttl > self._session.trusted:
-                raise BackendError(
-                    f"ZooKeeper {self.alias!r}: a session guarantees at most "
-                    f"{self._session.trusted:.1f} seconds (OPTIONS: SESSION)."
-                )
-            return self._session.send("exists", own.path)
-        except BackendError as error:
-            return error
-
-    def _is_there(self, asked: Any) -> bool | BackendError:
-        """Return the answer to what `_ask_for` asked, or an error."""
-        if asked is False or isinstance(asked, BackendError):
-            return asked
-        try:
-            stat = self._session.answer(asked)  # by one server, which may be cut off: see prove()
-            # Not the session of before: its node may be there yet, and goes any moment.
-            return stat is not None and unsigned(stat.ephemeralOwner) == self._session.id()
-        except BackendError as error:
-            return error
