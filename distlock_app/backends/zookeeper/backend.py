@@ -161,12 +161,8 @@ class ZooKeeperBackend(ForPeople):
         try:
             return own, self._create(claim, own)
         except Gone:
-            shard = self._shard(claim.key)
-            self._session.ask("ensure_path", shard)
-        try:
-            return own, self._create(claim, own)
-        except Gone:
-            raise BackendError(f"ZooKeeper {self.alias!r} has lost {shard}.") from None
+            self._session.ask("ensure_path", self._shard(claim.key))
+        return own, self._create(claim, own)
 
     def _create(self, claim: Claim, own: ClaimNode) -> list[str]:
         shard = self._shard(claim.key)

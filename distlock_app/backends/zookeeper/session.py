@@ -39,8 +39,8 @@ if not _kazoo_says.level:
 _graveyard: list[Any] = []
 
 
-class Gone(Exception):
-    """There is no such node."""
+class Gone(BackendError):
+    """There is no such node: an error where one is needed."""
 
 
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
@@ -170,7 +170,7 @@ class Session:
         try:
             return result.get(timeout=self._timeout)
         except exceptions.NoNodeError as error:
-            raise Gone from error
+            raise Gone(f"ZooKeeper {self._alias!r}: there is no such node.") from error
         except KazooTimeoutError as error:
             self._leave_silent()
             raise BackendError(f"ZooKeeper {self._alias!r} did not answer in time.") from error
