@@ -25,12 +25,14 @@ DEFECTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
 def test_no_state_of_a_protocol_breaks_a_promise(protocol, case):
     assert explore(protocol(**case)).broken == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("protocol", "defect"), DEFECTS)
 def test_a_protocol_that_is_broken_on_purpose_is_caught(protocol, defect):
     result = broken(protocol, defect)
