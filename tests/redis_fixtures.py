@@ -8,6 +8,8 @@ import pytest
 
 from tests.proxy import proxy_to
 from tests.redis_workers import backend_at, client_of
+from tests.redlock_workers import Nodes
+from tests.servers import RedisServer
 
 
 @pytest.fixture
@@ -47,3 +49,19 @@ def proxy(own_redis):
     with proxy_to(own_redis.port) as made:
         made.url = own_redis.url.replace(str(own_redis.port), str(made.port))
         yield made
+
+
+@pytest.fixture(scope="module")
+def five(private_server):
+    """The nodes of a quorum, which the tests of a module share."""
+    made = Nodes([private_server(RedisServer) for _ in range(5)])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def nodes(five):
+    """The same, all of them running and empty."""
+    five.heal()
+    yield five
+    five.heal()

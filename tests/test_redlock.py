@@ -25,24 +25,11 @@ from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_at, interrupted_everywhere, running, until
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, wait_for
-from tests.redlock_workers import Nodes, caches_of, quorum_at
+from tests.redlock_workers import caches_of, quorum_at
 from tests.servers import RedisServer
 
+pytest_plugins = ["tests.redis_fixtures"]
 SCHEDULER = {"owner": "scheduler", "stable": True}
-
-
-@pytest.fixture(scope="module")
-def five(private_server):
-    nodes = Nodes([private_server(RedisServer) for _ in range(5)])
-    yield nodes
-    nodes.close()
-
-
-@pytest.fixture
-def nodes(five):
-    five.heal()
-    yield five
-    five.heal()
 
 
 @pytest.fixture

@@ -13,26 +13,12 @@ from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from distlock_app.testing.claims import a_claim
 from tests.engines import running
-from tests.redlock_workers import Nodes, quorum_at
-from tests.servers import RedisServer
+from tests.redlock_workers import quorum_at
 
+pytest_plugins = ["tests.redis_fixtures"]
 pytestmark = pytest.mark.slow
 
 TTL = 1.0
-
-
-@pytest.fixture(scope="module")
-def five(private_server):
-    nodes = Nodes([private_server(RedisServer) for _ in range(5)])
-    yield nodes
-    nodes.close()
-
-
-@pytest.fixture
-def nodes(five):
-    five.heal()
-    yield five
-    five.heal()
 
 
 @pytest.fixture
