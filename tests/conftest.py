@@ -200,57 +200,44 @@ def generic_dialect() -> Iterator[None]:
     registry.reset()
 
 
-@pytest.fixture(scope="session")
-def redis_url() -> str:
-    """Where the suite's Redis is; a test that kills one starts its own."""
+def url_of(server: str) -> str:
+    """Return where a server of the suite is; a test that kills one starts its own."""
     from django.conf import settings
 
-    url: str = settings.REDIS_URL
+    url: str = getattr(settings, f"{server.upper()}_URL")
     if not url:
-        missing("redis", "DISTLOCK_TEST_REDIS_URL is not set")
+        missing(server, f"DISTLOCK_TEST_{server.upper()}_URL is not set")
     return url
 
 
 @pytest.fixture(scope="session")
-def cluster_urls() -> list[str]:
-    """Where the nodes of the suite's Redis Cluster are; a test that kills one starts its own."""
-    from django.conf import settings
+def redis_url() -> str:
+    """Where the suite's Redis is."""
+    return url_of("redis")
 
-    if not settings.REDIS_CLUSTER_URL:
-        missing("redis_cluster", "DISTLOCK_TEST_REDIS_CLUSTER_URL is not set")
-    return str(settings.REDIS_CLUSTER_URL).split(",")
+
+@pytest.fixture(scope="session")
+def cluster_urls() -> list[str]:
+    """Where the nodes of the suite's Redis Cluster are."""
+    return url_of("redis_cluster").split(",")
 
 
 @pytest.fixture(scope="session")
 def etcd_url() -> str:
     """Where the suite's etcd is."""
-    from django.conf import settings
-
-    url: str = settings.ETCD_URL
-    if not url:
-        missing("etcd", "DISTLOCK_TEST_ETCD_URL is not set")
-    return url
+    return url_of("etcd")
 
 
 @pytest.fixture(scope="session")
 def zookeeper_url() -> str:
     """Where the suite's ZooKeeper is."""
-    from django.conf import settings
-
-    url: str = settings.ZOOKEEPER_URL
-    if not url:
-        missing("zookeeper", "DISTLOCK_TEST_ZOOKEEPER_URL is not set")
-    return url
+    return url_of("zookeeper")
 
 
 @pytest.fixture(scope="session")
 def redlock_urls() -> list[str]:
     """Where the suite's five nodes of Redlock are."""
-    from django.conf import settings
-
-    if not settings.REDLOCK_URL:
-        missing("redlock", "DISTLOCK_TEST_REDLOCK_URL is not set")
-    return str(settings.REDLOCK_URL).split(",")
+    return url_of("redlock").split(",")
 
 
 @pytest.fixture
