@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from django.contrib.auth.models import User
 from django.core.management import call_command
-from django.db import connection
+from django.db import connection, transaction
 from django.utils import timezone
 
 from distlock_app.admin import pages as admin_pages
@@ -90,7 +90,7 @@ def in_the_table():
     columns = [field.column for field in DistLock._meta.fields]
     quoted = ", ".join(map(connection.ops.quote_name, columns))
     marks = ", ".join(["%s"] * len(columns))
-    with connection.cursor() as cursor:
+    with transaction.atomic(), connection.cursor() as cursor:  # else each row is one
         cursor.executemany(
             f"INSERT INTO {DistLock._meta.db_table} ({quoted}) VALUES ({marks})", rows
         )
