@@ -361,6 +361,20 @@ def test_the_suite_fails_a_backend_that_breaks_a_promise(suite, wrong, words):
         case()
 
 
+def test_the_suite_lets_processes_that_start_slowly_begin_together(suite, monkeypatch):
+    fork = Suite._fork
+
+    def slowly(case, work):
+        sleep(0.2)
+        return fork(case, work)
+
+    monkeypatch.setattr(Suite, "_fork", slowly)
+    case = suite(ForOneProcess, "many_processes")
+
+    with pytest.raises(AssertionError, match="two processes had it at a time"):
+        case()
+
+
 @pytest.mark.parametrize(("wrong", "words", "text"), SAYS)
 def test_the_suite_says_what_is_wrong(suite, wrong, words, text):
     broken = wrong if issubclass(wrong, Unreachable) else Unreachable
