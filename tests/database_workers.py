@@ -25,13 +25,26 @@ from tests.processes import hear, say
 DEADLINE = 60.0
 
 
+def stop_waiting(sessions: Any) -> None:
+    """Let the claims leave that still wait: they are in no waiting loop that does it."""
+    for queue in list(sessions.queues.by_key.values()):
+        for waiter in list(queue.waiters):
+            sessions.queues.leave(waiter)
+
+
+def close(backend: DatabaseBackend) -> None:
+    """End all connections of a backend, also those that wait."""
+    stop_waiting(backend._sessions)
+    backend.close()
+
+
 def lock_table(request: Any) -> Iterator[DatabaseBackend]:
     """The lock table in the second database, as one process has it, by each kind of SQL."""
     if request.param == "generic":
         request.getfixturevalue("generic_dialect")
     backend = DatabaseBackend(alias="default", location="locks")
     yield backend
-    backend.close()
+    close(backend)
 
 
 def grab(backend: DatabaseBackend, name: str, **options: Any) -> Grant:

@@ -34,7 +34,7 @@ from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
-from tests.database_workers import grab
+from tests.database_workers import close, grab, stop_waiting
 from tests.engines import DEADLINE, running, until
 from tests.proxy import proxy_to
 from tests.test_database_connections import OWN_NUMBER, kill
@@ -157,19 +157,6 @@ def in_queue(number=1, within=DEADLINE):
         until(there, within)
     except AssertionError:
         raise AssertionError(f"{waiting} wait on the server, not {number}") from None
-
-
-def stop_waiting(sessions):
-    """Let the claims leave that still wait: they are in no waiting loop that does it."""
-    for queue in list(sessions.queues.by_key.values()):
-        for waiter in list(queue.waiters):
-            sessions.queues.leave(waiter)
-
-
-def close(backend):
-    """End all connections of a backend, also those that wait."""
-    stop_waiting(backend._sessions)
-    backend.close()
 
 
 def queue_is_free(backend):
