@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -52,6 +54,19 @@ def test_a_location_that_is_no_database_is_refused_with_the_names_of_those_that_
         DatabaseBackend(alias="night", location="nowhere")
 
     assert "nowhere" not in str(no.value)  # it may be a URL with a password
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="psycopg warns of an open connection")
+def test_a_connection_that_the_server_lets_in_but_not_on_is_closed(backend):
+    options = {**connections["locks"].settings_dict["OPTIONS"], "assume_role": "nobody_at_all"}
+    with patch.dict(connections["locks"].settings_dict, OPTIONS=options):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with pytest.raises(BackendError, match="role"):
+                backend.ping()
+            gc.collect()
+
+    assert not warned
 
 
 @on_server

@@ -81,8 +81,8 @@ class PooledSession:
         self.used_at = 0.0
         wrapper.settings_dict["AUTOCOMMIT"] = True
         self.adapt(wrapper.settings_dict)
-        wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
         try:
+            wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
             self.prepare()
         except BaseException:
             self.close()
