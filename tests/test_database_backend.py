@@ -14,6 +14,7 @@ from django.db import connection, connections, transaction
 from django.utils import timezone
 
 from distlock_app.backends.database import DatabaseBackend, members, people
+from distlock_app.backends.database.connections import Contended
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -291,6 +292,38 @@ def test_a_row_in_somebodys_transaction_is_waited_for_once(backend, monkeypatch,
     assert [other for _, other in results] == [True] * 3
     assert sum(key in keys for keys in waits) == 1
     assert backend.extend_many(work) == [True, True]
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
+def test_after_it_was_locked_a_row_is_extended_by_the_ttl_of_each_stable_owner(backend):
+    short, claim = grab(backend, "a", ttl=5), a_claim("a", ttl=40)
+    long = backend.acquire(replace(claim, owner=short.claim.owner), 0)
+    backend.end_in(short, 5)
+    work = [(short, 5.0), (long, 40.0)]
+
+    with transaction.atomic(using="locks"):
+        rows().select_for_update().get(key=short.claim.key)
+        refused = backend.extend_many(work)
+
+    assert [type(answer) for answer in refused] == [Contended] * 2
+    assert backend.extend_many(work) == [True, True]
+    assert 25 < backend.look(a_claim("a")).free_in <= 40
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
+@pytest.mark.parametrize("kinds", [({"shared": True}, {}), ({}, {"shared": True})])
+def test_after_its_row_was_locked_a_lock_outlives_a_lost_one_of_another_kind(backend, kinds):
+    lost, kept = (replace(a_claim("a"), **kind) for kind in kinds)
+    lost = backend.acquire(lost, 0)
+    backend.clear(lost.claim.key)
+    kept = backend.acquire(kept, 0)
+    work = [(lost, 20.0), (kept, 20.0)]
+
+    with transaction.atomic(using="locks"):
+        rows().select_for_update().get(key=lost.claim.key)
+        backend.extend_many(work)
+
+    assert backend.extend_many(work) == [False, True]
 
 
 def test_names_are_exact_to_the_last_byte_and_shown_as_text(backend):

@@ -38,11 +38,11 @@ class Extending(Requests):
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         """Extend by one statement for each 400 mutexes of one ttl, or members of one row."""
-        indexes: dict[float | str, list[int]] = {}
+        indexes: dict[float | str | tuple[str, float], list[int]] = {}
         for index, (grant, ttl) in enumerate(work):
             key = grant.claim.key
-            alike = key if kind_of(grant.claim) or key in self._locked else ttl
-            indexes.setdefault(alike, []).append(index)
+            one_ttl = (key, ttl) if key in self._locked else ttl
+            indexes.setdefault(key if kind_of(grant.claim) else one_ttl, []).append(index)
         results: list[bool | Exception] = [False] * len(work)
         for same in indexes.values():
             for batch in batches(same, BATCH):
