@@ -15,7 +15,18 @@ import pytest
 from django.db import connection, transaction
 from django.utils.functional import SimpleLazyObject
 
-from distlock_app import Lock, LockBusy, LockLost, NotHeld, assert_locked, current_hold, locked
+from distlock_app import (
+    Lock,
+    LockBusy,
+    LockLost,
+    NotHeld,
+    assert_locked,
+    current_hold,
+    locked,
+    locked_command,
+    locked_view,
+    unique_task,
+)
 from distlock_app.core.registry import registry
 from distlock_app.decorators.naming import NameTemplate
 from distlock_app.testing import held_elsewhere
@@ -103,6 +114,12 @@ def test_a_named_function_needs_name_since_it_could_be_what_is_decorated():
 
     with pytest.raises(TypeError, match="name="):
         locked(name_of, wait=0)
+
+
+@pytest.mark.parametrize("decorator", [locked, locked_view, locked_command, unique_task])
+def test_what_cannot_name_a_lock_is_refused_before_anything_is_decorated(decorator):
+    with pytest.raises(TypeError, match="name= must be a function .*, not 'nightly'"):
+        decorator(name="nightly")
 
 
 @pytest.mark.parametrize(

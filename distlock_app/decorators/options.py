@@ -26,6 +26,8 @@ def sorted_out(first: Any, name: Callable[..., str] | None, options: bool) -> tu
     `first`, the positional argument of a decorator, is a template, a function that names the lock,
     or the decorated object; `options`: whether the decorator got others than `name`.
     """
+    if name is not None and not callable(name):
+        raise TypeError(f"name= must be a function that returns the name, not {name!r}")
     if first is None:
         return name, None
     if isinstance(first, str):
