@@ -20,6 +20,7 @@ from distlock_app import (
     LockBusy,
     LockLost,
     NotHeld,
+    all_of,
     assert_locked,
     current_hold,
     locked,
@@ -598,6 +599,12 @@ def test_the_current_hold_is_the_innermost_also_of_locks_taken_again():
             raise LockBusy
         look()
     assert "".join(found) == "abcacba" + "bb"
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_the_last_of_several_is_the_current_one_whichever_was_taken_first(names):
+    with all_of(*(Lock(name, using="locmem") for name in names)) as holds:
+        assert current_hold() is holds[1]
 
 
 def test_a_hold_that_is_entered_later_is_the_current_one():

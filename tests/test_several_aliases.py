@@ -311,6 +311,24 @@ def test_code_inside_finds_all_holds(engine):
                 current_hold("a", using=BOTH)
 
 
+@pytest.mark.parametrize("using", [BOTH, BOTH[::-1]])
+def test_code_inside_finds_them_in_the_order_of_the_aliases(engine, using):
+    with Lock("a", using=using) as hold:
+        assert current_hold() == hold
+        with Lock("a", using=BOTH), Lock("a", using=using) as again:
+            assert current_hold() == again
+        assert current_hold() == hold
+
+
+def test_what_one_alias_has_by_another_with_is_not_found_with_it(engine):
+    first, second = BOTH
+    with Lock("a", using=first) as outer, Lock("a", using=second) as inner:
+        assert current_hold() is inner
+        assert current_hold("a", using=BOTH) == (outer, inner)
+    with Lock("a", using=BOTH), Lock("a", using=first) as inner:
+        assert current_hold() is inner
+
+
 # In an event loop
 
 

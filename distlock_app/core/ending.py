@@ -35,6 +35,7 @@ class Ending(Entered):
     # Class defaults, also for objects that an interrupt left half made.
     released = True  # or not yet added to the lease
     entered: int = False  # in a `with`: the number of this entry
+    entered_with: object = None  # the same for all that were entered together
     taken_at: tuple[CodeType, int] | None = None  # without a `with`: where it was taken
 
     def __init__(self, lease: Lease, *, release_now: bool, released: bool = False) -> None:

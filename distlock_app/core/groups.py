@@ -151,9 +151,11 @@ class Holds(tuple[Hold, ...], Entered):
         (lost or self)[0].end_block(*block_and_error)
 
     def enter(self, *, inside: bool = True) -> Holds:
-        """Like `Hold.enter` with each."""
+        """Like `Hold.enter` with each, in their order, whichever was taken first."""
+        together = object()
         for hold in self:
             hold.enter(inside=inside)
+            hold.entered_with = together
         self.runner = identity.current_runner()
         return self
 
@@ -291,16 +293,23 @@ def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "def
     `acquire()` does not count, and `lock_in_transaction()` has no hold.
     """
     entered = [hold for x in identity.current_runner().held.values() for hold in x.entered()]
-    entered.sort(key=attrgetter("entered"))
-    held = {hold._lease.lease_key: hold for hold in entered}  # the innermost of each lock
+    entered.sort(key=attrgetter("entered"), reverse=True)
+    held: dict[Any, Hold] = {}  # the innermost of each lock, latest first
+    for hold in entered:
+        held.setdefault(hold._lease.lease_key, hold)
+    found: list[Any]
     if name is None:
-        lock = entered[-1]._lease.lease_key[1:] if entered else None
-        found = [held[lease_key] for lease_key in held if lease_key[1:] == lock]
+        found = [hold for hold in reversed(held.values()) if _as_one(hold, entered[0])]
     else:
         wanted = [(registry[alias].backend, names.key_of(name)) for alias in aliases_of(using)]
-        newest = [*reversed(held)]
-        found = [next((held[x] for x in newest if x[:2] == lock), None) for lock in wanted]
+        found = [next((held[x] for x in held if x[:2] == lock), None) for lock in wanted]
     if not found or None in found:
         what = "no lock is held here" if name is None else f"{shown(name)!r} is not held"
         raise NotHeld(what)
     return one_or_all(found)
+
+
+def _as_one(hold: Hold, last: Hold) -> bool:
+    """Whether it is of the lock that `last` is of, on another alias, and of the same `with`."""
+    same = hold._lease.lease_key[1:] == last._lease.lease_key[1:]
+    return hold is last or (same and hold.entered_with is last.entered_with is not None)

@@ -229,11 +229,13 @@ class Lease:
     def enter(self, hold: Any, *, inside: bool) -> None:
         """Record that the running thread or task is inside the `with` of a hold, or no longer."""
         with self.lock:
-            if hold.released or bool(hold.entered) is inside:
+            if hold.released:
                 return
-            if inside:
+            if inside and not hold.entered:
                 self._show(hold)
-            hold.entered = inside and next(entry_numbers)
+            before, hold.entered = bool(hold.entered), inside and next(entry_numbers)
+            if before is inside:
+                return
         runner = identity.current_runner()
         if self.runner is not runner:
             self.leave_runner()
