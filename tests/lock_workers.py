@@ -261,7 +261,7 @@ def count_until_told(path, name, using):
     threading.Thread(target=listen, daemon=True).start()
     say("counting")
     done = []
-    while not told.is_set():
+    while not told.wait(0.01):  # or others, who look now and then on SQLite, would never come
         with Lock(name, using=using, wait=100):
             done.append(bump(path))
     return done
