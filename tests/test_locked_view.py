@@ -6,7 +6,7 @@ import asyncio
 import gc
 import io
 import threading
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial, wraps
 from urllib.request import urlopen
 
@@ -849,6 +849,22 @@ def test_a_stream_that_nobody_closes_gives_up_its_lock_when_it_is_dropped(using,
     releaser.drain()
     assert holders() == []
     assert not caplog.records
+
+
+@pytest.mark.django_db
+@pytest.mark.filterwarnings("ignore:StreamingHttpResponse must consume synchronous iterators")
+def test_a_stream_that_cannot_be_sent_gives_up_its_lock():
+    async def send():
+        answer = await sync_to_async(stream)(AsyncRequestFactory().post("/"))
+        async for _ in answer:  # as Django sends it, all of it read in another thread
+            raise ConnectionResetError
+
+    with suppress(ConnectionResetError):
+        asyncio.run(send())
+
+    gc.collect()
+    releaser.drain()
+    assert holders() == []
 
 
 # Transactions

@@ -243,6 +243,8 @@ class Lease:
             runner.held[self.lease_key] = self
             if runner.in_call:
                 identity.keep_call(runner)
+        if not any(lease.entered() for lease in [*runner.held.values()]):
+            runner.call = None  # its frame may refer to the hold, which then nobody could drop
 
     def restore_hold(self) -> None:
         """Add back a hold whose release failed; the lease has still ended."""
