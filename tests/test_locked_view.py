@@ -848,7 +848,8 @@ def test_a_stream_that_nobody_closes_gives_up_its_lock_when_it_is_dropped(using,
     gc.collect()
     releaser.drain()
     assert holders() == []
-    assert not caplog.records
+    # The releaser may just now give up on a server that an earlier test has ended.
+    assert not [record for record in caplog.records if "stream" in record.getMessage()]
 
 
 @pytest.mark.django_db
