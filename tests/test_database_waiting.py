@@ -135,13 +135,18 @@ class Waiter(threading.Thread):
         return self.got_at is not None
 
 
+ADVISORY = (
+    "SELECT count(*) FROM pg_locks JOIN pg_database ON database = oid"
+    " WHERE locktype = 'advisory' AND datname = current_database()"
+)
+
+
 def in_queue(number=1, within=DEADLINE):
     """Wait until so many wait on the server."""
     asked = {
         "mysql": "SELECT count(*) FROM information_schema.processlist"
         " WHERE db = DATABASE() AND state = 'User lock'",
-        "postgresql": "SELECT count(*) FROM pg_locks JOIN pg_database ON database = oid"
-        " WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()",
+        "postgresql": f"{ADVISORY} AND NOT granted",
     }[connection.vendor]
 
     waiting = None
@@ -160,17 +165,16 @@ def in_queue(number=1, within=DEADLINE):
 
 
 def queue_is_free(backend):
-    """Whether no session has, or waits for, the queue lock of "a"."""
-    asked = {
-        "mysql": "SELECT IS_FREE_LOCK(%s)",
-        "postgresql": "SELECT count(*) = 0 FROM pg_locks JOIN pg_database ON database = oid"
-        " WHERE locktype = 'advisory' AND datname = current_database() AND %s <> 0",
-    }[connection.vendor]
+    """Whether no session has, or waits for, the queue lock of "a" (on PostgreSQL: any)."""
     with connections["locks"].cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(ADVISORY)
+            return cursor.fetchone() == (0,)
         if not backend._sessions.dialect.database:  # asked for by its first session
             backend.ping()
-        cursor.execute(asked, [backend._sessions.dialect.queue_of(a_claim("a").key)])
-        return bool(cursor.fetchone()[0])
+        queue = backend._sessions.dialect.queue_of(a_claim("a").key)
+        cursor.execute("SELECT IS_FREE_LOCK(%s)", [queue])
+        return cursor.fetchone() == (1,)
 
 
 def in_line(sessions, number):

@@ -233,6 +233,7 @@ class Lease:
                 return
             if inside and not hold.entered:
                 self._show(hold)
+            # Numbered again if it is in one: the holds of all_of() were taken in another order.
             before, hold.entered = bool(hold.entered), inside and next(entry_numbers)
             if before is inside:
                 return
@@ -243,7 +244,7 @@ class Lease:
             runner.held[self.lease_key] = self
             if runner.in_call:
                 identity.keep_call(runner)
-        if not any(lease.entered() for lease in [*runner.held.values()]):
+        if not inside and not any(lease.entered() for lease in [*runner.held.values()]):
             runner.call = None  # its frame may refer to the hold, which then nobody could drop
 
     def restore_hold(self) -> None:
