@@ -860,8 +860,12 @@ def test_a_stream_that_cannot_be_sent_gives_up_its_lock():
         async for _ in answer:  # as Django sends it, all of it read in another thread
             raise ConnectionResetError
 
-    with suppress(ConnectionResetError):
-        asyncio.run(send())
+    async def main():
+        with suppress(ConnectionResetError):
+            await send()
+        await sync_to_async(int)()  # by now that thread has let go of its call before
+
+    asyncio.run(main())
 
     gc.collect()
     releaser.drain()
