@@ -90,36 +90,42 @@ def under_lock(make: Callable[[], Turn]) -> Turn:
     return under
 
 
-def its_statements(alias: str) -> Turn:
-    """What our backend on MariaDB sends for a pair, sent again by the driver, in steps."""
-    from MySQLdb.connections import Connection
+def its_statements(alias: str, kind: str) -> Turn:
+    """What our backend on a database sends for a pair, sent again: without what it does besides."""
+    from distlock_app.backends.sessions.link import MySQLLink, PostgreSQLLink
 
-    turn = engine_alone(alias)
-    connection = raw.cursor_of("mysql").connection
-    connection.query("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-    ask = raw.in_steps(connection)
-    sent: dict[str, list[bytes]] = {}
+    links: dict[str, Any] = {"mysql": MySQLLink, "postgresql": PostgreSQLLink}
+    turn, link, send = engine_alone(alias), links[kind](), links[kind].send
+    link.connect(raw.cursor_of(kind).connection)
+    if kind == "mysql":
+        link.ask("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+    sent: dict[str, list[tuple[str, Any]]] = {}
 
     def record(name: str) -> None:
         with turn(name):  # connects; the row of a lock table stays
             pass
-        send, texts = Connection.send_query, []
+        senders: list[Any] = []
+        statements: list[tuple[str, Any]] = []
 
-        def noted(self: Any, text: bytes) -> Any:
-            texts.append(text)
-            return send(self, text)
+        def noted(self: Any, statement: str, values: Any = None) -> None:
+            statements.append((statement, values))
+            senders.append(self)
+            send(self, statement, values)
 
-        Connection.send_query, sent[name] = noted, texts
+        links[kind].send = noted
         with turn(name):
             pass
-        Connection.send_query = send
+        links[kind].send, sent[name] = send, statements
+        if kind == "postgresql":  # with the same names as in the session that sent them
+            for statement in list(senders[0].prepared)[len(link.prepared) :]:
+                link.prepare_once(statement)
 
     @contextmanager
     def again(name: str) -> Iterator[None]:
         if name not in sent:
             record(name)
-        for text in sent[name]:
-            ask(text)
+        for statement, values in sent[name]:
+            link.wait(statement, TTL, values)
         yield
 
     return again
@@ -214,8 +220,10 @@ def etcd3gw() -> Turn:
 ALONE = ("contended", "threads")
 
 
-def _ours(alias: str) -> tuple[Contender, Contender]:
+def _ours(alias: str, database: str = "") -> tuple[Contender, ...]:
+    sent = Contender(ITS_STATEMENTS, partial(its_statements, alias, database), True, ALONE)
     return (
+        *([sent] if database else []),
         Contender(OURS[0], partial(ours, alias)),
         Contender(OURS[1], partial(engine_alone, alias), skipped=ALONE),
     )
@@ -269,10 +277,7 @@ GROUPS = {
         (
             *_raw("five statements", partial(raw.lock_table, "mysql"), "contended"),
             *_raw("a row locked", partial(raw.row_lock, "mysql"), "uncontended", "threads"),
-            Contender(
-                ITS_STATEMENTS, partial(its_statements, "default"), True, ("contended", "threads")
-            ),
-            *_ours("default"),
+            *_ours("default", "mysql"),
         ),
         "mysql",
     ),
@@ -282,7 +287,7 @@ GROUPS = {
         (
             *_raw("five statements", partial(raw.lock_table, "postgresql"), "contended"),
             *_raw("a row locked", partial(raw.row_lock, "postgresql"), "uncontended", "threads"),
-            *_ours("default"),
+            *_ours("default", "postgresql"),
         ),
         "postgresql",
     ),
@@ -292,10 +297,7 @@ GROUPS = {
         (
             *_raw("GET_LOCK", partial(raw.server_lock, "mysql")),
             Contender(IN_STEPS, raw.named_lock_in_steps, True, ("contended",)),
-            Contender(
-                ITS_STATEMENTS, partial(its_statements, "named"), True, ("contended", "threads")
-            ),
-            *_ours("named"),
+            *_ours("named", "mysql"),
             Contender("django-mysql", django_mysql),
             Contender("tooz", tooz_mysql, False, ALONE),
         ),
@@ -306,7 +308,7 @@ GROUPS = {
         ("postgresql",),
         (
             *_raw("pg_advisory_lock", partial(raw.server_lock, "postgresql")),
-            *_ours("advisory"),
+            *_ours("advisory", "postgresql"),
             Contender("django-pglock", django_pglock),
             Contender("django-pglock, timeout", partial(django_pglock, WAIT), False, ALONE),
             Contender("tooz", partial(tooz, "postgresql", "postgresql"), False, ALONE),
