@@ -45,6 +45,11 @@ class Notes(redis.Redis):
 if url := os.environ.get("TESTS_CELERY_REDIS"):
     notes = Notes(url, os.environ["TESTS_CELERY_PREFIX"])
 
+    @unique_task("on_redis:{key}", until="start", ttl=TTL, using="redis")
+    @shared_task
+    def on_redis(key):
+        run(key)
+
 
 def run(key):
     """Note whether another worker runs the same key now; hang if it is this worker's turn."""
@@ -56,12 +61,6 @@ def run(key):
         time.sleep(100)
     notes.delete(notes.of(f"runs:{key}"))
     notes.sadd(notes.of("done"), key)
-
-
-@unique_task("on_redis:{key}", until="start", ttl=TTL, using="redis")
-@shared_task
-def on_redis(key):
-    run(key)
 
 
 @unique_task("on_table:{key}", until="success", ttl=TTL)
