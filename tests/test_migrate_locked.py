@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from time import sleep
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection, connections
 
-from distlock_app.core.registry import registry
+from distlock_app.core.waiting import waiting
 from distlock_app.management.commands.migrate_locked import lock_alias
 from distlock_app.testing import held_elsewhere
 from tests.engines import running, until
@@ -47,11 +48,33 @@ def test_whoever_waited_finds_nothing_to_do(capsys):
     with ExitStack() as stack:
         with held_elsewhere("migrate:default", using=alias):
             stack.enter_context(running(migrate))
-            until(lambda: [h for h in registry[alias].backend.holders() if h.waiters])
+            until(lambda: waiting)
             assert not done.is_set()
         until(done.is_set)
 
     assert "No planned migration operations" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="CREATE INDEX CONCURRENTLY")
+@pytest.mark.django_db(transaction=True)
+def test_an_index_is_created_concurrently_while_others_wait():
+    alias = lock_alias(database="default", lock_using=None)
+
+    def migrate():
+        call_command("migrate_locked", "--plan", verbosity=0)
+        connections.close_all()
+
+    with ExitStack() as stack:
+        with held_elsewhere("migrate:default", using=alias), connection.cursor() as cursor:
+            stack.enter_context(running(migrate))
+            until(lambda: waiting)
+            sleep(0.5)  # it may be on its way to the server
+            cursor.execute("SET lock_timeout = '5s'")
+            try:
+                cursor.execute("CREATE INDEX CONCURRENTLY test ON distlock_app_distlock (name)")
+            finally:
+                cursor.execute("RESET lock_timeout")
+                cursor.execute("DROP INDEX IF EXISTS test")
 
 
 @pytest.mark.django_db(transaction=True)

@@ -193,6 +193,15 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
             )
 
 
+class MigrationLockBackend(AdvisoryLockBackend):
+    """That of `migrate_locked`: its waiters poll.
+
+    One that waits on the server has a snapshot, for whose end CREATE INDEX CONCURRENTLY waits.
+    """
+
+    sessions_waiting = 0
+
+
 @lru_cache(maxsize=1024)
 def _number(key: str) -> int:
     """Return the first 64 bits of a key as PostgreSQL's bigint."""

@@ -40,6 +40,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
     blocks = True
     expires = False
     fences = True  # the server's time in microseconds, read when the lock is granted
+    sessions_waiting = WAITING
 
     def _begin(self) -> None:
         super()._begin()
@@ -49,7 +50,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
         self._ahead: set[str] = set()
         # The first of a queue waits in a thread of its own, and says nothing until it has waited.
         self._queues = WaiterQueues(lambda connection: None, hangs=inf)
-        self._waiting: deque[None] = deque([None] * WAITING)
+        self._waiting: deque[None] = deque([None] * self.sessions_waiting)
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
         session = self._taken.get((claim.owner, claim.key))

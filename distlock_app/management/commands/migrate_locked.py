@@ -16,7 +16,7 @@ from distlock_app.decorators.commands import locked_command
 # Locks of the database server itself need no table, which may not be there yet.
 SERVERS_OWN = {
     "mysql": "distlock_app.backends.mysql.NamedLockBackend",
-    "postgresql": "distlock_app.backends.postgresql.AdvisoryLockBackend",
+    "postgresql": "distlock_app.backends.postgresql.MigrationLockBackend",
 }
 WAIT = 600.0  # seconds; the longest migrations take minutes
 
