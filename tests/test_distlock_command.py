@@ -521,6 +521,19 @@ def test_clear_does_not_guess_where_nobody_can_be_asked(memory, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
 
     assert "--yes" in str(ends_with("clear", "a"))
+    monkeypatch.setattr("sys.stdin", None)  # closed, by `<&-`
+    assert "--yes" in str(ends_with("clear", "a"))
+
+
+def test_clear_takes_the_end_of_the_input_for_a_no(memory, monkeypatch):
+    def ctrl_d(question):
+        raise EOFError
+
+    taken("a")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", ctrl_d)
+
+    assert str(ends_with("clear", "a")) == "nothing was cleared"
 
 
 def test_clear_of_a_free_lock_ends_with_1(memory, capsys):
@@ -780,8 +793,9 @@ time.sleep(3600)
 KILLS = 6
 
 
-def lead(started, path, who):
-    return started("lead", "a", "--ttl", "3", "--", sys.executable, "-c", LEADS, str(path), who)
+def lead(started, path, who, **options):
+    program = [sys.executable, "-c", LEADS, str(path), who]
+    return started("lead", "a", "--ttl", "3", "--", *program, **options)
 
 
 def leaders(path):
@@ -922,6 +936,19 @@ def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
     assert not is_held("a")
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "2> >(true)"])
+def test_a_leader_goes_on_where_nobody_reads_what_it_says(started, tmp_path, closed):
+    path = tmp_path / "leaders"
+    process = lead(started, path, "0", wrapper=["bash", "-c", f'exec "$@" {closed}', "bash"])
+    until(lambda: leaders(path))
+
+    registry["default"].backend.clear(key_of("a"))
+
+    until(lambda: len(leaders(path)) >= 2)
+    process.terminate()
+    assert process.wait(30) == 143
+
+
 def test_a_candidate_asks_a_backend_until_it_answers_again(memory, monkeypatch):
     outcomes, said = [LockLost("gone"), BackendError("down"), BackendError("down"), 0], []
 
@@ -1021,8 +1048,8 @@ def test_where_the_kernel_does_not_end_a_program_a_pipe_does():
 
 @pytest.mark.parametrize(
     ("program", "code"),
-    [("/no/such/program", 127), (str(Path(__file__)), 126)],
-    ids=["missing", "not executable"],
+    [("/no/such/program", 127), ("", 127), (str(Path(__file__)), 126)],
+    ids=["missing", "without a name", "not executable"],
 )
 def test_run_of_what_cannot_run_ends_as_a_shell_does(memory, capsys, program, code):
     ended, _, err = say(capsys, "run", "a", "--", program)
@@ -1151,3 +1178,14 @@ def test_watch_ends_quietly_with_ctrl_c(memory, capsys, monkeypatch):
 
 def _interrupt(seconds):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("action", [["list"], ["watch", "--interval", "0.1"]])
+def test_a_reader_that_goes_away_ends_it_quietly(started, action):
+    taken("a")
+
+    process = started(*action)
+    process.stdout.close()
+
+    assert process.wait(60) == 141
+    assert process.stderr.read() == ""

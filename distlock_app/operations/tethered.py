@@ -30,8 +30,10 @@ def main(parent: int, fd: int, program: list[str]) -> int:
         kill_at_the_end_of(fd)
     try:
         os.execvp(program[0], program)
-    except OSError as error:
-        return EX_NOT_FOUND if isinstance(error, FileNotFoundError) else EX_NOT_EXECUTABLE
+    except (FileNotFoundError, ValueError):  # or it has no name
+        return EX_NOT_FOUND
+    except OSError:
+        return EX_NOT_EXECUTABLE
 
 
 def kill_at_the_end_of(fd: int) -> None:

@@ -2,16 +2,18 @@
 
 Exit codes: 0 done; 1 `show`, `clear`: it is free, or has another version; 2 usage; 69 a backend is
 down or cannot be used, or cannot list its locks (`show`, `clear`); 75 `run`: another owner
-holds it; 76 `run`: the lock was lost, the program terminated; else the program's own. It works
-while a database is down: it uses no model and no system check.
+holds it; 76 `run`: the lock was lost, the program terminated; 141 nobody reads its output; else
+the program's own. It works while a database is down: it uses no model and no system check.
 """
 
 from __future__ import annotations
 
 import getpass
+import os
 import sys
 from argparse import PARSER
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,6 +40,7 @@ from distlock_app.primitives import identity
 # A fence goes on from the server's clock, which is never set back by so much.
 PURGED_AFTER = 7 * 24 * 3600.0
 EX_USAGE = 2  # that of argparse
+EX_NO_READER = 141  # as of a program that SIGPIPE ended
 NOT_STARTED = {EX_NOT_FOUND: "not found", EX_NOT_EXECUTABLE: "cannot be run"}
 STUCK_AFTER = 60.0  # seconds; no request takes so long
 OLDEST = 100 * 365 * 24 * 3600.0
@@ -90,6 +93,11 @@ class Command(Looking):
         self._escape_what_has_no_letters()
         try:
             code = getattr(self, f"_{action}")(action=action, **options)
+            self.stdout.flush()
+        except BrokenPipeError:  # `| head` has read enough
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what is flushed at the exit
+            sys.exit(EX_NO_READER)
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         except BackendError as error:
@@ -161,7 +169,8 @@ class Command(Looking):
 
     def _lead(self, **options: Any) -> int:
         def report(error: Exception) -> None:
-            self.stderr.write(f"{error}; waiting for the next turn")
+            with suppress(AttributeError, OSError):  # stderr is closed, or nobody reads it
+                self.stderr.write(f"{error}; waiting for the next turn")
 
         return self._under_lock(partial(lead, report=report), wait=None, **options)
 
@@ -206,13 +215,17 @@ class Command(Looking):
                 self.stderr.write(f"{alias}: {kind} does not exclude other processes")
 
     def _confirm(self, held: Sequence[Holding]) -> None:
-        if not sys.stdin.isatty():
+        if sys.stdin is None or not sys.stdin.isatty():
             raise CommandError("nobody to ask: repeat it with --yes")
         self._write_table(held)
         self.stdout.write(
             "Clearing does not stop its holder; another process may get the lock at once."
         )
-        if input("Clear it? [y/N] ").strip().lower() not in {"y", "yes"}:
+        try:
+            answer = input("Clear it? [y/N] ")
+        except EOFError:  # Ctrl-D
+            answer = ""
+        if answer.strip().lower() not in {"y", "yes"}:
             raise CommandError("nothing was cleared")
 
 
