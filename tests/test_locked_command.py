@@ -12,7 +12,7 @@ import time
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, LabelCommand
 from django.db import connection, transaction
 
 from distlock_app import Lock, LockBusy, LockLost, current_hold, locked_command
@@ -215,6 +215,23 @@ def test_the_name_is_made_of_the_options():
         call_command(by_template())
     with pytest.raises(ValueError, match=r"\{city\}.*options of the command"):
         call_command(command(handle, "shop:{city}")())
+
+
+@pytest.mark.parametrize(
+    ("naming", "name"),
+    [
+        ({"template": "load:{args}"}, "load:a,b"),
+        ({"name": lambda args, **options: f"load {len(args)}"}, "load 2"),
+    ],
+    ids=["template", "function"],
+)
+def test_arguments_without_an_option_can_be_in_the_name(naming, name):
+    @locked_command(naming.get("template"), name=naming.get("name"), using="locmem")
+    class Load(LabelCommand):  # as `loaddata`
+        def handle_label(self, label, **options):
+            return holders("locmem")[0].name
+
+    assert call_command(Load(), "a", "b", stdout=io.StringIO()) == f"{name}\n{name}"
 
 
 def test_a_lock_that_the_command_itself_finds_busy_is_its_own_affair():

@@ -116,9 +116,10 @@ def _under_lock(guard: _Guard, command: Any, handle: Callable[..., Any]) -> Call
             lock_options["wait"] = checked_wait(given["lock_wait"])
         if given["lock_ttl"] is not None:
             lock_options["ttl"] = given["lock_ttl"]
+        named = {"args": args, **options} if args else options  # as of a LabelCommand
         if callable(using := lock_options.get("using")):
-            lock_options["using"] = using(**options)
-        lock = Lock(guard.name_of(type(command), options), **lock_options)
+            lock_options["using"] = using(**named)
+        lock = Lock(guard.name_of(type(command), named), **lock_options)
         with identity.activity(f"manage.py {_command_name(type(command))}"):
             try:
                 return guard.run(lock, lambda: handle(*args, **options, **passed))
