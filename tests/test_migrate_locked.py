@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from time import sleep
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection, connections
 
+from distlock_app.backends.postgresql import AdvisoryLockBackend
 from distlock_app.core.waiting import waiting
 from distlock_app.management.commands.migrate_locked import lock_alias
 from distlock_app.testing import held_elsewhere
@@ -57,7 +57,8 @@ def test_whoever_waited_finds_nothing_to_do(capsys):
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="CREATE INDEX CONCURRENTLY")
 @pytest.mark.django_db(transaction=True)
-def test_an_index_is_created_concurrently_while_others_wait():
+def test_an_index_is_created_concurrently_while_others_wait(monkeypatch):
+    take, takes = AdvisoryLockBackend._take, []
     alias = lock_alias(database="default", lock_using=None)
 
     def migrate():
@@ -66,9 +67,11 @@ def test_an_index_is_created_concurrently_while_others_wait():
 
     with ExitStack() as stack:
         with held_elsewhere("migrate:default", using=alias), connection.cursor() as cursor:
+            monkeypatch.setattr(
+                AdvisoryLockBackend, "_take", lambda *args: takes.append(args) or take(*args)
+            )
             stack.enter_context(running(migrate))
-            until(lambda: waiting)
-            sleep(0.5)  # it may be on its way to the server
+            until(lambda: len(takes) > 1)  # it tries again, instead of waiting on the server
             cursor.execute("SET lock_timeout = '5s'")
             try:
                 cursor.execute("CREATE INDEX CONCURRENTLY test ON distlock_app_distlock (name)")
