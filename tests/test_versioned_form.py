@@ -461,6 +461,25 @@ def test_amounts_without_fixed_places_are_shown_as_they_are(offer: Offer, monkey
     assert shown(form, "price", "1.505") == "1.505"
 
 
+def test_amounts_of_more_than_28_digits_are_compared_to_the_last(offer: Offer) -> None:
+    field = OfferForm(instance=offer).fields["price"]
+    one, two = Decimal(f"1{35 * '0'}1.00"), Decimal(f"1{35 * '0'}2")
+
+    assert key_of(one, field) == f"1{35 * '0'}1"
+    assert key_of(two, field) == f"1{35 * '0'}2"
+
+
+def test_an_amount_of_too_many_digits_is_shown_as_it_was_typed(offer: Offer) -> None:
+    data = sent(opened(offer), price=f"1{35 * '0'}")
+    changed(offer, price=12, version=9)
+
+    form = answered(offer, data)
+
+    assert not form.is_valid()
+    assert form.conflict is not None
+    assert [change.yours for change in form.conflict.changes] == [f"1{35 * '0'}"]
+
+
 def test_what_was_typed_for_a_password_is_not_shown_even_if_it_is_wrong(offer: Offer) -> None:
     class PinForm(VersionedModelForm):
         class Meta:

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from datetime import datetime
-from decimal import Decimal
+from decimal import MAX_PREC, Context, Decimal
 from typing import Any
 
 from django import forms
@@ -23,6 +23,8 @@ from django.utils.translation import gettext
 LONGEST = 20_000
 # The keys of what stands for a value: nobody's JSON data has them.
 DIGEST, UPLOAD = "distlock_sha256", "distlock_upload"
+# The usual context rounds to 28 digits; a column may have more.
+EXACT = Context(prec=MAX_PREC)
 
 
 class Encoder(DjangoJSONEncoder):
@@ -45,7 +47,7 @@ def key_of(value: Any, field: Any) -> Any:
     if isinstance(value, File):
         return value.name or ""
     if isinstance(value, Decimal):
-        return format(value.normalize(), "f")
+        return format(value.normalize(EXACT), "f")
     many = isinstance(value, models.QuerySet | list | tuple | set)
     if many and isinstance(field, forms.ModelMultipleChoiceField):
         return sorted(str(field.prepare_value(one)) for one in value)
@@ -98,10 +100,10 @@ def _plain(form: Any, name: str, key: Any) -> str:
     field = form.instance._meta.get_field(name)
     try:
         value = field.to_python(key)
-    except (ValidationError, TypeError, ValueError):
+        if isinstance(value, Decimal) and getattr(field, "decimal_places", None) is not None:
+            value = round(value, field.decimal_places)
+    except (ValidationError, TypeError, ValueError, ArithmeticError):  # of more than 28 digits
         return str(key)
-    if isinstance(value, Decimal) and getattr(field, "decimal_places", None) is not None:
-        value = round(value, field.decimal_places)
     if isinstance(value, datetime) and timezone.is_aware(value):
         value = timezone.localtime(value)
     return str(formats.localize(value))
