@@ -526,6 +526,17 @@ def test_both_guards_refuse_for_their_own_reason() -> None:
     assert vault.delete(fence=NEW + 2)[0] == 1
 
 
+def test_a_fenced_queryset_does_not_retry_without_its_token() -> None:
+    vault = Vault.objects.fenced(NEW).create(stock=5)
+    fenced: Any = Vault.objects.fenced(OLD)
+
+    with pytest.raises(NotSupportedError):
+        fenced.retrying(vault.pk, lambda obj: setattr(obj, "stock", 6))
+    with pytest.raises(NotSupportedError):
+        asyncio.run(fenced.aretrying(vault.pk, lambda obj: setattr(obj, "stock", 6)))
+    assert row(vault) == (5, NEW)
+
+
 # Pinned locks
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asgiref.sync import sync_to_async
@@ -12,6 +12,7 @@ from ..errors import LockError, StaleFenceError
 from .optimistic.fields import LAST
 from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
+from .optimistic.retrying import Retrying
 from .optimistic.saving import MISSING, put, row_of, unjoined
 from .retrying import M
 
@@ -291,6 +292,14 @@ class FencedModel(models.Model):
 
 class FencedVersionedQuerySet(FencedQuerySet[M], VersionedQuerySet[M]):  # type: ignore[override]
     """A queryset of models with fencing tokens and versions."""
+
+    def _retrying(self, pk: Any, change: Callable[[M], Any], options: Any) -> Retrying[M]:
+        if self._fencing is not None:
+            raise NotSupportedError(
+                "retrying() cannot check fencing tokens: use save(fence=...) in a function "
+                "decorated with retry_on_conflict"
+            )
+        return super()._retrying(pk, change, options)
 
 
 if TYPE_CHECKING:
