@@ -1455,6 +1455,28 @@ def test_every_conflict_is_announced_and_a_receiver_that_raises_does_no_harm(
     assert seen == [(Account, stale, 1, 1, 2)]
 
 
+def test_a_receiver_of_a_conflict_may_refresh_and_save_the_object(account: Account) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    other_saves(account, balance=200)
+
+    def receiver(instance: Any, **facts: Any) -> None:
+        instance.refresh_from_db()
+        instance.owner = "conflict"
+        instance.save()
+
+    version_conflict.connect(receiver)
+    try:
+        with pytest.raises(StaleObjectError):
+            stale.save()
+        with pytest.raises(StaleObjectError):
+            stale.save()
+    finally:
+        version_conflict.disconnect(receiver)
+
+    account.refresh_from_db()
+    assert (account.owner, account.balance) == ("conflict", 200)
+
+
 # Threads of one process
 
 

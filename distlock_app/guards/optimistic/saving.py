@@ -104,7 +104,9 @@ class GuardedSave(models.Model):
                 state.conflict = error
             raise
         finally:
-            del state.expected, state.written
+            # Gone already if a receiver of version_conflict has saved the object.
+            for attribute in "expected", "written":
+                state.__dict__.pop(attribute, None)
         self._version_written(written, expected, using)
         self._forget_saved(cls, update_fields)
         return saved
