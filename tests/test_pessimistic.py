@@ -143,6 +143,19 @@ def test_the_wait_for_a_locked_row_is_bounded_and_the_transaction_goes_on(
     assert Job.objects.filter(state="mine").exists() is (connection.vendor != "sqlite")
 
 
+def test_a_wait_that_only_the_database_bounds_is_said_to_be_so(jobs: list[Job]) -> None:
+    if connection.vendor == "sqlite":
+        pytest.skip("nothing but `wait` bounds it")
+    mysql = connection.vendor == "mysql"
+
+    with locked_elsewhere(jobs[1].pk), transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET {'innodb_lock_wait_timeout = 1' if mysql else 'lock_timeout = 1'}")
+        with pytest.raises(LockTimeout, match="as long as the database waits"):
+            Job.objects.for_update(jobs[1].pk, wait=None)
+    connection.close()
+
+
 @pytest.mark.usefixtures("read_committed")
 @pytest.mark.parametrize("wait", [DEADLINE, None])
 def test_who_waits_gets_the_row_as_the_other_left_it(jobs: list[Job], wait: float | None) -> None:

@@ -181,7 +181,8 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         label = rows.model._meta.label
         if wait == 0:
             raise LockBusy(f"rows of {label} are locked by another transaction") from error
-        raise LockTimeout(f"rows of {label} were not free within {wait} s") from error
+        limit = "as long as the database waits" if wait is None else f"within {wait} s"
+        raise LockTimeout(f"rows of {label} were not free {limit}") from error
 
 
 def _read_locking(rows: models.QuerySet[M], wait: float | None, deadline: Deadline) -> list[M]:
