@@ -14,6 +14,7 @@ from operator import and_, or_, xor
 from pathlib import Path
 from typing import Any
 
+import django
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, OperationalError, connection, connections, transaction
@@ -152,6 +153,15 @@ def test_some_fields_are_saved_with_the_fence(shelf: Shelf) -> None:
 
     assert row(shelf) == (6, NEW + 2)
     assert Shelf.objects.get().name == "new"
+
+
+@pytest.mark.skipif(django.VERSION >= (6,), reason="save() takes options by name only")
+@pytest.mark.filterwarnings("ignore:Passing positional arguments to save")
+def test_some_fields_named_by_position_are_saved_with_the_fence(shelf: Shelf) -> None:
+    shelf.stock = 6
+    shelf.save(False, False, None, ["stock"], fence=NEW + 1)
+
+    assert row(shelf) == (6, NEW + 1)
 
 
 def test_a_save_without_a_fence_leaves_that_of_the_row(shelf: Shelf) -> None:

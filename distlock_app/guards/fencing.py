@@ -220,8 +220,6 @@ class FencedModel(models.Model):
         before = self.__dict__.get("fence", MISSING)
         outer = getattr(state, "fencing", None)  # of a save whose receiver calls this one
         self.fence = state.fencing = fence_of(fence)
-        if kwargs.get("update_fields"):
-            kwargs["update_fields"] = {*kwargs["update_fields"], "fence"}
         try:
             super().save(*args, **kwargs)
         except BaseException:
@@ -259,10 +257,10 @@ class FencedModel(models.Model):
         if base_qs.model is not field.model:  # another table of the same object
             return super()._do_update(base_qs, using, pk_val, values, *args)
         number = getattr(self._state, "fencing", None)
-        if number is None:
-            # An old object must not lower the token of its row.
-            values = [value for value in values if value[0] is not field]
-        else:
+        # An old object must not lower the token of its row.
+        values = [value for value in values if value[0] is not field]
+        if number is not None:
+            values.append((field, None, number))  # whatever the update_fields are
             base_qs = unjoined(base_qs, using).filter(fence__lte=number)
             # Forced: `select_on_save` treats a row in an old snapshot as written.
             args = args[0], True, *args[2:]
