@@ -689,6 +689,20 @@ def test_a_base_manager_that_joins_another_table_leaves_the_guard_in_the_update(
         assert "SELECT" not in update and re.search(rf"version\W* = {version}\b", update)
 
 
+def test_a_base_manager_of_combined_querysets_leaves_the_guard_in_force(
+    account: Account, monkeypatch: Any
+) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    use_base_manager(
+        monkeypatch, Account, lambda rows: rows.filter(owner="Ann") | rows.filter(balance=0)
+    )
+    account.save()
+
+    for refused in (stale.save, stale.delete):
+        with pytest.raises(StaleObjectError, match="has version 2, not 1"):
+            refused()
+
+
 def test_a_base_manager_that_joins_another_table_leaves_the_fence_in_the_update(
     monkeypatch: Any,
 ) -> None:

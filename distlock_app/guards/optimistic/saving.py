@@ -121,8 +121,7 @@ class GuardedSave(models.Model):
         expected = state.expected
         if expected is None:
             return self._update_unread(base_qs, using, pk_val, values, *args)
-        # Directly, because `where.add()` would first search for an equal condition.
-        base_qs.query.where.children.append(self._version_field.guard(expected, using))
+        base_qs.query.where.add(self._version_field.guard(expected, using), AND)
         updated = super()._do_update(base_qs, using, pk_val, values, *args)
         if not updated:
             found = self._find_version(using, expected)
