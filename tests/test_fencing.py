@@ -18,10 +18,11 @@ import django
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, OperationalError, connection, connections, transaction
-from django.db.models import F, QuerySet
+from django.db.models import Count, F, QuerySet
 from django.db.models.signals import post_save, pre_save
 from django.template import Context, Engine
 from django.test import TestCase
+from django.test.utils import CaptureQueriesContext
 
 from distlock_app import (
     Lock,
@@ -36,7 +37,7 @@ from distlock_app.core.registry import registry
 from tests.app.guarded_models import ColdShelf, ColdVault, Shelf, Vault
 from tests.engines import renewed
 from tests.processes import Processes
-from tests.test_optimistic import elsewhere, repeatable_read
+from tests.test_optimistic import elsewhere, repeatable_read, use_base_manager
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -454,6 +455,26 @@ def test_who_finds_rows_before_a_later_holder_writes_them_is_refused(
 
     assert row(shelf) == (9, NEW)
     assert ColdShelf.objects.get().degrees == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda rows: rows.filter(name="shown"), lambda rows: rows.annotate(n=Count("coldshelf"))],
+    ids=["hides", "joins"],
+)
+def test_a_base_manager_that_hides_rows_or_joins_others_lets_no_earlier_holder_in(
+    shelf: Shelf, monkeypatch: Any, change: Callable[[Any], Any]
+) -> None:
+    use_base_manager(monkeypatch, Shelf, change)
+
+    with pytest.raises(StaleFenceError):
+        Shelf.objects.fenced(OLD).delete()
+    with CaptureQueriesContext(connection) as queries:
+        Shelf.objects.fenced(NEW + 1).update()
+
+    assert row(shelf) == (5, NEW + 1)
+    update = next(q["sql"] for q in queries if q["sql"].startswith("UPDATE"))
+    assert "SELECT" not in update and re.search(rf"fence\W* <= {NEW + 1}\b", update)
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])

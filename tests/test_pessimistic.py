@@ -23,6 +23,7 @@ from distlock_app.guards import pessimistic
 from distlock_app.pessimistic import for_update, next_unlocked, retry_on_deadlock
 from tests.app.guarded_models import ColdShelf, Crate, Job, Shelf
 from tests.app.versioned_models import SavingsAccount
+from tests.test_optimistic import use_base_manager
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -362,6 +363,14 @@ def test_a_row_is_locked_without_those_of_its_conditions(jobs: list[Job], chain:
         assert for_update(chain.filter(pk=jobs[3].pk), wait=0) == [jobs[3]]
         with pytest.raises(LockBusy):
             for_update(Job.objects.filter(pk=jobs[0].pk), wait=0)
+
+
+def test_a_row_that_the_base_manager_hides_is_locked(jobs: list[Job], monkeypatch: Any) -> None:
+    use_base_manager(monkeypatch, Job, lambda rows: rows.filter(state="shown"))
+
+    keys = [job.pk for job in jobs]
+    with locked_elsewhere(*keys), transaction.atomic(), pytest.raises(LockBusy):
+        Job.objects.for_update(jobs[0].pk, wait=0)
 
 
 def test_a_row_is_locked_with_the_table_that_it_inherits_from() -> None:

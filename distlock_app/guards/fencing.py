@@ -136,9 +136,9 @@ class FencedQuerySet(models.QuerySet[M]):
         owner = self._fenced_model
         key = owner._meta.pk.name
         keys = list(self.values_list(key, flat=True))
-        rows = owner._base_manager.using(self.db).filter(pk__in=keys)
-        # The plain update(): that of another queryset would increment a version.
-        models.QuerySet.update(rows.filter(fence__lte=fence), fence=fence)
+        # A plain queryset: that of a manager may hide rows, join tables or increment a version.
+        rows: Any = models.QuerySet(owner, using=self.db).filter(pk__in=keys)
+        rows.filter(fence__lte=fence).update(fence=fence)
         refuse_newer(rows, fence)
         return self.filter(**{f"{key}__in": keys})
 

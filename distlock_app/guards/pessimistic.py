@@ -51,7 +51,7 @@ def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M
     # would fix the snapshot of the later ones.)
     rows = rows.using(locking.db)
     keys = list(rows.values_list("pk", flat=True))
-    by_key = rows.model._base_manager.using(locking.db).filter(pk__in=keys)
+    by_key = _all_rows(locking).filter(pk__in=keys)
     _locked(_locking(by_key.order_by("pk")), wait)
     return list(rows.filter(pk__in=keys))
 
@@ -76,7 +76,7 @@ def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
     # queue. So lock one by one, by key.
     found: list[M] = []
     rows = rows.using(locking.db)
-    by_key = _locking(rows.model._base_manager.using(locking.db), skip_locked=True)
+    by_key = _locking(_all_rows(locking), skip_locked=True)
     joined = _locks_joined(locking)
     for key in rows.values_list("pk", flat=True)[: n + SPARE]:
         if len(found) >= n:
@@ -125,6 +125,11 @@ else:
 
     class LockingManager(models.Manager.from_queryset(LockingQuerySet)):
         """The manager with these methods."""
+
+
+def _all_rows(rows: models.QuerySet[M]) -> models.QuerySet[M]:
+    """Return the rows of the model, of its table alone: a manager may hide some, or join others."""
+    return models.QuerySet(rows.model, using=rows.db)
 
 
 def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:
