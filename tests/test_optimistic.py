@@ -360,6 +360,21 @@ def test_an_object_that_was_never_read_overwrites_the_row_and_moves_its_version_
     country.save()
 
 
+def test_a_row_that_the_database_does_not_let_be_updated_ends_an_unread_save() -> None:
+    if connection.vendor != "sqlite":
+        pytest.skip("stands for triggers and row security on other databases")
+    Country.objects.create(code="KR", name="Korea")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE TRIGGER kept BEFORE UPDATE ON testapp_country BEGIN SELECT RAISE(IGNORE); END"
+        )
+        try:
+            with pytest.raises(IntegrityError):  # as in Django, which then inserts
+                Country(code="KR", name="South Korea").save()
+        finally:
+            cursor.execute("DROP TRIGGER kept")
+
+
 def test_an_object_built_from_a_key_and_a_version_is_guarded(account: Account) -> None:
     other_saves(account)
 

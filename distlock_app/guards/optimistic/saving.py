@@ -134,8 +134,9 @@ class GuardedSave(models.Model):
         """Overwrite the row whatever its version, and increment that, so that others notice."""
         field = self._version_field
         state: Any = self._state
-        found = self._find_version(using, None)
-        while found is not None:
+        found, tried = self._find_version(using, None), None
+        # Not twice with one version: then a trigger or row security keeps the row as it is.
+        while found not in (None, tried):
             state.written = field.after(found)
             values = [(f, m, state.written if f is field else value) for f, m, value in values]
             guarded = base_qs.all()
@@ -143,7 +144,7 @@ class GuardedSave(models.Model):
             updated = super()._do_update(guarded, using, pk_val, values, *args)
             if updated:
                 return updated
-            found = self._find_version(using, found)
+            found, tried = self._find_version(using, found), found
         return False
 
     def _version_to_rely_on(self, using: str) -> Any:
