@@ -1050,6 +1050,38 @@ def test_a_server_that_is_frozen_is_an_error_in_time(queue, monkeypatch):
     backend.close()
 
 
+@pytest.mark.parametrize("queue", [8, 0])
+def test_a_pooler_that_has_no_server_for_a_new_connection_is_an_error_in_time(queue, monkeypatch):
+    """PgBouncer lets a client in by itself; its first statement waits up to two minutes."""
+    if connection.vendor != "postgresql":
+        pytest.skip("PgBouncer speaks for PostgreSQL")
+    wrapper = type(connections["locks"])
+    backend = DatabaseBackend(alias="default", location="locks", queue=queue)
+    with proxy_to(int(connections["locks"].settings_dict["PORT"])) as proxy:
+        pooler = {
+            **connections["locks"].settings_dict,
+            "HOST": "127.0.0.1",
+            "PORT": proxy.port,
+            "TIME_ZONE": "Asia/Seoul",  # not the server's, so that Django would set it
+        }
+        monkeypatch.setattr(connections["locks"], "settings_dict", pooler)
+        monkeypatch.setattr(link, "ANSWER_WAIT", 0.5)
+        connect = wrapper.get_new_connection
+        hangs = threading.Timer(5, proxy.cut)
+
+        def let_in(self, params):
+            connected = connect(self, params)
+            proxy.silent = True
+            hangs.start()
+            return connected
+
+        monkeypatch.setattr(wrapper, "get_new_connection", let_in)
+        with pytest.raises(BackendError, match=r"no answer within 0\.5 s"):
+            backend.ping()
+        hangs.cancel()
+    backend.close()
+
+
 def test_a_frozen_server_does_not_freeze_who_stops_waiting(backend, processes):
     """psycopg's cancel() kept the interpreter to itself until the server answered."""
     held = grab(backend, "a")

@@ -75,8 +75,8 @@ BATCH = 200
 class NamedLockSession(MySQLLink, LockSession):
     """A session on MySQL or MariaDB, spoken to through mysqlclient."""
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        adapt_to_mysql(settings["OPTIONS"])
+    def adapt(self, wrapper: Any) -> None:
+        adapt_to_mysql(wrapper.settings_dict["OPTIONS"])
 
     def connect(self, connection: Any) -> None:
         if not hasattr(connection, "send_query"):

@@ -76,9 +76,9 @@ class AdvisoryLockSession(PostgreSQLLink, LockSession):
 
     limit = 0.0  # of the server for a wait, in seconds
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        options = settings["OPTIONS"]
-        adapt_to_postgresql(options)
+    def adapt(self, wrapper: Any) -> None:
+        adapt_to_postgresql(wrapper)
+        options = wrapper.settings_dict["OPTIONS"]
         options.pop("assume_role", None)  # the one that logged in may end its other sessions
         options["application_name"] = APPLICATION
 

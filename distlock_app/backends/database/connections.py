@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from django.db import Error as DatabaseError
-from django.db import InterfaceError, connections
+from django.db import InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.functional import cached_property
 
@@ -62,12 +62,15 @@ class Session(PooledSession):
         self.pid = os.getpid()
         super().__init__(wrapper, epoch)
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        self.dialect.adapt(settings)
+    def adapt(self, wrapper: Any) -> None:
+        self.dialect.adapt(wrapper)
 
     def prepare(self) -> None:
-        with self.wrapper.wrap_database_errors:
-            self.cursor: Any = self.dialect.begin(self.wrapper)
+        try:
+            with self.wrapper.wrap_database_errors:
+                self.cursor: Any = self.dialect.begin(self.wrapper)
+        except (ServerError, ReplyTimeout) as error:
+            raise OperationalError(str(error)) from error
 
     @cached_property
     def queues(self) -> bool:

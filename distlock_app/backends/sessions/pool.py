@@ -60,8 +60,11 @@ def adapt_to_mysql(options: dict[str, Any]) -> None:
         options.setdefault(wait, ANSWER_WAIT)
 
 
-def adapt_to_postgresql(options: dict[str, Any]) -> None:
-    """Change the OPTIONS of an alias of PostgreSQL for connections of our own."""
+def adapt_to_postgresql(wrapper: Any) -> None:
+    """Change our copy of an alias of PostgreSQL for connections of our own."""
+    # Django would set the zone, and wait for a pooler that lets it in without a server for it.
+    wrapper.timezone_name = None
+    options = wrapper.settings_dict["OPTIONS"]
     options.pop("pool", None)
     options.pop("isolation_level", None)
     options.setdefault("connect_timeout", ANSWER_WAIT)
@@ -80,7 +83,7 @@ class PooledSession:
         self.kept = False  # it has been idle, and the server may have closed it meanwhile
         self.used_at = 0.0
         wrapper.settings_dict["AUTOCOMMIT"] = True
-        self.adapt(wrapper.settings_dict)
+        self.adapt(wrapper)
         try:
             wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
             self.prepare()
@@ -88,8 +91,8 @@ class PooledSession:
             self.close()
             raise
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        """Change our copy of the alias's settings before it connects."""
+    def adapt(self, wrapper: Any) -> None:
+        """Change our copy of the alias before it connects."""
         raise NotImplementedError
 
     def prepare(self) -> None:

@@ -100,8 +100,8 @@ class Dialect(Statements):
         self.database = database
         self._named = lru_cache(maxsize=4096)(lambda name, key: (shown(name), self.queue_of(key)))
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        """Change our copy of the alias's settings before it connects."""
+    def adapt(self, wrapper: Any) -> None:
+        """Change our copy of the alias before it connects."""
 
     def begin(self, wrapper: Any) -> Any:
         """Prepare a new session of Django's; return the cursor to use on it."""

@@ -40,8 +40,8 @@ class Generic(Dialect):
     # A try that is refused is to lock nothing: many of them would keep the owner from its row.
     looks_first = True
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        settings["OPTIONS"].pop("pool", None)  # our connections are pooled already
+    def adapt(self, wrapper: Any) -> None:
+        wrapper.settings_dict["OPTIONS"].pop("pool", None)  # our connections are pooled already
 
     def begin(self, wrapper: Any) -> Cursor:
         return self.cursor(wrapper)

@@ -119,8 +119,8 @@ class MySQL(Dialect):
     # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
     crowded = frozenset({1213, 1205, 3572, 1020})
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        options = settings["OPTIONS"]
+    def adapt(self, wrapper: Any) -> None:
+        options = wrapper.settings_dict["OPTIONS"]
         options["isolation_level"] = "read committed"
         adapt_to_mysql(options)
 

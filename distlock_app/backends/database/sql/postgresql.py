@@ -165,8 +165,8 @@ class PostgreSQL(Dialect):
                           AND key BETWEEN %(first)s AND %(last)s
                           FOR UPDATE SKIP LOCKED)"""
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        adapt_to_postgresql(settings["OPTIONS"])
+    def adapt(self, wrapper: Any) -> None:
+        adapt_to_postgresql(wrapper)
 
     def cursor(self, wrapper: Any) -> Cursor:
         # Never prepared, whatever the alias says: several statements at once cannot be.
@@ -174,16 +174,18 @@ class PostgreSQL(Dialect):
         return client(wrapper.connection) if client else super().cursor(wrapper)
 
     def begin(self, wrapper: Any) -> Any:
-        cursor: Any = self.cursor(wrapper)
         # DISABLE_SERVER_SIDE_CURSORS is how Django is told of a pooler that lends sessions by
         # the transaction: neither settings nor prepared statements may be left on those.
         pooled = wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-        if not pooled:
-            cursor.execute(SETTINGS)
-        around: Any = wrapper.connection.cursor()
-        if hasattr(wrapper.connection, "pgconn"):  # not psycopg2
+        cursor: Any
+        around: Any
+        if hasattr(wrapper.connection, "pgconn"):
             cursor, around = (PostgreSQLCursor(wrapper.connection) for _ in range(2))
             cursor.prepares = not pooled
+        else:  # psycopg2
+            cursor, around = (wrapper.connection.cursor() for _ in range(2))
+        if not pooled:
+            cursor.execute(SETTINGS, None)
         return PooledCursor(cursor, around, BEGIN) if pooled else cursor
 
     def __init__(self, table_name: str, table: str, database: str) -> None:

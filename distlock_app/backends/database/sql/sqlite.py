@@ -70,8 +70,8 @@ class SQLite(Dialect):
     def written(self, statement: str) -> str:
         return re.sub(r"%\((\w+)\)s", r":\1", statement)
 
-    def adapt(self, settings: dict[str, Any]) -> None:
-        options = settings["OPTIONS"]
+    def adapt(self, wrapper: Any) -> None:
+        options = wrapper.settings_dict["OPTIONS"]
         options["timeout"] = min(ROW_WAIT, options.get("timeout", ROW_WAIT))
 
     def begin(self, wrapper: Any) -> Cursor:
