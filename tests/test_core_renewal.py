@@ -636,6 +636,30 @@ hold.leave(None)
     assert done.stdout == b"released", done.stderr
 
 
+def test_a_process_ends_in_silence_although_a_daemon_thread_is_in_a_with():
+    code = """if True:
+        import os, threading, time, django
+        os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+        django.setup()
+        from distlock_app import Lock
+        held = threading.Event()
+        def work():
+            with Lock("a", using="locmem"):
+                held.set()
+                time.sleep(100)
+        threading.Thread(target=work, daemon=True).start()
+        held.wait()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_process_ends_although_a_task_still_waits():
     code = """if True:
         import asyncio, builtins

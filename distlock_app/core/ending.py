@@ -129,7 +129,7 @@ class Ending(Entered):
         block.__exit__(exc_type, exc, traceback)
 
     def __del__(self) -> None:
-        if self.released:
+        if self.released or releaser is None:  # or the interpreter ends, and its modules are empty
             return
         lease = self._lease
         if lease.ended and not lease.foreign:  # its release failed and was not retried
