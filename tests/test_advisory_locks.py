@@ -172,10 +172,11 @@ def test_a_pooler_is_warned_of(backend, monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "DISABLE_SERVER_SIDE_CURSORS", True)
     assert [message.id for message in backend.check()] == ["distlock_app.W031"]
 
-    # Two clients with one session: what a pooler makes of us.
-    line = backend._lend()
-    monkeypatch.setattr(backend, "_lend", lambda: line)
-    assert [message.id for message in backend.look_around(line)] == ["distlock_app.E032"]
+    # Several clients with one session: what a pooler makes of us.
+    backend.ping()
+    session = connection.copy()
+    monkeypatch.setattr(type(session), "copy", lambda self, alias=None: session)
+    assert "distlock_app.E032" in [message.id for message in backend.check(ask=True)]
 
 
 # Advisory locks are everybody's: of whom is a session?

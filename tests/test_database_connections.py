@@ -396,6 +396,22 @@ def test_check_names_a_missing_table(backend, monkeypatch):
     assert [message.id for message in backend.check(ask=True)] == ["distlock_app.E012"]
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="PgBouncer is for PostgreSQL")
+@pytest.mark.parametrize("known", [False, True])
+def test_a_transaction_pooler_that_the_settings_do_not_name_is_an_error(known, monkeypatch):
+    monkeypatch.setitem(connections["locks"].settings_dict, "DISABLE_SERVER_SIDE_CURSORS", known)
+    backend = DatabaseBackend(alias="default", location="locks")
+    backend.ping()
+    # Several clients with one session.
+    session = connections["locks"].copy()
+    monkeypatch.setattr(type(session), "copy", lambda self, alias=None: session)
+
+    found = [message.id for message in backend.check(ask=True)]
+
+    assert found == ([] if known else ["distlock_app.E018"])
+    backend.close()
+
+
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite needs a file of its own")
 def test_a_server_may_keep_locks_beside_other_data():
     assert DatabaseBackend(alias="default", location="default").check() == []

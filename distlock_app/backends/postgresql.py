@@ -16,6 +16,7 @@ from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, PostgreSQLLink, ServerError, Value, Values
 from .sessions.lock_session import GRACE, REPLICA, LockSession
 from .sessions.notes import NOTE, note
+from .sessions.one_server import lends_by_transaction
 from .sessions.pool import adapt_to_postgresql
 
 # Lock timeout; deadlock.
@@ -181,10 +182,7 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
         return found
 
     def look_around(self, session: AdvisoryLockSession) -> Iterator[checks.CheckMessage]:
-        other = self._lend()
-        numbers = {session.ask("SELECT pg_backend_pid()")[0][0] for _ in range(3)}
-        self._pool.give_back(other)
-        if numbers != {session.number} or other.number == session.number:
+        if lends_by_transaction(self.using):
             yield checks.Error(
                 f"DISTLOCK[{self.alias!r}]: {self.using!r} is behind a transaction pooler: locks "
                 "are lost or left behind.",

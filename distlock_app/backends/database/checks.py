@@ -12,9 +12,11 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
 
 from ...errors import BackendError
-from ..sessions.one_server import check_one_server
+from ..sessions.one_server import check_one_server, lends_by_transaction
 from .connections import Session, Sessions
 from .sql import Generic
+from .sql.cursors import PooledCursor
+from .sql.postgresql import PostgreSQL
 from .sql.rows import Rows
 
 # Time zones differ by quarters of an hour, clocks hardly by so much.
@@ -56,7 +58,8 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
         session = sessions.lend()
         with session.wrapper.wrap_database_errors:
             tables = session.wrapper.introspection.table_names()
-            found = [*check_generic(alias, session), *check_one_server(alias, sessions.using)]
+            found = [*check_generic(alias, session), *check_pooler(alias, session)]
+            found += check_one_server(alias, sessions.using)
     except (BackendError, DjangoDatabaseError) as error:
         text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {error}"
         return [Error(text, id="distlock_app.E011")]
@@ -68,6 +71,21 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
             f"DISTLOCK[{alias!r}]: the database {sessions.using!r} has no lock table.",
             hint=f"Run: manage.py migrate distlock_app --database={sessions.using}",
             id="distlock_app.E012",
+        )
+    ]
+
+
+def check_pooler(alias: str, session: Session) -> list[CheckMessage]:
+    """Report a pooler that lends sessions by the transaction, if the settings do not name it."""
+    using, known = session.wrapper.alias, isinstance(session.cursor, PooledCursor)
+    if known or not isinstance(session.dialect, PostgreSQL) or not lends_by_transaction(using):
+        return []
+    return [
+        Error(
+            f"DISTLOCK[{alias!r}]: {using!r} is behind a transaction pooler: statements fail, or"
+            " take as long as they may.",
+            hint="Set DISABLE_SERVER_SIDE_CURSORS in DATABASES to True, or QUEUE in DISTLOCK to 0.",
+            id="distlock_app.E018",
         )
     ]
 

@@ -1,9 +1,10 @@
-"""System check: do all connections to a database reach the same server?"""
+"""System checks: do connections reach one server, and has each of them a session of its own?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from django.core.checks import CheckMessage, Warning
 from django.db import Error as DjangoDatabaseError
@@ -23,18 +24,8 @@ CONNECTIONS = 4
 def check_one_server(alias: str, using: str) -> Iterator[CheckMessage]:
     """Warn if connections to the database `using` reach different servers."""
     question = SERVER.get(connections[using].vendor)
-    if question is None:
-        return
-    servers = {}
-    with suppress(DjangoDatabaseError), ExitStack() as stack:  # another check reports an error
-        for _ in range(CONNECTIONS):
-            connection = connections[using].copy()
-            connection.settings_dict["OPTIONS"].pop("pool", None)
-            stack.callback(connection.close)
-            cursor = stack.enter_context(connection.cursor())
-            cursor.execute(question)
-            server = cursor.fetchone()
-            servers[server[0]] = str(server[-1])
+    answers = _asked_at_once(using, question) if question else []
+    servers = {row[0]: str(row[-1]) for row in answers}
     if len(servers) > 1:
         yield Warning(
             f"DISTLOCK[{alias!r}]: connections to {using!r} reach different servers "
@@ -43,3 +34,23 @@ def check_one_server(alias: str, using: str) -> Iterator[CheckMessage]:
             "connects to the same server, unless all of them are nodes of one synchronous cluster.",
             id="distlock_app.W033",
         )
+
+
+def lends_by_transaction(using: str) -> bool:
+    """Return whether a pooler before PostgreSQL does: connections that idle share a session."""
+    sessions = _asked_at_once(using, "SELECT pg_backend_pid()")
+    return len(set(sessions)) < len(sessions)
+
+
+def _asked_at_once(using: str, question: str) -> list[Any]:
+    """Return what several connections answer that are open at once."""
+    answers = []
+    with suppress(DjangoDatabaseError), ExitStack() as stack:  # another check reports an error
+        for _ in range(CONNECTIONS):
+            connection = connections[using].copy()
+            connection.settings_dict["OPTIONS"].pop("pool", None)
+            stack.callback(connection.close)
+            cursor = stack.enter_context(connection.cursor())
+            cursor.execute(question)
+            answers.append(cursor.fetchone())
+    return answers
