@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import date, datetime, time, timezone
 from decimal import Decimal
 from typing import Any
@@ -280,6 +281,24 @@ def test_what_was_taken_over_from_others_has_not_changed(offer: Offer) -> None:
     assert again.changed_data == ["price", "tags"]
 
 
+def test_a_relation_changed_without_a_save_is_a_conflict_too(offer: Offer) -> None:
+    data = sent(opened(offer), name="Black tea")
+    untouched = sent(opened(offer))
+    offer.tags.add(Tag.objects.create(name="sale"))
+
+    form = answered(offer, data)
+
+    assert not form.is_valid()
+    assert form.conflict is not None
+    (change,) = form.conflict.changes
+    assert (change.old, change.theirs, change.yours) == ("new", "new, sale", None)
+    for kept in (untouched, sent(form)):
+        form = answered(offer, kept)
+        assert form.is_valid(), form.errors
+        form.save()
+        assert offer.tags.count() == 2
+
+
 def test_the_same_change_by_both_is_no_conflict(offer: Offer) -> None:
     data = sent(opened(offer), name="White tea")
     changed(offer, name="White tea")
@@ -388,6 +407,27 @@ def test_long_json_data_in_another_order_is_no_change() -> None:
     assert key_of({"number": 1, "text": text}, field) == key
     assert key_of({"number": 2, "text": text}, field) != key
     assert text not in str(key)
+
+
+def test_json_data_differs_where_python_values_are_equal(offer: Offer) -> None:
+    class DataForm(OfferForm):
+        text = forms.JSONField()
+
+    def opened(**options: Any) -> DataForm:
+        offer = Offer.objects.get()
+        offer.text = json.loads(offer.text)  # as a JSONField does
+        return DataForm(instance=offer, **options)
+
+    changed(offer, text='{"vat": 1}')
+    data = sent(opened(), name="Black tea")
+    changed(offer, text='{"vat": true}')
+
+    form = opened(data=data)
+
+    assert not form.is_valid()
+    assert form.conflict is not None
+    assert [change.name for change in form.conflict.changes] == ["text"]
+    assert form.cleaned_data["text"] == {"vat": True}
 
 
 @pytest.mark.parametrize("key", ["sha256", "upload"])

@@ -62,6 +62,12 @@ def key_of(value: Any, field: Any) -> Any:
     return json.loads(text)
 
 
+def differ(one: Any, other: Any) -> bool:
+    """Return whether two such values differ; as Python compares them, JSON's `true` equals 1."""
+    texts = [json.dumps(value, cls=Encoder, sort_keys=True) for value in (one, other)]
+    return texts[0] != texts[1]
+
+
 def _time_key(value: datetime | times.time, field: Any) -> str:
     if not getattr(field.widget, "supports_microseconds", True):
         value = value.replace(microsecond=0)

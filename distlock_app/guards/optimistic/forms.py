@@ -18,7 +18,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from .form_values import DIGEST, UPLOAD, key_of, shown, withheld
+from .form_values import DIGEST, UPLOAD, differ, key_of, shown, withheld
 
 if TYPE_CHECKING:
     _ModelForm = forms.ModelForm[Any]
@@ -170,10 +170,13 @@ class VersionedModelForm(_ModelForm):
         for name in self._current:
             if self._take(name) == "theirs":
                 self._take_theirs(name)
-        if version == self._current_version and not self.spent:
-            return
         changes = self._changes(old)
-        mine = any(self._yours(name) != old.get(name) for name in self._current)
+        if version == self._current_version and not self.spent:
+            # Of what a form shows, relations to many rows alone change without the version.
+            changes = [change for change in changes if self._is_relation(change.name)]
+            if not changes:
+                return
+        mine = any(differ(self._yours(name), old.get(name)) for name in self._current)
         refuse = self.strict or self.spent or (changes and mine)
         for change in changes:
             # Not refused: this user changed nothing, so there is nothing to overwrite.
@@ -189,9 +192,9 @@ class VersionedModelForm(_ModelForm):
         """Describe the change if another user changed the field."""
         theirs, yours = self._current.get(name), self._yours(name)
         before = old.get(name)
-        if theirs == before or theirs == yours:
+        if not (differ(theirs, before) and differ(theirs, yours)):
             return None
-        touched = name not in old or yours != before
+        touched = name not in old or differ(yours, before)
         return Change(
             name=name,
             label=str(self[name].label),
@@ -212,6 +215,9 @@ class VersionedModelForm(_ModelForm):
                 return {UPLOAD: value.name}  # never the stored one, whatever its name
             return self._key(name, value)
         return self[name].data
+
+    def _is_relation(self, name: str) -> bool:
+        return isinstance(self.fields[name], forms.ModelMultipleChoiceField)
 
     def _take(self, name: str) -> str:
         return str(self.data.get(self.add_prefix(TAKE.format(name)), "yours"))
