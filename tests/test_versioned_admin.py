@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 from django import forms
-from django.contrib.admin import options
+from django.contrib.admin import ModelAdmin, options
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import ImproperlyConfigured
 from django.core.files.uploadedfile import SimpleUploadedFile
+from django.forms import modelform_factory
 from django.test import Client
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
-from tests.app.admin import ArticleAdmin, LeafletAdmin, OfferAdmin
+from tests.app.admin import ArticleAdmin, LeafletAdmin, NoteInline, OfferAdmin
 from tests.app.versioned_models import Article, Extra, Leaflet, Note, Offer
 
 pytestmark = pytest.mark.django_db
@@ -324,6 +326,39 @@ def test_inlines_without_a_version_are_guarded_by_their_objects(
     assert note.text == "ann's"
 
 
+def test_inlines_that_an_admin_chooses_by_itself_are_guarded_by_their_objects(
+    ann: Client, bob: Client, offer: Offer, monkeypatch: Any
+) -> None:
+    chosen = lambda admin, *args: [NoteInline(Offer, admin.admin_site)]  # noqa: E731
+    monkeypatch.setattr(OfferAdmin, "get_inline_instances", chosen)
+    Note.objects.create(offer=offer, text="old")
+    of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
+    assert ann.post(url(offer), {**of_ann, "note_set-0-text": "ann's"}).status_code == 302
+
+    assert bob.post(url(offer), {**of_bob, "note_set-0-text": "bob's"}).status_code == 409
+
+
+def test_the_page_for_a_new_object_may_have_another_form(ann: Client, monkeypatch: Any) -> None:
+    class NameForm(forms.ModelForm):
+        class Meta:
+            model = Offer
+            fields = ["name"]
+
+    def get_form(admin: Any, request: Any, obj: Any = None, **options: Any) -> Any:
+        return real(admin, request, obj, **options | ({} if obj else {"form": NameForm}))
+
+    def get_fieldsets(admin: Any, request: Any, obj: Any = None) -> Any:
+        return OfferAdmin.fieldsets if obj else [(None, {"fields": ["name"]})]
+
+    real = ModelAdmin.get_form
+    monkeypatch.setattr(ModelAdmin, "get_form", get_form)  # as the admin of users does
+    monkeypatch.setattr(ModelAdmin, "get_fieldsets", get_fieldsets)
+    address = "/admin/testapp/offer/add/"
+
+    assert ann.post(address, {**fields(ann.get(address)), "name": "Tea"}).status_code == 302
+    assert VERSION in fields(ann.get(url(Offer.objects.get())))
+
+
 def test_the_pages_have_no_script_and_no_style_of_their_own(
     ann: Client, bob: Client, offer: Offer
 ) -> None:
@@ -374,6 +409,14 @@ def test_a_list_asks_for_no_field_that_only_the_form_has(ann: Client, monkeypatc
 
     assert ann.post(address, data).status_code == 302
     assert Article.objects.get().text == "b"
+
+
+def test_a_list_without_versions_is_refused(ann: Client, monkeypatch: Any) -> None:
+    plain = modelform_factory(Article, fields=["text", "hidden"])
+    monkeypatch.setattr(ArticleAdmin, "get_changelist_form", lambda *args, **options: plain)
+
+    with pytest.raises(ImproperlyConfigured, match="VersionedModelForm"):
+        ann.get("/admin/testapp/article/")
 
 
 def test_rows_of_a_list_that_were_not_touched_stay(ann: Client) -> None:

@@ -12,6 +12,7 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
 from django.contrib.admin.utils import flatten_fieldsets
+from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext
@@ -69,8 +70,7 @@ class VersionedListFormSet(forms.BaseModelFormSet):  # type: ignore[type-arg]
 
     def add_fields(self, form: Any, index: int | None) -> None:
         super().add_fields(form, index)
-        if VERSION in form.fields:
-            form.fields[form.instance._meta.pk.name].widget = BesideKey(form)
+        form.fields[form.instance._meta.pk.name].widget = BesideKey(form)
 
 
 class VersionedFieldsets(_Base):
@@ -79,7 +79,8 @@ class VersionedFieldsets(_Base):
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         fieldsets = super().get_fieldsets(request, obj)
         shown = flatten_fieldsets(fieldsets)
-        if not self.has_change_permission(request, obj) or VERSION in shown:
+        # The page for a new object needs none, and may have another form.
+        if obj is None or VERSION in shown or not self.has_change_permission(request, obj):
             return [*fieldsets]
         *others, (name, options) = fieldsets
         return [*others, (name, {**options, "fields": [*options["fields"], VERSION]})]
@@ -109,7 +110,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         form = _for_request(request, super().get_form(request, obj, change=change, **kwargs))
         # Inline rows have no version of their own, or are saved with this object: a save of any
         # of them incremented its version.
-        form.strict = bool(self.get_inlines(request, obj))
+        form.strict = bool(self.get_inline_instances(request, obj))
         return form
 
     def get_changelist_form(self, request: Any, **kwargs: Any) -> Any:
@@ -117,9 +118,14 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         return _for_request(request, super().get_changelist_form(request, **options))
 
     def get_changelist_formset(self, request: Any, **kwargs: Any) -> Any:
-        return super().get_changelist_formset(
-            request, **{"formset": VersionedListFormSet, **kwargs}
-        )
+        options = {"formset": VersionedListFormSet, **kwargs}
+        formset: Any = super().get_changelist_formset(request, **options)
+        if VERSION not in formset.form.base_fields:
+            raise ImproperlyConfigured(
+                f"The form of the list of {type(self).__name__} must derive from "
+                "VersionedModelForm: its rows have no version."
+            )
+        return formset
 
     def changeform_view(
         self, request: Any, object_id: str | None = None, *args: Any, **kwargs: Any
