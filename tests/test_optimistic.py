@@ -1096,6 +1096,19 @@ def test_a_fixture_keeps_its_version_and_gets_one_if_it_has_none(account: Accoun
     assert version_of(account) == 1
 
 
+def test_a_fixture_of_an_earlier_version_brings_no_version_back(account: Account) -> None:
+    fixture = serializers.serialize("json", [account])
+    other_saves(account)
+    stale = Account.objects.get()
+
+    for loaded in serializers.deserialize("json", fixture):
+        loaded.save()
+    other_saves(account)
+
+    with pytest.raises(StaleObjectError):
+        stale.save()
+
+
 def test_a_pickled_or_copied_object_keeps_its_guard(account: Account) -> None:
     pickled = pickle.loads(pickle.dumps(account))
     copied = copy.copy(account)

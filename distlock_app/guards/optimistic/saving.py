@@ -183,11 +183,13 @@ class GuardedSave(models.Model):
         watch(self, before, using)
 
     def _take_raw_version(self, using: str) -> None:
-        """Keep the version of a fixture; if it has none, increment the row's."""
+        """Keep the version of a fixture; if it has none, or an earlier one, increment the row's."""
         field = self._version_field
-        if self.__dict__.get(field.attname) is None:
-            found = self._find_version(using, None)
-            setattr(self, field.attname, field.first() if found is None else field.after(found))
+        version = field.get_prep_value(self.__dict__.get(field.attname))
+        found = self._find_version(using, None)
+        if found is not None and (version is None or version < found):
+            version = field.after(found)
+        setattr(self, field.attname, field.first() if version is None else version)
 
     def _forget_saved(self, cls: Any, update_fields: Any) -> None:
         if DJANGO_FORGETS:
