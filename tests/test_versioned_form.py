@@ -430,6 +430,18 @@ def test_json_data_differs_where_python_values_are_equal(offer: Offer) -> None:
     assert form.cleaned_data["text"] == {"vat": True}
 
 
+@pytest.mark.parametrize("other", ["a", "a\r\n", "", None, [], {}])
+def test_json_texts_differ_by_their_blanks_and_from_nothing(other: Any) -> None:
+    field = forms.JSONField()
+
+    assert key_of("a\n", field) != key_of(other, field) == json.loads(json.dumps(other))
+
+
+@pytest.mark.parametrize("empty", [[], {}])
+def test_what_a_form_makes_of_null_is_no_change(empty: Any) -> None:
+    assert key_of(empty, forms.Field()) == key_of(None, forms.Field())  # of arrays and hstores
+
+
 @pytest.mark.parametrize("key", ["sha256", "upload"])
 def test_json_data_is_shown_whatever_its_keys(offer: Offer, key: str) -> None:
     form = OfferForm(instance=offer)

@@ -39,7 +39,8 @@ class Encoder(DjangoJSONEncoder):
 
 def key_of(value: Any, field: Any) -> Any:
     """Return the value of a form field as JSON data, the same for equal meanings."""
-    if isinstance(value, str):  # as browsers send it, and forms clean it
+    exact = isinstance(field, forms.JSONField)  # in whose data blanks and null mean something
+    if isinstance(value, str) and not exact:  # as browsers send it, and forms clean it
         value = value.replace("\r\n", "\n").replace("\r", "\n")
         value = value.strip() if getattr(field, "strip", False) else value
     if isinstance(value, datetime | times.time):
@@ -54,7 +55,7 @@ def key_of(value: Any, field: Any) -> Any:
     if isinstance(value, models.Model):
         prepared = field.prepare_value(value)
         value = value.pk if prepared is value else prepared  # the parent of an inline
-    if value is None:
+    if value in field.empty_values and not exact:
         return ""
     text = json.dumps(value, cls=Encoder, sort_keys=True)
     if len(text) > LONGEST:
