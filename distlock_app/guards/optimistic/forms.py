@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +162,7 @@ class VersionedModelForm(_ModelForm):
             return
         seen = self._seen()
         if seen is None:
-            self._refuse(Conflict(self._changes({}), known=False))
+            self._refuse(Conflict(self._changes({}, self._current), known=False))
         else:
             self._compare(seen["version"], seen["state"])
 
@@ -170,12 +171,11 @@ class VersionedModelForm(_ModelForm):
         for name in self._current:
             if self._take(name) == "theirs":
                 self._take_theirs(name)
-        changes = self._changes(old)
-        if version == self._current_version and not self.spent:
-            # Of what a form shows, relations to many rows alone change without the version.
-            changes = [change for change in changes if self._is_relation(change.name)]
-            if not changes:
-                return
+        moved = version != self._current_version or self.spent
+        # Of what a form shows, relations to many rows alone change without the version.
+        changes = self._changes(old, [n for n in self._current if moved or self._is_relation(n)])
+        if not (moved or changes):
+            return
         mine = any(differ(self._yours(name), old.get(name)) for name in self._current)
         refuse = self.strict or self.spent or (changes and mine)
         for change in changes:
@@ -185,8 +185,8 @@ class VersionedModelForm(_ModelForm):
         if refuse:
             self._refuse(Conflict(changes))
 
-    def _changes(self, old: dict[str, Any]) -> list[Change]:
-        return [change for name in self._current if (change := self._change(name, old))]
+    def _changes(self, old: dict[str, Any], names: Iterable[str]) -> list[Change]:
+        return [change for name in names if (change := self._change(name, old))]
 
     def _change(self, name: str, old: dict[str, Any]) -> Change | None:
         """Describe the change if another user changed the field."""
