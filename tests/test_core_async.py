@@ -23,6 +23,7 @@ from distlock_app import (
 from distlock_app.core import offloading
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
+from distlock_app.core.waiting import waiting
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -510,6 +511,30 @@ def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, mon
     asyncio.run(main())
 
     assert not entered._entries
+
+
+# Its `async with` ends while the garbage collector looks: it cannot await anything there.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_task_of_a_closed_loop_that_waits_keeps_no_lock_of_another_one_taken():
+    lock = Lock("a", using="locmem", ttl=1, wait=DEADLINE)
+
+    async def work():
+        async with lock:
+            await asyncio.sleep(DEADLINE)
+
+    async def main():
+        await asyncio.gather(work(), work())
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main())
+    loop.run_until_complete(asyncio.to_thread(until, lambda: waiting))
+    task._log_destroy_pending = False
+    loop.close()
+    del loop, task
+    gc.collect()
+
+    lock.acquire().release()
+    assert not waiting
 
 
 def test_tasks_leave_nothing_in_memory(engine):

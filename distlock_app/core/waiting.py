@@ -50,8 +50,8 @@ class Pause(NamedTuple):
 
 Step = Call | Pause
 
-# By waker: backend and name of the lock that it waits for, for metrics.
-waiting: dict[Waker | AsyncWaker, tuple[BaseLockBackend, str]] = {}
+# By id of a waker, to keep no task alive: backend and name of what it waits for, for metrics.
+waiting: dict[int, tuple[BaseLockBackend, str]] = {}
 in_child(waiting.clear)
 
 
@@ -60,13 +60,13 @@ def acquired(
 ) -> tuple[Grant, float]:
     """Run `acquiring` in this thread; a free lock needs none of its steps."""
     if backend.blocks:  # it waits in its first try
-        waiting[waker] = backend, claim.name
+        waiting[id(waker)] = backend, claim.name
     asked_at = monotonic()
     try:
         answer: Any = backend.acquire(claim, wait)
     finally:
         if backend.blocks:
-            waiting.pop(waker, None)
+            waiting.pop(id(waker), None)
     if answer:
         began = asked_at if answer.asked_at is None else answer.asked_at
         # Certainly trusted; otherwise compute it exactly.
@@ -74,12 +74,12 @@ def acquired(
             return answer, began
         if (exactly := trusted(answer, asked_at)) is not None:
             return answer, exactly
-    waiting[waker] = backend, claim.name
+    waiting[id(waker)] = backend, claim.name
     try:
         grant, began = run(acquiring(backend, claim, wait, first=(asked_at, answer)), waker)
         return grant, began
     finally:
-        waiting.pop(waker, None)
+        waiting.pop(id(waker), None)
 
 
 def acquiring(
@@ -248,7 +248,7 @@ async def arun(
     answer: Any = None
     error: Exception | None = None
     request: Future[Any] | None = None
-    waiting[waker] = backend, claim.name
+    waiting[id(waker)] = backend, claim.name
     try:
         while True:
             try:
@@ -266,7 +266,7 @@ async def arun(
             except Exception as raised:
                 error = raised
     finally:
-        waiting.pop(waker, None)
+        waiting.pop(id(waker), None)
         error = request = None  # their tracebacks refer to this frame
 
 

@@ -6,6 +6,7 @@ import asyncio
 import selectors
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import ref
 
 from ..claims import Grant
 from ..primitives.threads import Gate
@@ -47,7 +48,7 @@ class Waker:
 class AsyncWaker:
     """Ends the pause of a waiting asyncio task."""
 
-    __slots__ = ("_grant", "_loop", "_woken", "on_loop_closed")
+    __slots__ = ("__weakref__", "_grant", "_loop", "_woken", "on_loop_closed")
 
     blocking = False
 
@@ -57,11 +58,24 @@ class AsyncWaker:
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
 
-    def wake(self, grant: Grant | None) -> None:
-        """Wake the waiter; may be called from any thread, any number of times.
+    @property
+    def wake(self) -> Callable[[Grant | None], None]:
+        """What wakes the waiter; may be called from any thread, any number of times.
 
-        Raise RuntimeError if its loop is closed: no waiter is left to take a grant.
+        It raises RuntimeError if its loop is closed: no waiter is left to take a grant. A backend
+        that keeps it keeps no task alive: those of a closed loop may hold locks.
         """
+        found = ref(self)
+
+        def wake(grant: Grant | None) -> None:
+            waker = found()
+            if waker is None:
+                raise RuntimeError("the task is gone")
+            waker._wake(grant)
+
+        return wake
+
+    def _wake(self, grant: Grant | None) -> None:
         if grant is not None:
             self._grant = grant
         try:
