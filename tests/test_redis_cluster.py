@@ -189,6 +189,23 @@ def test_a_waiter_that_listens_elsewhere_is_passed_over_and_hears_nothing(backen
     assert not again and backend.release(second) and backend.release(waiter.granted())
 
 
+def test_a_waiter_that_was_passed_over_because_its_keys_moved_has_its_old_place(backend):
+    here, elsewhere, _ = one_of_each_master(backend)
+    first = backend.acquire(a_claim(here), 0)
+    listener = backend._listener(a_claim(elsewhere).key)
+    right, waiters = backend._listener, [Waiter(backend, here) for _ in range(3)]
+    backend._listener = lambda key: listener
+    assert [bool(waiter.ask()) for waiter in waiters] == [False] * 3
+    backend._listener = right
+    assert backend.release(first)
+
+    second = waiters[2].ask()  # by chance the first to ask again
+    assert second and not waiters[1].ask() and not waiters[0].ask()
+
+    assert backend.release(second) and backend.release(waiters[0].granted())
+    assert backend.release(waiters[1].granted())
+
+
 def test_a_waiter_in_another_process_is_woken_and_a_dead_one_skipped(backend, processes, prefix):
     first = backend.acquire(a_claim("a"), 0)
     workers = processes.start_many(

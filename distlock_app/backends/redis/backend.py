@@ -103,15 +103,14 @@ class RedisBackend(ForPeople, GuardedWrites):
         if listener is None or not listener.subscribed:
             # Most locks are free: a process that never waits needs no subscription. Not a try that
             # leaves nothing behind, or a waiter would lose its place for a moment.
-            waiter = listener.waiter_of(claim) if listener else None
-            answer = self._try(claim, "-", waiter.arrived if waiter else 0)
+            answer = self._try(claim, "-", self._arrived(claim) if self._listeners else 0)
             if answer[0]:  # `_result`, without its call for every free lock
                 return Grant(claim, answer[1], asked)
             listener = listener or self._listener(claim.key)
         channel = listener.channel if listener.ensure_subscribed() else "-"
         waiter, losses, asked = listener.waiter_of(claim), listener.losses, monotonic()
         try:
-            answer = self._try(claim, channel, waiter.arrived if waiter else 0)
+            answer = self._try(claim, channel, waiter.arrived if waiter else self._arrived(claim))
         except BaseException:
             listener.rearm(waiter)
             raise
@@ -291,6 +290,11 @@ class RedisBackend(ForPeople, GuardedWrites):
             made = Listener(channel, node, self.release, alias=self.alias, grants=grants)
             listener = self._listeners.setdefault(node, made)
         return listener
+
+    def _arrived(self, claim: Claim) -> int:
+        """Return when a claim that asks again arrived, else 0: its keys may have moved since."""
+        waiters = [listener.waiter_of(claim) for listener in list(self._listeners.values())]
+        return max((waiter.arrived for waiter in waiters if waiter), default=0)
 
     def _forget(self, claim: Claim) -> bool:
         # Of all: keys may have moved to another server while their claim waited.
