@@ -457,7 +457,9 @@ def test_an_error_that_a_guarded_script_returns_is_raised(name, script):
         hold.guarded_script(script)
 
 
-@pytest.mark.parametrize("result", ["2.5", "1/0", "0/0", "'nan'", "'many'", "true", "{1}"])
+@pytest.mark.parametrize(
+    "result", ["2.5", "1/0", "0/0", "'nan'", "'many'", "true", "{1}", "{err = 1}"]
+)
 def test_a_guarded_script_returns_no_other_than_a_whole_number(name, result):
     with Lock(name, using="redis") as hold:
         with pytest.raises(LockError, match="must return a whole number"):

@@ -11,7 +11,7 @@
 
 if not mine and not is_member() then return 0 end
 local answer = guarded({unpack(KEYS, 7)}, {unpack(ARGV, 3)})
-if type(answer) == 'table' and answer.err then return answer end
+if type(answer) == 'table' and type(answer.err) == 'string' then return answer end
 local number = tonumber(answer or 0)
 if not number or number % 1 ~= 0 then  -- so for infinity and nan, too
   return {err = 'ERR it must return a whole number or nothing, not ' .. tostring(answer)}
