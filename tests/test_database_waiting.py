@@ -1017,6 +1017,20 @@ def test_a_row_in_somebodys_transaction_is_busy_in_time(pooled, wait, monkeypatc
     close(backend)
 
 
+def test_a_free_row_in_somebodys_transaction_is_waited_for_once(backend):
+    claim, took = grab(backend, "a").claim, []
+    backend.release(Grant(claim))
+    with atomic(using="locks"):
+        DistLock.objects.using("locks").select_for_update().get(key=claim.key)
+        for _ in range(4):
+            began = monotonic()
+            assert isinstance(backend.acquire(a_claim("a"), 2), Busy)
+            took.append(monotonic() - began)
+
+    assert min(took[1:]) < 0.8  # meanwhile the connection serves other locks
+    assert backend.acquire(a_claim("a"), 2)
+
+
 def test_the_last_try_of_a_waiter_does_not_wait_for_the_row(backend, sessions):
     held, took = grab(backend, "a"), []
     waits = registry["locks"].backend

@@ -80,9 +80,13 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             if not queues.leads(waiter):
                 return Busy(will_wake=True)
         try:
+            if claim.key in self._locked:
+                self._probe(claim.key, within=wait)
             answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
         except Contended as error:
             self._refuse_to_wait_for_itself(claim, error)
+            if sessions.dialect.locks_rows:
+                self._locked.add(claim.key)
             answer = Busy()
         if waiter is not None and answer:
             queues.leave(waiter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from ...claims import Claim, Grant
 from ..base import batches
@@ -19,7 +20,7 @@ BATCH = 400
 class Extending(Requests):
     """Lets claims last longer, or end sooner."""
 
-    _locked: set[str]  # keys whose rows were in other transactions when they were to be extended
+    _locked: set[str]  # keys whose rows were in other transactions when we asked last
 
     def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
         claim = grant.claim
@@ -53,6 +54,11 @@ class Extending(Requests):
                         self._close_connection_of(work[index][0].claim)
         return results
 
+    def _probe(self, key: str, **how: Any) -> None:
+        """Raise Contended at once if another transaction has the row, instead of after a second."""
+        self._ask(lambda s: s.dialect.probe(s.cursor, key), **how)
+        self._locked.discard(key)
+
     def _close_connection_of(self, claim: Claim) -> None:
         """Close the connection that stays with a claim, if one does: that calls the next one."""
         queued = self._sessions.queued.pop(claim_key_of(claim), None)
@@ -64,8 +70,7 @@ class Extending(Requests):
         key = work[0][0].claim.key
         try:
             if key in self._locked:
-                self._ask(lambda s: s.dialect.probe(s.cursor, key), urgent=True)
-                self._locked.discard(key)
+                self._probe(key, urgent=True)
             return self._ask(partial(_extend, work), urgent=True)
         except Exception as error:
             if isinstance(error, Contended) and self._sessions.dialect.locks_rows:
