@@ -437,7 +437,9 @@ def test_nobody_waits_for_itself() -> None:
             Lock("invoice:13", wait=DEADLINE).acquire()
 
 
-def test_a_snapshot_that_may_be_older_is_warned_of() -> None:
+@pytest.fixture
+def repeatable_read() -> Iterator[None]:
+    """The transactions of `default` read a snapshot."""
     if ON_SQLITE:
         pytest.skip("no isolation levels")
     level = "repeatable read"
@@ -448,16 +450,35 @@ def test_a_snapshot_that_may_be_older_is_warned_of() -> None:
     options = connection.settings_dict["OPTIONS"]
     connection.close()
     options["isolation_level"] = level
-    try:
-        with transaction.atomic(), pytest.warns(RuntimeWarning, match="may be older"):
-            assert lock_in_transaction("invoice:14", wait=5)
-            assert Counter.objects.count() == 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert count_counters() == 0  # its transaction has begun under the lock
-    finally:
-        options.pop("isolation_level")
-        connection.close()
+    yield
+    options.pop("isolation_level")
+    connection.close()
+
+
+def test_a_snapshot_that_may_be_older_is_warned_of(repeatable_read: None) -> None:
+    with transaction.atomic(), pytest.warns(RuntimeWarning, match="may be older"):
+        assert lock_in_transaction("invoice:14", wait=5)
+        assert Counter.objects.count() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert count_counters() == 0  # its transaction has begun under the lock
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="the others go on")
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.filterwarnings("ignore:.*may be older")
+def test_a_row_that_is_newer_than_the_snapshot_is_an_error_of_the_database(
+    repeatable_read: None, known: bool
+) -> None:
+    name = f"invoice:{18 + known}"
+    if known:
+        with transaction.atomic():
+            lock_in_transaction(name)
+    with pytest.raises(OperationalError, match="could not serialize"), transaction.atomic():
+        assert Counter.objects.count() == 0
+        lock_in_transaction(name)
+    with transaction.atomic():
+        assert lock_in_transaction(name)
 
 
 class AnotherBackend(BaseLockBackend):

@@ -107,6 +107,14 @@ class PostgreSQL(Dialect):
           FROM unnest(%(keys)s::text[], %(owners)s::text[]) AS ours (key, owner)
          WHERE lock.key = ours.key AND lock.owner = ours.owner
      RETURNING lock.key, lock.owner"""
+    # An UPDATE whose snapshot is from before the lease finds no row of ours, and says nothing. This
+    # is an error then.
+    RELEASE_AT_COMMIT = """
+        INSERT INTO {table} AS lock (key, owner, fence, name, holder, expiry)
+        VALUES (%(key)s, '', 0, '', '', {now})
+            ON CONFLICT (key) DO UPDATE
+           SET owner = '', expiry = {now}
+         WHERE lock.owner = %(owner)s"""
     # RETURNING is computed for a row that was ours when it was locked, and changed.
     RELEASE_TO_NEXT = """
         UPDATE {table}
@@ -232,6 +240,10 @@ class PostgreSQL(Dialect):
             f" WHERE pid = {waiting.pid} AND locktype = 'advisory' AND NOT granted",
             None,
         )
+
+    def release_at_commit(self, cursor: Cursor, claim: Claim) -> bool:
+        asked = {"key": claim.key, "owner": claim.owner}
+        return self.execute(cursor, self.RELEASE_AT_COMMIT, asked).rowcount == 1
 
     def release_to_next(self, cursor: Cursor, claim: Claim) -> bool:
         # The next one is woken before the commit, and waits for it at the row.
