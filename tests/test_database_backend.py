@@ -116,6 +116,32 @@ def test_fences_grow_from_owner_to_owner(backend):
     assert fences == sorted(set(fences))
 
 
+@pytest.mark.skipif(connection.vendor != "mysql", reason="about MySQL and MariaDB")
+def test_fences_grow_from_owner_to_owner_beside_a_trigger(backend):
+    table = DistLock._meta.db_table
+    with connections["locks"].cursor() as cursor:
+        for when in ("UPDATE", "INSERT"):
+            cursor.execute(
+                f"CREATE TRIGGER distlock_{when} BEFORE {when} ON {table}"
+                " FOR EACH ROW SET NEW.name = UPPER(NEW.name)"
+            )
+    try:
+        fences = []
+        for _ in range(3):
+            grant = grab(backend, "a")
+            fences.append(grant.fence)
+            backend.release(grant)
+        with transaction.atomic(using="locks"):
+            if (locked := backend.lock_row(grant.claim.key, 0)) is not None:  # else by a lease
+                fences.append(locked)
+    finally:
+        with connections["locks"].cursor() as cursor:
+            cursor.execute("DROP TRIGGER distlock_UPDATE")
+            cursor.execute("DROP TRIGGER distlock_INSERT")
+    assert all(fences)
+    assert fences == sorted(set(fences))
+
+
 def test_fences_grow_on_after_a_purge(backend):
     before = grab(backend, "a")
     backend.release(before)

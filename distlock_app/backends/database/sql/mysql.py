@@ -116,6 +116,7 @@ class MySQL(Dialect):
 
     queues = True
     one_request = True
+    has_trigger = False
     # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
     crowded = frozenset({1213, 1205, 3572, 1020})
 
@@ -148,7 +149,7 @@ class MySQL(Dialect):
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         cursor.execute(self._takes[step], asked)
         if cursor.rowcount == 1:
-            return Grant(claim, fence=cursor.lastrowid)
+            return Grant(claim, fence=cursor.lastrowid or self._fence(cursor, asked))
         if step == "wait" and claim.key in self._known:
             return Busy()  # A row that was purged is missed when it is our turn.
         cursor.execute(self.LEFT, asked)
@@ -167,7 +168,17 @@ class MySQL(Dialect):
         # A statement of its own: FOR UPDATE on a missing row and then INSERT in one transaction
         # deadlock on InnoDB (279 of 320 with 8 sessions, even on different names).
         cursor.execute(self.INSERT, asked)
-        return Grant(claim, fence=cursor.lastrowid) if cursor.rowcount == 1 else None
+        if cursor.rowcount != 1:
+            return None
+        return Grant(claim, fence=cursor.lastrowid or self._fence(cursor, asked))
+
+    def _fence(self, cursor: Cursor, asked: Named) -> int:
+        """Read the fence where a trigger of the table keeps LAST_INSERT_ID() back."""
+        self.has_trigger = True
+        row = self.execute(cursor, self.FENCE, asked).fetchone()
+        if row is None:
+            raise ServerError(None, "the lock was cleared as it was taken")
+        return int(row[0])
 
     def unlock(self, cursor: Cursor) -> None:
         cursor.execute("DO RELEASE_ALL_LOCKS()")
@@ -202,14 +213,14 @@ class MySQL(Dialect):
         asked = {"key": claim.key, "owner": claim.owner}
         cursor.execute(self.RELEASE_TO_NEXT, asked)
         ours = cursor.rowcount == 1
-        if ours and not cursor.lastrowid:
+        if ours and not cursor.lastrowid and not self.has_trigger:
             self.evict(cursor, claim.key)
         return ours
 
     def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
         self._execute_all(cursor, self.LOCK_ROW, {"key": key})
         if cursor.rowcount == 1:
-            return int(cursor.lastrowid)
+            return int(cursor.lastrowid or self._fence(cursor, {"key": key, "owner": ""}))
         row = self.execute(cursor, self.LEFT, {"key": key}).fetchone() if wait == 0 else None
         return refused(row[0]) if row else None
 

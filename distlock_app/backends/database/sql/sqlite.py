@@ -49,8 +49,6 @@ class SQLite(Dialect):
                owner = :owner, name = :name, holder = :holder,
                expiry = max(CASE WHEN owner = :owner THEN expiry ELSE '' END, {in_ttl})
          WHERE owner IN ('', :owner) OR expiry <= {now}"""
-    FENCE = """
-        SELECT fence FROM {table} WHERE key = :key AND owner = :owner"""
     MAKE = """
         INSERT OR IGNORE INTO {table} (key, owner, fence, name, holder, expiry)
         VALUES (:key, '', 0, '', '', {now})"""

@@ -30,6 +30,8 @@ class Statements:
         SELECT {left_us}
           FROM {table}
          WHERE {key} = %(key)s"""
+    FENCE = """
+        SELECT fence FROM {table} WHERE {key} = %(key)s AND owner = %(owner)s"""
     # If the row is in the way.
     LOOK = """
         SELECT {left_us}
