@@ -85,7 +85,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             answer = self._lead(waiter, claim, wait) if waiter else self._join(claim, wait)
         except Contended as error:
             self._refuse_to_wait_for_itself(claim, error)
-            if sessions.dialect.locks_rows:
+            if wait != 0 and sessions.dialect.locks_rows:  # it will ask again
                 self._locked.add(claim.key)
             answer = Busy()
         if waiter is not None and answer:
