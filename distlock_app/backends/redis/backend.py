@@ -109,8 +109,11 @@ class RedisBackend(ForPeople, GuardedWrites):
             listener = listener or self._listener(claim.key)
         channel = listener.channel if listener.ensure_subscribed() else "-"
         waiter, losses, asked = listener.waiter_of(claim), listener.losses, monotonic()
+        arrived = waiter.arrived if waiter else 0
+        if waiter is None and len(self._listeners) > 1:
+            arrived = self._arrived(claim)
         try:
-            answer = self._try(claim, channel, waiter.arrived if waiter else self._arrived(claim))
+            answer = self._try(claim, channel, arrived)
         except BaseException:
             listener.rearm(waiter)
             raise
