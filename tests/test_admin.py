@@ -70,7 +70,7 @@ def browse(client):
 
     def login(*codenames, **options):
         user = User.objects.create_user("ann", password="x", is_staff=True)
-        user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+        user.user_permissions.add(*Permission.objects.filter(codename__in=codenames))
         client = Client(**options)
         client.force_login(user)
         return client

@@ -109,7 +109,7 @@ def client_of(kind):
     client, codenames = Client(), facts.pop("codenames")
     if PEOPLE[kind] is not None:
         user = User.objects.create_user("ann", password="x", **facts)
-        user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+        user.user_permissions.add(*Permission.objects.filter(codename__in=codenames))
         client.force_login(user)
     return client
 
