@@ -295,7 +295,10 @@ class RedisBackend(ForPeople, GuardedWrites):
         return listener
 
     def _arrived(self, claim: Claim) -> int:
-        """Return when a claim that asks again arrived, else 0: its keys may have moved since."""
+        """Return when a claim that asks again arrived, else 0: its keys may have moved since.
+
+        No listener wakes it until it is armed again.
+        """
         waiters = [listener.waiter_of(claim) for listener in list(self._listeners.values())]
         return max((waiter.arrived for waiter in waiters if waiter), default=0)
 

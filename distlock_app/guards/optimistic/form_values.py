@@ -57,7 +57,7 @@ def key_of(value: Any, field: Any) -> Any:
         value = value.pk if prepared is value else prepared  # the parent of an inline
     if value in field.empty_values and not exact:
         return ""
-    text = json.dumps(value, cls=Encoder, sort_keys=True)
+    text = _text(value)
     if len(text) > LONGEST:
         return {DIGEST: hashlib.sha256(text.encode()).hexdigest()}
     return json.loads(text)
@@ -65,8 +65,11 @@ def key_of(value: Any, field: Any) -> Any:
 
 def differ(one: Any, other: Any) -> bool:
     """Return whether two such values differ; as Python compares them, JSON's `true` equals 1."""
-    texts = [json.dumps(value, cls=Encoder, sort_keys=True) for value in (one, other)]
-    return texts[0] != texts[1]
+    return _text(one) != _text(other)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, cls=Encoder, sort_keys=True)
 
 
 def _time_key(value: datetime | times.time, field: Any) -> str:

@@ -116,7 +116,7 @@ class MySQL(Dialect):
 
     queues = True
     one_request = True
-    has_trigger = False
+    has_trigger = False  # of the table: then LAST_INSERT_ID() says nothing
     # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
     crowded = frozenset({1213, 1205, 3572, 1020})
 
