@@ -77,7 +77,7 @@ class EtcdBackend(ForPeople):
             waiter.lease = self._lease_of(view.queue[at], waiter.lease)
         if wait == 0 or at is None:
             return self._leave(claim, view, waiter.lease)
-        waiter.awaits = view.queue[at - 1].key
+        waiter.awaits, waiter.created = view.queue[at - 1].key, view.queue[at - 1].created
         self._watch.start()
         return Busy()
 
@@ -86,7 +86,8 @@ class EtcdBackend(ForPeople):
         waiter = self._waiters.get((claim.owner, claim.key))
         if waiter is None or not waiter.awaits or waiter.lease.is_due:
             return None
-        return Busy() if self._entry(waiter.awaits) else None
+        ahead = self._entry(waiter.awaits)
+        return Busy() if ahead is not None and ahead.created == waiter.created else None
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         entry = self._entry(self._key(grant.claim))

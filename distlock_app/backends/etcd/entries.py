@@ -51,6 +51,7 @@ class Waiter:
     lease: Lease
     # The key whose end wakes it, or what that begins with; "" if the claim is to try again anyway.
     awaits: str = ""
+    created: int = 0  # the revision that made that key: its owner may have made it anew, behind us
     wake: Callable[[Grant | None], None] | None = None
 
     def wake_up(self) -> None:
