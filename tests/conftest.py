@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +38,17 @@ def missing(server: str, reason: str) -> None:
     if server in required or "1" in required:
         pytest.fail(f"{server} is required: {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+def certified(directory):
+    """Return a self-signed certificate for this host, and its key."""
+    if shutil.which("openssl") is None:
+        missing("openssl", "it makes the certificate of a server")
+    files = directory / "certificate.pem", directory / "key.pem"
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext"
+    out = ["subjectAltName=IP:127.0.0.1", "-out", str(files[0]), "-keyout", str(files[1])]
+    subprocess.run([*words.split(), *out], check=True, capture_output=True)
+    return files
 
 
 # Files whose tests do the same whatever `default` is: tests/run.sh runs them beside SQLite only.

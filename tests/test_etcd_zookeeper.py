@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import ssl
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from distlock_app.core.waiting import acquired
 from distlock_app.core.wakers import Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.testing.claims import a_claim
+from tests.conftest import certified
 from tests.engines import DEADLINE, closing_loop, interrupted_at, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
@@ -384,6 +386,24 @@ def test_a_server_that_accepts_and_says_nothing_does_not_keep_us_from_the_next(e
         with override_settings(DISTLOCK={"own": setting}):
             until(lambda: not tried(lambda _: own().ping(), None))
             own().close()
+
+
+def test_answers_that_a_tls_proxy_puts_into_one_record_are_read_at_once(tmp_path):
+    certificate, key = certified(tmp_path)
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(certificate, key)
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        ours, theirs = map(stack.enter_context, socket.socketpair())
+        shaken = pool.submit(served.wrap_socket, theirs, server_side=True)
+        trusting = ssl.create_default_context(cafile=certificate)
+        link = stack.enter_context(trusting.wrap_socket(ours, server_hostname="127.0.0.1"))
+        proxy = stack.enter_context(shaken.result(DEADLINE))
+        proxy.sendall(b"one two")
+        assert link.recv(3) == b"one"
+
+        assert session.Handler().select([link], [], [], 0)[0] == [link]
+        assert link.recv(4) == b" two"
+        assert session.Handler().select([link], [], [], 0)[0] == []
 
 
 def test_an_address_where_nobody_answers_costs_little_of_the_session(monkeypatch):

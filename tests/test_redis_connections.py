@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -16,7 +14,7 @@ from distlock_app.backends.redis import link, pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from distlock_app.testing.claims import a_claim
-from tests.conftest import missing
+from tests.conftest import certified
 from tests.engines import running, until
 from tests.launching import free_port
 from tests.proxy import proxy_to
@@ -54,17 +52,6 @@ def reached(request, private_server, tmp_path, short_path):
         backend = backend_at(url.format(port=server.port), **options)
         yield server, backend
         backend.close()
-
-
-def certified(directory):
-    """Return a self-signed certificate for this host, and its key."""
-    if shutil.which("openssl") is None:
-        missing("openssl", "it makes the certificate of a server")
-    files = directory / "certificate.pem", directory / "key.pem"
-    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext"
-    out = ["subjectAltName=IP:127.0.0.1", "-out", str(files[0]), "-keyout", str(files[1])]
-    subprocess.run([*words.split(), *out], check=True, capture_output=True)
-    return files
 
 
 def test_every_kind_of_connection_carries_locks(reached):

@@ -7,6 +7,7 @@ import logging
 import math
 import select
 import socket
+import ssl
 import threading
 from contextlib import suppress
 from typing import Any
@@ -59,7 +60,9 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         for one in writers:
             poll.register(one, select.POLLOUT)
         milliseconds = None if timeout is None else math.ceil(timeout * 1000)
-        ready = {fd for fd, _ in poll.poll(milliseconds)}
+        # Answers that came in one TLS record, as from a proxy, have left the socket together.
+        read = {one.fileno() for one in readers if isinstance(one, ssl.SSLSocket) and one.pending()}
+        ready = read | {fd for fd, _ in poll.poll(0 if read else milliseconds)}
         return tuple([one for one in x if one.fileno() in ready] for x in (readers, writers, ()))
 
 
