@@ -440,6 +440,28 @@ def test_a_long_wait_costs_few_requests(engine):
     assert sent <= 4 * 3
 
 
+def test_a_waiter_renews_its_lease_and_reads_no_queue(engine):
+    """Else many waiters read it all the time, each all of it."""
+    if engine.name == "zookeeper":
+        return  # has no leases
+    held, claim = other().acquire(a_claim("a", ttl=60), 0), a_claim("a", ttl=60)
+    assert held and not own().acquire(claim, 5)
+    lease = own()._waiters[claim.owner, claim.key].lease
+
+    lease.began -= lease.seconds / 2
+    assert lease.is_due
+    assert own().look(claim) is not None
+    assert not lease.is_due
+
+    own()._gateway.ask("/v3/lease/revoke", {"ID": lease.id})
+    lease.began -= lease.seconds / 2
+    assert own().look(claim) is None
+    assert not own().acquire(claim, 5)  # in line again
+    queue_of(claim.key, 1)
+    own().withdraw(claim)
+    assert other().release(held) is True
+
+
 @pytest.mark.slow
 def test_who_is_killed_is_passed_over_within_the_session(engine, processes):
     options = {"env": engine.env(), "name": "killed", "using": engine.name, "ttl": TTL}

@@ -84,7 +84,9 @@ class EtcdBackend(ForPeople):
     def look(self, claim: Claim) -> Busy | None:
         """See whether the key before ours is still there: one key, however long the queue."""
         waiter = self._waiters.get((claim.owner, claim.key))
-        if waiter is None or not waiter.awaits or waiter.lease.is_due:
+        if waiter is None or not waiter.awaits:
+            return None
+        if waiter.lease.is_due and not self._leases.renew(waiter.lease):
             return None
         ahead = self._entry(waiter.awaits)
         return Busy() if ahead is not None and ahead.created == waiter.created else None
