@@ -241,6 +241,22 @@ def test_a_holder_can_release_however_many_tasks_wait(engine, alias):
     assert counter["value"] == 200
 
 
+def test_a_release_does_not_stand_behind_the_tries_of_waiting_tasks(engine):
+    async def main():
+        hold = await Lock("a").aacquire()
+        engine.hang("acquire")
+        tasks = [asyncio.ensure_future(use()) for _ in range(20)]
+        await asyncio.sleep(0)  # each has asked for a thread
+        release = asyncio.ensure_future(hold.arelease())
+        await asyncio.wait([release], timeout=DEADLINE / 2)
+        released = release.done()
+        engine.go_on()
+        await asyncio.gather(release, *tasks)
+        return released
+
+    assert asyncio.run(main())
+
+
 def test_waiting_tasks_take_no_threads(engine):
     def threads():
         return {t for t in threading.enumerate() if t.name.startswith("distlock-")}
@@ -337,8 +353,9 @@ def test_a_call_that_waits_on_the_server_and_gets_no_thread_is_told_so(engine, m
 
 
 def test_an_event_loop_that_outlives_the_main_thread_can_lock(engine):
-    offloading.begin(engine, int).result(DEADLINE)
-    offloading._pools[engine].shutdown()
+    for pools in (offloading._pools, offloading._holders):
+        offloading.begin(engine, int, pools=pools).result(DEADLINE)
+        pools[engine].shutdown()
 
     asyncio.run(use_explicitly())
 

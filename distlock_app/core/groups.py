@@ -19,7 +19,7 @@ from .batch import Together
 from .entered import Entered, WithBlock
 from .hold import Hold
 from .limits import UNSET, checked_wait
-from .offloading import in_thread
+from .offloading import begin, ended
 from .registry import aliases_of, registry
 
 
@@ -232,12 +232,8 @@ class AllOf(WithBlock[Holds]):
         if together is None:
             return None
         try:
-            grants = await in_thread(
-                together.backend,
-                together.backend.acquire_all,
-                together.claims,
-                cancelled=together.give_back,
-            )
+            request = begin(together.backend, together.backend.acquire_all, together.claims)
+            grants = await ended(request, together.give_back)
             holds = together.hold(grants)
             if holds is None:
                 return None
@@ -250,7 +246,7 @@ class AllOf(WithBlock[Holds]):
                 await asend(lock_failed, facts)
             return Holds(each.opened(claim, error) for each, claim in together.asked)
         except BaseException as error:
-            # If cancelled during the request, in_thread() gives back when the request has ended.
+            # If cancelled during the request, ended() gives back when the request has ended.
             if together.holds or isinstance(error, Exception):
                 together.give_back()
             raise

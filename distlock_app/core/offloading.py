@@ -17,7 +17,11 @@ from ..primitives.forks import in_child
 from ..primitives.threads import started
 
 THREADS = 8  # per backend, so a backend that hangs does not delay the others
+HOLDERS = 4  # beside them: a release must not stand behind the tries of all tasks that wait
 
+Pools = weakref.WeakKeyDictionary[BaseLockBackend, ThreadPoolExecutor]
+_pools: Pools = weakref.WeakKeyDictionary()
+_holders: Pools = weakref.WeakKeyDictionary()
 # Of a backend, a function and its arguments.
 Begin = Callable[..., Future[Any]]
 
@@ -28,11 +32,11 @@ async def in_thread(
     *args: Any,
     cancelled: Callable[[], None] | None = None,
 ) -> Any:
-    """Call `function` in the threads of `backend`.
+    """Call `function` in the threads of `backend` that are for holders.
 
     A cancellation does not wait for the call; `cancelled` is called when the call has ended.
     """
-    return await ended(begin(backend, function, *args), cancelled)
+    return await ended(begin(backend, function, *args, pools=_holders), cancelled)
 
 
 async def ended(
@@ -56,18 +60,19 @@ async def ended(
         del request  # it refers to the error, and that to this frame
 
 
-_pools: weakref.WeakKeyDictionary[BaseLockBackend, ThreadPoolExecutor]
-_pools = weakref.WeakKeyDictionary()
 _first_tries: weakref.WeakKeyDictionary[BaseLockBackend, threading.Semaphore]
 _first_tries = weakref.WeakKeyDictionary()
 
 
-def begin(backend: BaseLockBackend, function: Callable[..., Any], *args: Any) -> Future[Any]:
+def begin(
+    backend: BaseLockBackend, function: Callable[..., Any], *args: Any, pools: Pools = _pools
+) -> Future[Any]:
     """Make the call in one of the threads of `backend`; raise BackendError if it has none."""
-    pool = _pools.get(backend)
+    pool = pools.get(backend)
     if pool is None:
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="distlock-io")
-        pool = _pools.setdefault(backend, pool)
+        threads = HOLDERS if pools is _holders else THREADS
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="distlock-io")
+        pool = pools.setdefault(backend, pool)
     request: Future[Any] = Future()
     try:
         pool.submit(_answer, [request, function, args])
@@ -131,4 +136,5 @@ def begin_alone(backend: BaseLockBackend, function: Callable[..., Any], *args: A
 
 
 in_child(_pools.clear)
+in_child(_holders.clear)
 in_child(_first_tries.clear)
