@@ -775,7 +775,7 @@ def test_an_owner_who_comes_back_is_behind_who_did_not_hear_it_leave(engine, mon
 
     grant = own().acquire(claim, 5)
     assert grant and own().release(grant) is True
-    other().withdraw(again)
+    assert other().release(other().acquire(again, 5)) is True
 
 
 def left(key):
