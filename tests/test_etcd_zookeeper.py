@@ -462,6 +462,22 @@ def test_a_waiter_renews_its_lease_and_reads_no_queue(engine):
     assert other().release(held) is True
 
 
+def test_a_waiter_looks_for_the_node_before_its_own_and_reads_no_queue(engine):
+    if engine.name == "etcd":
+        return  # see the test before
+    held, claim = other().acquire(a_claim("a", ttl=TTL), 0), a_claim("a", ttl=TTL)
+    assert held and not own().acquire(claim, 5)
+    node = own()._nodes[claim.owner]
+
+    node.look_again_at = 0.0
+    with patch.object(own(), "_list", side_effect=AssertionError):
+        assert not own().acquire(claim, 5)
+    assert node.look_again_at > monotonic()
+
+    assert own().release(Grant(claim)) is True
+    assert other().release(held) is True
+
+
 @pytest.mark.slow
 def test_who_is_killed_is_passed_over_within_the_session(engine, processes):
     options = {"env": engine.env(), "name": "killed", "using": engine.name, "ttl": TTL}

@@ -81,8 +81,12 @@ class ZooKeeperBackend(ForPeople):
         if own is not None and not own.is_in(session):
             self._unwatch(own)
             own = None  # it ended with its session, or the answer to its creation was lost
-        if own is not None and monotonic() < own.look_again_at and wait != 0:
-            return Busy()
+        if own is not None and wait != 0:
+            if monotonic() < own.look_again_at:
+                return Busy()
+            # One node, however long the queue.
+            if own.behind is not None and self._watch(claim, own, own.behind):
+                return Busy()
         # It may be trusted no longer than its session, whatever the claim asks for.
         ttl = min(claim.ttl, self._session.trusted)
         proved_since = monotonic() - ttl * PROVED_BEFORE
@@ -221,7 +225,7 @@ class ZooKeeperBackend(ForPeople):
         """Have the claim woken when `node` goes; False: it has gone."""
         path = f"{self._shard(claim.key)}/{node.name}"
         self._unwatch(own)
-        own.look_again_at = monotonic() + LOOK_AGAIN
+        own.look_again_at, own.behind = monotonic() + LOOK_AGAIN, node
         forget = partial(self._deletions.pop, path, None)
         own.awaits = self._deletions.setdefault(path, DeletionWatch(forget))
         own.awaits.wakes[own] = claim.wake
@@ -231,7 +235,7 @@ class ZooKeeperBackend(ForPeople):
         except BaseException as error:
             forget()  # kazoo may never call it
             self._unwatch(own)
-            own.look_again_at = 0.0
+            own.look_again_at, own.behind = 0.0, None
             if isinstance(error, Gone):
                 return False
             raise

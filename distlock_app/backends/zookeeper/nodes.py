@@ -35,6 +35,7 @@ class ClaimNode:
     czxid: int = 0
     shard_czxid: int = 0  # of its directory
     look_again_at: float = 0.0  # a monotonic time: by then it looks at the queue again
+    behind: Node | None = None  # what it waits for, until that is known to have gone
     awaits: DeletionWatch | None = None
 
     def is_in(self, session: int) -> bool:
@@ -63,7 +64,7 @@ class DeletionWatch:
                 own, wake = self.wakes.popitem()
             except KeyError:  # the last one has just left
                 return
-            own.look_again_at = 0.0
+            own.look_again_at, own.behind = 0.0, None
             if wake is not None:
                 with suppress(RuntimeError):  # its event loop was closed: the core releases it
                     wake(None)
