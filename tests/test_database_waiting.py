@@ -728,6 +728,23 @@ def test_tables_in_two_schemas_of_a_database_share_no_queue(backend, sessions, o
     other.close()
 
 
+def test_forks_with_a_database_each_share_no_queue(backend, long_handover, monkeypatch):
+    """As `manage.py test --parallel` has them: the checks asked the parent's database."""
+    forked = DatabaseBackend(alias="default", location="locks")
+    forked.ping()
+    held = grab(backend, "a")
+
+    settings_of_child = connections["locks"].settings_dict
+    monkeypatch.setitem(settings_of_child, "NAME", connections["default"].settings_dict["NAME"])
+    forked.after_fork()
+    held_there = forked.acquire(a_claim("a"), 0)
+
+    assert held_there, "the queue of the other database kept it"
+    assert forked.release(held_there) is True
+    assert backend.release(held) is True
+    forked.close()
+
+
 def test_who_comes_to_lead_the_queue_at_its_deadline_tries_once_more(backend, sessions):
     held = grab(backend, "a")  # it has the queue, too, and is not heard of again
     ours, (first, last) = registry["locks"].backend, (a_claim("a"), a_claim("a"))

@@ -198,6 +198,7 @@ class Sessions(Pool[Session]):
 
     def _begin(self) -> None:
         super()._begin()
+        self.__dict__.pop("dialect", None)  # a fork of a test runner has a database of its own
         # The connections of grants, by key and owner, as long as these are kept. Whoever takes one
         # out has it for itself.
         self.queued = weakref.WeakValueDictionary[Any, QueuedConnection]()
