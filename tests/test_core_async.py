@@ -183,6 +183,33 @@ def test_a_release_cancelled_before_it_got_a_thread_is_done_all_the_same(engine)
     assert not hold._lease.lost_because
 
 
+def test_a_cancelled_task_whose_turn_comes_is_no_error(engine, caplog):
+    holder = Lock("a").acquire()
+    come = threading.Event()
+
+    def give_back_late():
+        if threading.current_thread().name.startswith("distlock-release"):
+            come.wait(DEADLINE)
+
+    async def main():
+        task = asyncio.ensure_future(Lock("a", wait=DEADLINE).aacquire())
+        while not Lock("a").holders()[0].waiters:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        await asyncio.sleep(0)  # what asyncio itself keeps of it
+        gc.collect()
+        holder.release()
+
+    engine.before["release"] = give_back_late
+    asyncio.run(main())
+    come.set()
+
+    until(lambda: all_free(engine))
+    assert "could not be woken" not in caplog.text
+
+
 def test_a_coroutine_that_is_dropped_leaves_nobody_holding(engine):
     engine.before["acquire"] = lambda: time.sleep(0.05)
     loop = asyncio.new_event_loop()

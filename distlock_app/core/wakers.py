@@ -68,10 +68,8 @@ class AsyncWaker:
         found = ref(self)
 
         def wake(grant: Grant | None) -> None:
-            waker = found()
-            if waker is None:
-                raise RuntimeError("the task is gone")
-            waker._wake(grant)
+            if (waker := found()) is not None:  # or it was cancelled: its claim is given back
+                waker._wake(grant)
 
         return wake
 
