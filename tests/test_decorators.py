@@ -78,6 +78,14 @@ def test_a_method_is_named_by_its_object():
     assert Order().ship() == ["order:5"]
 
 
+def test_a_keyword_does_not_pass_for_a_positional_only_argument():
+    @on_locmem("order:{pk}")
+    def change(pk, /, **data):
+        return held()
+
+    assert change(5, pk=6) == ["order:5"]
+
+
 def test_without_a_template_the_name_is_the_dotted_path():
     @on_locmem()
     def settle():
@@ -197,6 +205,20 @@ def test_a_wrapped_function_is_known_by_its_real_arguments():
         return held()
 
     assert work() == ["n:1"]
+
+
+def test_a_bound_method_that_is_wrapped_is_known_by_its_arguments_without_self():
+    class Account:
+        @on_locmem("a")
+        def pay(self, number, amount=0):
+            return held()
+
+        close = classmethod(pay)
+
+    for method in (Account().pay, Account.close):
+        work = on_locmem("n:{number}")(method)
+
+        assert work(1, 100) == work(number=1) == ["a", "n:1"]
 
 
 # Kinds of functions

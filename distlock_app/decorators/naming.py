@@ -12,6 +12,7 @@ import string
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from django.db import models
@@ -163,11 +164,11 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of `function` beneath its decorators; None: it has none.
 
     `method_decorator` presents a method as a `partial` that wraps the function with `self`:
-    there the partial's own signature counts.
+    there the partial's own signature counts. That of a bound method has no `self`.
     """
-    beneath = inspect.unwrap(function, stop=lambda f: isinstance(f, partial))
+    beneath = inspect.unwrap(function, stop=lambda f: isinstance(f, (partial, MethodType)))
     try:
-        return inspect.signature(beneath, follow_wrapped=False)
+        return inspect.signature(beneath, follow_wrapped=isinstance(beneath, MethodType))
     except (TypeError, ValueError):
         return None
 
@@ -193,7 +194,7 @@ def arguments(
     values = dict(bound.arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            values |= values.pop(parameter.name)
+            values = values.pop(parameter.name) | values  # that of a positional-only one counts
     return values
 
 
