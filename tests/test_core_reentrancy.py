@@ -13,7 +13,15 @@ import pytest
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 
-from distlock_app import Lock, LockBusy, LockLost, LockTimeout, NotHeld, all_of
+from distlock_app import (
+    Lock,
+    LockBusy,
+    LockLost,
+    LockTimeout,
+    NotHeld,
+    all_of,
+    current_hold,
+)
 from distlock_app.testing import lose
 from tests import engines
 from tests.engines import DEADLINE, running, until
@@ -234,6 +242,37 @@ def test_the_thread_that_goes_on_with_a_hold_may_take_the_lock_again(engine):
         pass
 
     assert engine.asked.count("acquire") == 1
+    assert engines.free(engine)
+
+
+@pytest.mark.parametrize("mode", [{"shared": True}, {"limit": 2}], ids=str)
+def test_each_of_several_bare_holds_may_be_taken_again_in_its_own_with(engine, mode):
+    lock = Lock("a", wait=0, **mode)
+    holds = [lock.acquire(), lock.acquire()]
+
+    for hold in holds:
+        with hold, lock as inner:
+            assert inner.fence == hold.fence
+            assert current_hold("a") is inner
+
+    assert engines.free(engine)
+
+
+@pytest.mark.parametrize("mode", [{"shared": True}, {"limit": 2}], ids=str)
+def test_a_thread_that_goes_on_with_a_hold_still_has_its_own(engine, mode):
+    lock = Lock("a", wait=0, **mode)
+    hold = lock.acquire()
+
+    def work():
+        with lock as own:
+            with hold:
+                pass
+            with lock as inner:
+                assert inner.fence == own.fence
+
+    with running(work):
+        pass
+
     assert engines.free(engine)
 
 

@@ -238,9 +238,11 @@ class Lease:
             if before is inside:
                 return
         runner = identity.current_runner()
-        if self.runner is not runner:
+        if moved := self.runner is not runner:
             self.leave_runner()
             self.runner = runner
+        other = runner.held.get(self.lease_key)  # another reader's or permit
+        if other is not self and (moved or inside) and not (other and other.entered()):
             runner.held[self.lease_key] = self
             if runner.in_call:
                 identity.keep_call(runner)
