@@ -79,7 +79,7 @@ class Holds(tuple[Hold, ...], Entered):
         for hold in self:
             await hold.aextend(ttl)
 
-    def on_lost(self, callback: Callable[[Hold], None]) -> None:
+    def on_lost(self, callback: Callable[[Hold], object]) -> None:
         """Call `callback(hold)` with each of them that is lost, on a thread of its own."""
         for hold in self:
             hold.on_lost(callback)

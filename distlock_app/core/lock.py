@@ -67,7 +67,7 @@ class Lock(WithBlock[Hold]):
     atomic: bool | str = False
     release: Literal["transaction_end", "now"] = "transaction_end"
     at_least: float = 0.0
-    on_lost: Callable[[Hold], None] | None = None
+    on_lost: Callable[[Hold], object] | None = None
     using: str | tuple[str, ...] = "default"
 
     def __post_init__(self) -> None:

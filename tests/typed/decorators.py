@@ -116,6 +116,10 @@ async def decorated(request: HttpRequest) -> None:
     skipped("1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
+def lost(hold: Hold) -> bool:
+    return hold.released
+
+
 async def holds(lock: Lock) -> None:
     with lock as hold:
         assert_type(hold, Hold)
@@ -124,8 +128,9 @@ async def holds(lock: Lock) -> None:
     assert_type(lock.try_acquire(), Hold | None)
     assert_type(await lock.aacquire(), Hold)
     assert_type(current_hold(), Hold)
-    with all_of(lock, Lock("other")) as both:
+    with all_of(lock, Lock("other", on_lost=lost)) as both:
         assert_type(both[0], Hold)
+        both.on_lost(lost)
 
 
 def beat(ended: Event) -> None:
