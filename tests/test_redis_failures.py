@@ -188,6 +188,19 @@ def test_a_refusal_of_the_server_is_an_error_and_no_busy_lock(own):
     assert backend.acquire(a_claim("b"), 0)
 
 
+def test_a_refusal_of_the_server_is_no_mistake_in_a_guarded_script(own):
+    backend, server = own
+    grant = backend.acquire(a_claim("a"), 0)
+    write = partial(backend.guarded_script, grant, "redis.call('SET', KEYS[1], 1)", ["n"], [])
+
+    server.config_set("min-replicas-to-write", 1)
+    with pytest.raises(BackendError, match="NOREPLICAS"):
+        write()
+    server.config_set("min-replicas-to-write", 0)
+
+    assert write() == 0
+
+
 def test_a_full_server_still_hands_locks_over(own):
     backend, server = own
     grant = backend.acquire(a_claim("a"), 0)

@@ -32,6 +32,8 @@ IDLE_SECONDS = 60.0
 TRUST_SECONDS = 0.5
 # Answers after which a connection is kept: being out of memory says nothing against it.
 KEPT_AFTER = frozenset({list, bytes, int, type(None), OutOfMemoryError})
+# Refusals for which redis-py, or one before 7, has no class: no mistakes in a caller's script.
+REFUSALS = set("ASK BUSY CLUSTERDOWN MASTERDOWN MISCONF MOVED NOREPLICAS TRYAGAIN".split())
 # The Sentinels are asked so often who the master is. If they are silent, requests wait for them a
 # tenth of the time; a refusal, as during a failover, comes at once.
 MASTER_SECONDS = 1.0
@@ -101,7 +103,7 @@ class Servers:
         Our own errors do not quote the server, whose text may have a request in it.
         """
         [answer] = self.exchange(script, (request,), False)
-        if type(answer) in (ResponseError, NoScriptError):
+        if type(answer) in (ResponseError, NoScriptError) and code_of(answer) not in REFUSALS:
             raise LockError(f"the script failed: {answer}")
         return answer if type(answer) is list else self._value(answer)
 
