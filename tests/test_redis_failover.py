@@ -378,6 +378,29 @@ def test_an_old_master_is_left_though_the_sentinels_knew_none_for_a_moment(priva
         server.close()
 
 
+def test_a_waiter_listens_at_the_master_that_the_sentinels_name(private_server):
+    old, new = private_server(RedisServer), private_server(RedisServer)
+    sentinel = private_server(SentinelServer, old)
+    names = client_of(sentinel.url)
+    backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
+    assert backend.acquire(a_claim("a"), 0)
+    waiter = Waiter(backend, "a")
+    assert not waiter.ask()
+
+    names.sentinel_remove("locks")
+    names.sentinel_monitor("locks", "127.0.0.1", new.port, 1)
+    first = eventually(lambda: backend.acquire(a_claim("a"), 0))  # the new one knows no lock
+
+    assert waiter.event.wait(10)
+    waiter.event.clear()
+    assert not waiter.ask()
+    assert backend.release(first) is True
+    assert backend.release(waiter.granted()) is True
+    backend.close()
+    for server in (sentinel, old, new):
+        server.close()
+
+
 @pytest.fixture(scope="module")
 def six(private_server):
     return private_server(RedisCluster)

@@ -220,6 +220,10 @@ class Pool(Servers):
             link.close()
         raise ConnectionError("the Sentinels keep naming different masters")
 
+    def replaced(self, link: Link) -> bool:
+        """Return whether the Sentinels are known to call another server than its the master."""
+        return self._ask_master is not None and link.server != self._master
+
     def _take(self) -> Link:
         while True:
             try:

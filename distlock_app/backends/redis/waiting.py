@@ -190,7 +190,7 @@ class Subscription(listening.Subscription):
             raise
 
     def receive(self, seconds: float) -> None:
-        if self._server.demoted != self._demoted:
+        if self._server.demoted != self._demoted or self._server.replaced(self._link):
             raise Broken("another server may be the master, which counts its own")
         # Looked at again: a process that was stopped finds its time over, not its answer.
         if not self._heard_in(seconds) and self._lines.is_dead() and not self._heard_in(AGAIN):
