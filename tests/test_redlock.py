@@ -23,6 +23,7 @@ from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_at, interrupted_everywhere, running, until
+from tests.launching import free_port
 from tests.proxy import proxy_to
 from tests.redis_workers import Waiter, wait_for
 from tests.redlock_workers import caches_of, quorum_at
@@ -183,6 +184,24 @@ def test_a_lock_on_a_minority_blocks_nobody_and_one_on_a_majority_does(backend, 
             assert isinstance(answer, Busy) and 0 < answer.free_in <= 60
     # What the minority gave was given back.
     until(lambda: nodes.holding(wanted.key) == [0, 1, 2])
+
+
+def test_a_waiter_that_reaches_a_minority_keeps_nobody_out(nodes):
+    nowhere = [f"redis://127.0.0.1:{free_port()}/0" for _ in range(3)]
+    cut_off = quorum_at([*nodes.urls[:2], *nowhere])
+    backend = quorum_at([*nodes.urls[:3], *nowhere[:2]])
+    grant = wait_for(backend, 30, "a")
+    waiter = Waiter(cut_off, "a")
+    cut_off._listener.ensure_subscribed()  # it waits since it reached them all
+
+    for _ in range(2):  # the lock is held, then free
+        with pytest.raises(BackendError):
+            waiter.ask()
+        backend.release(grant)
+
+    assert backend.acquire(a_claim("a"), 0)
+    cut_off.close()
+    backend.close()
 
 
 @pytest.mark.parametrize("silent", [[0], [1, 3]])

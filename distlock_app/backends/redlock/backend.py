@@ -133,13 +133,16 @@ class RedlockBackend(ForPeople):
         def undo_unless_won(connections: NodeConnections) -> None:
             if request.won:
                 return
-            but = set(request.no)
+            but, place = set(request.no), waiting
+            if len(request.yes) + len(request.no) < request.majority:
+                # Out of reach of a majority it leaves the queues, or keeps out who is not.
+                but, place = set(), ()
             if claim.stable:
                 fresh = {at for at, line in request.yes.items() if not line.endswith(HAD_IT)}
-                kept = self._releasing(claim, KEEP, *waiting)
+                kept = self._releasing(claim, KEEP, *place)
                 connections.broadcast(kept, but=but | fresh)
                 but = set(range(len(self._nodes))) - fresh
-            connections.broadcast(self._releasing(claim, stamp, *waiting), but=but)
+            connections.broadcast(self._releasing(claim, stamp, *place), but=but)
 
         grace = ANSWER_GRACE if claim.stable else 0
         self._quorum.ask([request], undo_unless_won, grace=grace)
