@@ -45,9 +45,9 @@ def freed_everywhere(backend, nodes, key):
     until(lambda: backend.acquire(a_claim("b"), 0) is not None and not nodes.holding(key))
 
 
-def held_everywhere(backend, nodes, **options):
+def held_everywhere(backend, nodes, name="a", **options):
     """Return a grant that all nodes gave: one that was connected late has it from the extension."""
-    grant = wait_for(backend, 5, "a", **options)
+    grant = wait_for(backend, 5, name, **options)
     until(lambda: backend.extend(grant, 30) and len(nodes.holding(grant.claim.key)) == 5)
     return grant
 
@@ -202,6 +202,22 @@ def test_a_waiter_that_reaches_a_minority_keeps_nobody_out(nodes):
     assert backend.acquire(a_claim("a"), 0)
     cut_off.close()
     backend.close()
+
+
+def test_a_node_that_comes_back_has_no_waiter_in_its_queue_that_did_not_ask(backend, nodes):
+    held, waiter = held_everywhere(backend, nodes), Waiter(backend, "a")
+    for server in nodes.servers[:2]:
+        server.kill()
+    assert not waiter.ask()
+    queues = [client.exists(f"distlock:redlock:{held.claim.key}:q") for client in nodes.clients[2:]]
+    assert queues == [1, 1, 1]
+
+    for server in nodes.servers[:2]:
+        server.start()
+    held_everywhere(backend, nodes, "b")
+
+    for client in nodes.clients[:2]:
+        assert not client.exists(f"distlock:redlock:{held.claim.key}:q")
 
 
 @pytest.mark.parametrize("silent", [[0], [1, 3]])

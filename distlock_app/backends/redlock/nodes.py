@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 from ...primitives.timing import monotonic
 from ..redis.link import Broken, Lines
 from ..redis.scripts import Script
-from .scripts import SCRIPTS
+from .scripts import RELEASE_AND_WAIT, SCRIPTS
 
 # A node that does not answer for so long counts as down; sooner if its SOCKET_TIMEOUT is shorter.
 SILENT = 1.0
@@ -109,8 +109,12 @@ class Node:
         return self.opening and (urgent or not self.failing)
 
     def remember(self, request: QuorumRequest) -> None:
-        """Keep a release for when the node can be reached again."""
-        if request.keep:
+        """Keep a release for when the node can be reached again.
+
+        Not that of a waiter that stays: it sends another one in the end, and would be put into the
+        queue again after that.
+        """
+        if request.keep and request.script is not RELEASE_AND_WAIT:
             self._late.append((request, monotonic() + request.keep))
 
     def connect(self) -> Link:
