@@ -18,6 +18,7 @@ from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all
 from distlock_app.core import entered
 from distlock_app.core.acquiring import held_by_runner, release_half_taken
 from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -250,6 +251,26 @@ def test_a_group_releases_all_and_raises_the_first_error(engine):
     with pytest.raises(LockLost):
         with all_of(Lock("a"), Lock("b"), Lock("c")) as (_, second, _):
             lose(second)
+
+    assert not engine._states
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_group_of_which_one_was_lost_while_it_waited_for_the_next_is_not_entered(
+    engine, asynchronous
+):
+    first, second = sorted("ab", key=key_of)
+    group = all_of(Lock(first, ttl=0.2, renew=False), Lock(second, wait=DEADLINE))
+    other = Lock(second).acquire()
+
+    def enter():
+        with pytest.raises(LockLost, match=first):
+            asyncio.run(group.aacquire()) if asynchronous else group.acquire()
+
+    with running(enter):
+        until(lambda: Lock(second).holders()[0].waiters)
+        until(lambda: not Lock(first).locked())
+        other.release()
 
     assert not engine._states
 

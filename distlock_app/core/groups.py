@@ -185,6 +185,7 @@ class AllOf(WithBlock[Holds]):
                     # Entered, because the same lock may be given twice.
                     taken[index] = lock._acquire(deadline.remaining(), entered=True)
                 holds = _in_order(taken)
+                holds.check()  # one may have been lost while the next was waited for
             return holds.enter(inside=entered)
         except BaseException as error:
             (holds or Holds(taken.values())).leave(error, unused=True)
@@ -200,6 +201,7 @@ class AllOf(WithBlock[Holds]):
                 for index, lock in self._order():
                     taken[index] = await lock._aacquire(deadline.remaining(), entered=True)
                 holds = _in_order(taken)
+                holds.check()
             return holds.enter(inside=entered)
         except BaseException as error:
             await Holds(taken.values()).aleave(error, unused=True)
