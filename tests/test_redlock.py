@@ -499,6 +499,18 @@ def test_a_stable_owner_that_is_refused_keeps_nothing_of_a_minority(backend, nod
     until(lambda: nodes.holding(wanted.key) == [0, 1, 2])
 
 
+def test_a_stable_owner_releases_what_it_took_when_the_clocks_were_ahead(backend, nodes):
+    earlier = quorum_at(nodes.urls)
+    earlier._clock._last = 4 * 10**15  # in the year 2096
+    assert wait_for(earlier, 5, "a", **SCHEDULER)
+    earlier.close()
+
+    resumed = wait_for(backend, 5, "a", **SCHEDULER)
+
+    assert backend.release(resumed) is True
+    freed_everywhere(backend, nodes, resumed.claim.key)
+
+
 def test_a_release_that_a_node_refuses_is_sent_again(backend, nodes):
     grant = held_everywhere(backend, nodes)
     nodes.clients[0].config_set("min-replicas-to-write", 1)

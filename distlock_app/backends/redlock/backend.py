@@ -95,7 +95,9 @@ class RedlockBackend(ForPeople):
         self._clock.learn(monotonic(), times_in(yes + no))
         if request.won:
             fence = self._agree(claim, stamp, [int(words[1]) for words in yes])
-            return Grant(claim, fence=fence, asked_at=asked, session=stamp)
+            # Another process of a stable owner may have guessed a later time.
+            stamps = [int(words[4]) for words in yes if words[4:]]
+            return Grant(claim, fence=fence, asked_at=asked, session=max([stamp, *stamps]))
         if len(yes) + len(no) < request.majority:
             raise self._quorum.failure(request)
         return Busy(free_in=_free_in(no, request.majority - len(yes)))

@@ -5,7 +5,7 @@
 --       also: 5 channel to be called on, '-' without one, 6 ticket; '' and '' only ask for the time,
 --       '' and 'again' are of an owner that this node forgot: before all who wait
 -- ->    "1 fence" mine, or "0 milliseconds", after which it may be free; mostly the time, in seconds
---       and microseconds; and "again" if it was mine before
+--       and microseconds; and "<stamp> again" if it was mine before, since that try
 --
 -- When the nodes agree on a fence there is nothing to write back to them. So each takes the number
 -- that the client proposes, its guess of this node's time, if it is not far ahead of the last one.
@@ -59,7 +59,7 @@ if mine then  -- a repeated request
     held = token .. ' ' .. fence .. ' ' .. stamp .. ' ' .. about
     redis.call('SET', lock, held, 'KEEPTTL')
   end
-  return {ok = '1 ' .. fence .. ' ' .. time[1] .. ' ' .. time[2] .. ' again'}
+  return {ok = '1 ' .. fence .. ' ' .. time[1] .. ' ' .. time[2] .. ' ' .. last .. ' again'}
 end
 if not held then
   local head = first()
