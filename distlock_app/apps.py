@@ -1,4 +1,4 @@
-"""The app's configuration: registers checks, starts the history if settings ask, tells uWSGI."""
+"""The app's configuration: what is done once Django has loaded the models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ class DistlockConfig(AppConfig):
 
     def ready(self) -> None:
         from . import checks
+        from .core.registry import registry
         from .operations import history
         from .primitives import forks
 
         checks.register()
         history.listen()
         forks.tell_uwsgi()
+        registry.load()

@@ -152,6 +152,47 @@ def test_a_backend_is_made_once_however_many_threads_ask(settings):
     assert len(made) == 8 and len({id(backend) for backend in made}) == 1
 
 
+def test_no_first_lock_imports_what_another_thread_may_be_importing():
+    """As one does that asks a cache on Redis: Python then ends one import with an error."""
+    code = (
+        "import sys, django; django.setup(); before = set(sys.modules)\n"
+        "from distlock_app.core.registry import registry\n"
+        "made = [registry[alias].alias for alias in registry]\n"
+        "print(sorted({'redis', 'quorum', 'etcd', 'zookeeper'} - set(made)))\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    nodes = [f"redis://127.0.0.1:{port}/0" for port in (1, 2, 3)]
+    env = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "DISTLOCK_TEST_REDIS_URL": nodes[0],
+        "DISTLOCK_TEST_REDLOCK_URL": ",".join(nodes),
+        "DISTLOCK_TEST_ETCD_URL": "http://127.0.0.1:1",
+        "DISTLOCK_TEST_ZOOKEEPER_URL": "127.0.0.1:1",
+    }
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=DEADLINE
+    )
+
+    assert done.stdout == "[]\n[]\n", done.stderr
+
+
+@pytest.mark.parametrize("wrong", [[], {"default": {}}, {"default": {"BACKEND": "no.such.One"}}])
+def test_a_wrong_setting_is_no_error_before_it_is_used(settings, wrong):
+    settings.DISTLOCK = wrong
+
+    Registry().load()
+
+
+def test_what_a_module_of_a_backend_raises_is_not_taken_for_a_wrong_setting(settings, monkeypatch):
+    settings.DISTLOCK = {"default": LOCMEM}
+    monkeypatch.setattr("distlock_app.core.registry.import_string", lambda path: os.environ["NONE"])
+
+    with pytest.raises(KeyError, match="NONE"):
+        _ = Registry()["default"]
+
+
 def test_a_backend_whose_module_makes_locks_does_not_wait_for_itself(tmp_path):
     (tmp_path / "own_backend.py").write_text(
         "from distlock_app import Lock\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ def check_deployed(entry: Entry) -> Iterator[checks.CheckMessage]:
 
 
 class Registry:
-    """The aliases of `settings.DISTLOCK`; backends are created at first use, once per process."""
+    """The aliases of `settings.DISTLOCK`; one backend for each in a process, made at its start."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -97,6 +98,16 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.setting())
+
+    def load(self) -> None:
+        """Create the backends that can be, before there are threads: each imports modules.
+
+        Of two threads that import parts of one package, one may get an error, as when the other
+        asks a cache on Redis for the first time. And a fork meanwhile leaves a child with half.
+        """
+        with suppress(ImproperlyConfigured):  # `manage.py check` reports it, and the first lock
+            for alias in self:
+                self.misconfigured(alias)
 
     def misconfigured(self, alias: Any) -> bool:
         """Whether the settings of `alias` are wrong: `manage.py check` reports it (E001)."""
@@ -172,11 +183,11 @@ def _robustly(call: Callable[[], None], alias: str) -> None:
 
 
 def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
+    if "BACKEND" not in params:
+        raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.")
     try:
         cls = import_string(params["BACKEND"])
         known = set(inspect.signature(cls).parameters) - {"alias", "location"}
-    except KeyError:
-        raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.") from None
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # or it is no class
         raise ImproperlyConfigured(
             f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
