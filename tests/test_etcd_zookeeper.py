@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import ssl
 import sys
@@ -1025,6 +1026,29 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(engine):
     with closing_loop(Lock("a", using="own", ttl=ttl).aacquire, waits):
         assert other().release(held) is True
         Lock("a", using="other", ttl=TTL, wait=15).acquire().release()
+
+
+def test_a_release_does_not_overtake_a_request_that_a_signal_ended(engine):
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_):
+        engine.proxy.delay = 0.0  # for what is sent from now on
+        raise Interrupted
+
+    if engine.name == "zookeeper":
+        return  # its requests go over one connection
+    own().release(own().acquire(a_claim("a", ttl=TTL), 0))  # it has a lease to use again
+    wanted, already, engine.proxy.delay = a_claim("a", ttl=TTL), engine.requests(), 0.2
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(Interrupted):
+        own().acquire(wanted, 0)
+    signal.signal(signal.SIGALRM, before)
+    own().release(Grant(wanted))
+
+    assert engine.requests() - already == 2  # not given up, to be carried out at any time
+    assert list(other().holders(key_of("a"))) == []
 
 
 @pytest.mark.parametrize("where", ["begins to connect", "connects"])

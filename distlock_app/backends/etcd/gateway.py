@@ -20,6 +20,9 @@ from .http import Link
 Doubt = Callable[[], None]
 
 KEEP_IDLE = 64
+# Seconds to wait for the answer to a request that a signal ended: the release sent after it, over
+# another connection, must not overtake it.
+FINISH_WITHIN = 0.5
 # Codes of gRPC (google.golang.org/grpc/codes).
 NOT_FOUND = 5
 UNAVAILABLE = (4, 14)  # a deadline, or no leader: whether a write was carried out is not known
@@ -154,7 +157,11 @@ class Gateway:
         except (ValueError, IndexError) as error:
             link.close()
             raise ConnectionError("not an etcd response") from error
-        except BaseException:  # half an exchange: what comes next would be read as our answer
+        except OSError:  # half an exchange: what comes next would be read as our answer
+            link.close()
+            raise
+        except BaseException:  # of a signal handler
+            link.readable(FINISH_WITHIN)
             link.close()
             raise
         link.used = monotonic()

@@ -44,9 +44,13 @@ class Link:
         """Return whether the idle connection is as we left it: nothing to read, no end of file."""
         if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
             return True
+        return not self.readable(0)
+
+    def readable(self, seconds: float) -> bool:
+        """Return whether something comes within so many seconds, be it the end of file."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
-        return not poll.poll(0)
+        return bool(poll.poll(seconds * 1000))
 
     def send(self, path: str, data: bytes, token: str) -> None:
         """Send one request; raise OSError."""
