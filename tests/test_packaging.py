@@ -48,46 +48,6 @@ def test_importing_the_package_needs_no_settings():
     run([sys.executable, "-W", "error", "-c", "import distlock_app; distlock_app.__version__"])
 
 
-# One thread is about to run the package `redis` while another imports what needs a part of it.
-IMPORTED_AT_ONCE = """
-import sys, threading, time
-from importlib import import_module
-from importlib.machinery import PathFinder
-
-class Finder:
-    def find_spec(self, name, path, target=None):
-        spec = PathFinder.find_spec(name, path, target)
-        if name == "distlock_app.backends.redis":
-            spec.loader.create_module = wait_until_the_other_waits_for_this
-        return spec
-
-def wait_until_the_other_waits_for_this(spec):
-    other.start()
-    while not waits_for_a_module(other):
-        assert other.is_alive()
-        time.sleep(0.001)
-
-def waits_for_a_module(thread):
-    code = sys._current_frames()[thread.ident].f_code
-    return (code.co_filename, code.co_name) == ("<frozen importlib._bootstrap>", "acquire")
-
-def load(name):
-    import_module("distlock_app.backends." + name)
-    done.add(name)
-
-done = set()
-other = threading.Thread(target=load, args=("redlock",))
-sys.meta_path.insert(0, Finder())
-load("redis")
-other.join()
-assert done == {"redis", "redlock"}
-"""
-
-
-def test_two_threads_can_import_redis_and_redlock_at_once():
-    run([sys.executable, "-W", "error", "-c", IMPORTED_AT_ONCE])
-
-
 def test_every_public_name_can_be_imported():
     assert [name for name in distlock_app.__all__ if not hasattr(distlock_app, name)] == []
 
