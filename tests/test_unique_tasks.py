@@ -126,6 +126,12 @@ def alone(pk):
     pass
 
 
+@unique_task
+@shared_task
+def bare(pk):
+    pass
+
+
 @unique_task("shop:{request.shop}")
 @shared_task
 def misnamed(pk):
@@ -274,10 +280,11 @@ def test_a_duplicate_may_raise_or_call():
     assert store.delay(1) == (LockBusy, 1)
 
 
-def test_without_a_template_the_task_itself_is_unique():
-    assert alone.delay(1)
-    assert alone.delay(2) is None
-    assert Lock("tests.test_unique_tasks.alone").locked()
+@pytest.mark.parametrize("task", [alone, bare])
+def test_without_a_template_the_task_itself_is_unique(task):
+    assert task.delay(1)
+    assert task.delay(2) is None
+    assert Lock(task.name).locked()
 
 
 def test_every_way_to_send_a_task_takes_the_lock(worker):
@@ -575,6 +582,11 @@ if find_spec("django.tasks"):
             return mail.enqueue(pk)
         return [current_hold().name, context.attempt]
 
+    @unique_task
+    @task
+    def tidy():
+        pass
+
     @unique_task("amail:{pk}", until="success", on_duplicate=lambda busy, pk: [pk], ttl=TTL)
     @task
     async def amail(pk):
@@ -602,6 +614,13 @@ def test_a_task_of_django_is_queued_once_for_each_key(queued):
     assert sent[2] is None
     assert start(queued[0]) is False
     assert tell.enqueue(1)
+
+
+@needs_django_tasks
+def test_without_a_template_a_task_of_django_itself_is_unique(queued):
+    assert tidy.enqueue()
+    assert tidy.enqueue() is None
+    assert Lock("tests.test_unique_tasks.tidy").locked()
 
 
 @needs_django_tasks

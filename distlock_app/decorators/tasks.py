@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial, wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.utils import timezone
@@ -34,6 +34,7 @@ Call = tuple[Any, Any]  # the arguments of a task, and those by keyword
 CARRIER = "distlock_unique"
 
 
+@overload
 def unique_task(
     template: str | None = None,
     /,
@@ -43,7 +44,19 @@ def unique_task(
     on_duplicate: Literal["drop", "raise"] | Callable[..., Any] = "drop",
     ttl: float = 3600.0,
     using: str | tuple[str, ...] = "default",
-) -> Callable[[TaskT], TaskT]:
+) -> Callable[[TaskT], TaskT]: ...
+@overload
+def unique_task(task: TaskT, /) -> TaskT: ...
+def unique_task(
+    template: Any = None,
+    /,
+    *,
+    name: Callable[..., str] | None = None,
+    until: Literal["start", "success"] = "start",
+    on_duplicate: Literal["drop", "raise"] | Callable[..., Any] = "drop",
+    ttl: float = 3600.0,
+    using: str | tuple[str, ...] = "default",
+) -> Any:
     """Queue a task once for each key: `@unique_task("sync:{pk}")`, above the queue's decorator.
 
     Enqueuing takes the lock, and the message carries it. The worker releases it before it calls
@@ -61,7 +74,8 @@ def unique_task(
     if on_duplicate not in ("drop", "raise") and not callable(on_duplicate):
         raise ValueError(f"on_duplicate must be 'drop', 'raise' or a function: {on_duplicate!r}")
     check_lock_options({"using": using})
-    named, _ = sorted_out(template, name, True)
+    bare = _is_task(template)
+    named, _ = sorted_out(None if bare else template, name, True)
     unique = Unique(named, until == "start", on_duplicate, checked_ttl(ttl), using)
 
     def decorate(task: Any) -> Any:
@@ -75,7 +89,13 @@ def unique_task(
             raise TypeError(f"unique_task goes above the decorator of Celery or Django: {task!r}")
         return task
 
-    return decorate
+    return decorate(template) if bare else decorate
+
+
+def _is_task(found: Any) -> bool:
+    # Celery makes its tasks later: nothing but the type of the proxy may be looked at.
+    made_later = type(found).__module__ == "celery.local"
+    return made_later or hasattr(found, "apply_async") or hasattr(found, "enqueue")
 
 
 @dataclass(frozen=True, slots=True)
