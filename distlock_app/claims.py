@@ -16,7 +16,7 @@ class Claim:
 
     name: str
     key: str  # names.key_of(name), for backends; `name` is for display
-    owner: str  # secret token, 32 hex digits; never shown, never logged
+    owner: str = field(repr=False)  # secret token, 32 hex digits; never shown, never logged
     ttl: float
     holder: str  # ASCII JSON object for display: host, pid, thread, who ...
     shared: bool = False

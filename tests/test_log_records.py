@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from django.conf import settings as django_settings
+from django.views.debug import ExceptionReporter
 
 import distlock_app
-from distlock_app import BackendError, Lock, LockLost, LockTimeout
+from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.core import acquiring, people
 from distlock_app.core.registry import registry
 from distlock_app.primitives import identity
@@ -172,6 +173,20 @@ def test_no_secret_is_written_anywhere(alias, log, tokens, capfd, settings):
     said = "\n".join([*log.lines, *capfd.readouterr()])
     assert tokens
     assert [token for token in tokens if token in said] == []
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+@pytest.mark.parametrize("alias", sorted({*django_settings.DISTLOCK} - {"dummy"}))
+@pytest.mark.parametrize("wait", [0, 0.1])
+def test_no_owner_is_in_a_report_that_shows_local_variables(alias, tokens, wait):
+    with held_elsewhere("report", using=alias), pytest.raises(LockBusy) as busy:
+        Lock("report", using=alias).acquire(wait=wait)
+
+    ours = busy.tb.tb_next  # `tokens` is a local variable here
+    report = ExceptionReporter(None, busy.type, busy.value, ours).get_traceback_html()
+
+    assert tokens
+    assert [token for token in tokens if token in report] == []
 
 
 def test_a_reason_writes_one_line_into_the_log(engine, log):
