@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial, wraps
+from types import FunctionType, NoneType
 from typing import Any, Literal, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
@@ -29,6 +30,7 @@ from .options import answer_busy, check_lock_options, sorted_out
 
 TaskT = TypeVar("TaskT")
 Call = tuple[Any, Any]  # the arguments of a task, and those by keyword
+Publish = Callable[[str], Any]  # sends the message, with the lock as text
 
 # The header of Celery's message, or the argument of Django's task, that carries the lock.
 CARRIER = "distlock_unique"
@@ -74,7 +76,8 @@ def unique_task(
     if on_duplicate not in ("drop", "raise") and not callable(on_duplicate):
         raise ValueError(f"on_duplicate must be 'drop', 'raise' or a function: {on_duplicate!r}")
     check_lock_options({"using": using})
-    bare = _is_task(template)
+    # Of what Celery makes later, nothing but the type may be looked at.
+    bare = not issubclass(type(template), (str, FunctionType, NoneType))
     named, _ = sorted_out(None if bare else template, name, True)
     unique = Unique(named, until == "start", on_duplicate, checked_ttl(ttl), using)
 
@@ -92,12 +95,6 @@ def unique_task(
     return decorate(template) if bare else decorate
 
 
-def _is_task(found: Any) -> bool:
-    # Celery makes its tasks later: nothing but the type of the proxy may be looked at.
-    made_later = type(found).__module__ == "celery.local"
-    return made_later or hasattr(found, "apply_async") or hasattr(found, "enqueue")
-
-
 @dataclass(frozen=True, slots=True)
 class Unique:
     """The arguments of `unique_task`: what it does when a task is enqueued, and when it runs."""
@@ -109,12 +106,7 @@ class Unique:
     using: str | tuple[str, ...]
 
     def enqueue(
-        self,
-        publish: Callable[[str], Any],
-        name: str,
-        call: Call,
-        delay: float,
-        retry: str | None = None,
+        self, publish: Publish, name: str, call: Call, delay: float, retry: str | None = None
     ) -> Any:
         """Call `publish` with the lock as text, unless the task is a duplicate.
 
@@ -338,9 +330,7 @@ def _in_django(unique: Unique, task: Any) -> Any:
         delay = (task.run_after - timezone.now()).total_seconds() if task.run_after else 0.0
         return unique.enqueue(
             lambda text: publish(*args, **kwargs, **{CARRIER: text}),
-            naming(args, kwargs),
-            (args, kwargs),
-            delay,
+            *(naming(args, kwargs), (args, kwargs), delay),
         )
 
     def parts(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Call, str | None]:
