@@ -210,13 +210,13 @@ class NamedLockSession(MySQLLink, LockSession):
         return True
 
 
-class NamedLockBackend(SessionLocksBackend[NamedLockSession]):
+class NamedLockBackend(SessionLocksBackend):
     """GET_LOCK: a hash of the name, with the schema's, of 64 lower-case characters at most."""
 
     vendor = "mysql"
     session_type = NamedLockSession
 
-    def look_around(self, session: NamedLockSession) -> Iterator[checks.CheckMessage]:
+    def look_around(self, session: LockSession) -> Iterator[checks.CheckMessage]:
         if ("wsrep_on", "ON") in session.ask("SHOW VARIABLES LIKE 'wsrep_on'"):
             yield checks.Warning(
                 f"DISTLOCK[{self.alias!r}]: {self.using!r} is a Galera cluster, whose nodes do "

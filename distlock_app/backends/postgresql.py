@@ -161,7 +161,7 @@ class AdvisoryLockSession(PostgreSQLLink, LockSession):
         return bool(self.ask(KILL, *_ours(key), ANSWER_WAIT * 500, number))
 
 
-class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
+class AdvisoryLockBackend(SessionLocksBackend):
     """Advisory locks: 64 bits of the name's hash, in the key space of their database."""
 
     shares = True
@@ -181,7 +181,7 @@ class AdvisoryLockBackend(SessionLocksBackend[AdvisoryLockSession]):
             )
         return found
 
-    def look_around(self, session: AdvisoryLockSession) -> Iterator[checks.CheckMessage]:
+    def look_around(self, session: LockSession) -> Iterator[checks.CheckMessage]:
         if lends_by_transaction(self.using):
             yield checks.Error(
                 f"DISTLOCK[{self.alias!r}]: {self.using!r} is behind a transaction pooler: locks "

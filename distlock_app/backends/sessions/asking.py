@@ -6,7 +6,7 @@ import threading
 from abc import ABC
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
@@ -20,14 +20,13 @@ from .pool import database_of
 from .queues import ASKING, FairSemaphore
 
 T = TypeVar("T")
-S = TypeVar("S", bound=LockSession)
 
 
-class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
+class SessionsBackend(BaseLockBackend, ABC):
     """Knows which session of this process has which lock, and asks the server by others."""
 
     vendor: ClassVar[str]
-    session_type: ClassVar[type[Any]]
+    session_type: ClassVar[type[LockSession]]
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         super().__init__(alias=alias, location=location)
@@ -38,17 +37,19 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
                 f"database {self.using!r} is {connections[self.using].vendor}"
             )
         title = f"{type(self).__name__} on {self.using!r}"
-        self._pool: LockSessions[S] = LockSessions(self.using, self.session_type, title)
+        self._pool = LockSessions(self.using, self.session_type, title)
         self._lend = self._pool.lend
         self._begin()
 
     def _begin(self) -> None:
         # Reentrant: a signal handler may lock or release in the middle of our own call.
         self._mutex = threading.RLock()
-        self._taken: dict[tuple[str, str], S] = {}  # by owner and key: held, or waited for
+        self._taken: dict[
+            tuple[str, str], LockSession
+        ] = {}  # by owner and key: held, or waited for
         self._semaphore = FairSemaphore(ASKING)
 
-    def _session_of(self, grant: Grant) -> S | None:
+    def _session_of(self, grant: Grant) -> LockSession | None:
         session = self._taken.get((grant.claim.owner, grant.claim.key))
         return session if grant.session in (None, session) else None
 
@@ -62,7 +63,7 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
         finally:
             self._semaphore.release()
 
-    def _question(self, work: Callable[[S], T]) -> T:
+    def _question(self, work: Callable[[LockSession], T]) -> T:
         """Do `work` on a session that holds nothing."""
         with self._asking():
             while True:
@@ -79,12 +80,12 @@ class SessionsBackend(BaseLockBackend, ABC, Generic[S]):
                     self._pool.give_back(session)
                     return answer
 
-    def _stop(self, session: S) -> None:
+    def _stop(self, session: LockSession) -> None:
         """Take a session out of the server's queue; it may get the lock for a moment."""
         with suppress(BackendError):
             self._question(lambda other: other.stop(session.number))
 
-    def _drop(self, session: S) -> None:
+    def _drop(self, session: LockSession) -> None:
         """Close a session, and forget what it held."""
         claim = session.claim
         with self._mutex:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
-from typing import TypeVar
 
 from ...claims import Claim, Grant
 from ...errors import BackendError
@@ -15,8 +14,6 @@ from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
 from .people import ForPeople
 from .queues import WaiterQueues
-
-S = TypeVar("S", bound=LockSession)
 
 # The longest wait on the server in one statement, in seconds: a longer wait starts again behind
 # others. A statement that never ends keeps PostgreSQL from cleaning up behind it.
@@ -29,7 +26,7 @@ WAITING = 8
 POLL = 0.5
 
 
-class SessionLocksBackend(Extending[S], ForPeople[S]):
+class SessionLocksBackend(Extending, ForPeople):
     """LOCATION is an alias of DATABASES; each lock has a session of its own while it is held.
 
     The server ends a session that says nothing for the ttl of its lock, and the lock with it:
@@ -190,7 +187,7 @@ class SessionLocksBackend(Extending[S], ForPeople[S]):
             return None
         return Grant(claim, fence, asked_at=began, session=session)
 
-    def _fail(self, session: S, claim: Claim, error: BaseException) -> None:
+    def _fail(self, session: LockSession, claim: Claim, error: BaseException) -> None:
         """Close the session; raise what became of it, unless it may have died while it was idle."""
         given_up = self._taken.get((claim.owner, claim.key)) is not session
         refused = isinstance(error, ServerError)

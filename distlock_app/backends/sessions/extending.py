@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ...claims import Claim, Grant
 from ...errors import BackendError
@@ -12,8 +12,6 @@ from ...primitives.timing import monotonic
 from .asking import SessionsBackend
 from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
-
-S = TypeVar("S", bound=LockSession)
 
 # A session is asked whether it still has its lock this often, in seconds, and at least three
 # times in a ttl; whether the server has closed it is seen without a question.
@@ -23,7 +21,7 @@ ASK_EVERY = 5.0
 BEAT_WAIT = 0.5
 
 
-class Extending(SessionsBackend[S]):
+class Extending(SessionsBackend):
     """Looks at the sessions often, and asks each now and then."""
 
     heartbeat = 0.3
@@ -39,7 +37,7 @@ class Extending(SessionsBackend[S]):
         is cut off delays the others for `BEAT_WAIT` at most.
         """
         answers: list[Any] = [False] * len(work)
-        asked: dict[int, tuple[int, S]] = {}
+        asked: dict[int, tuple[int, LockSession]] = {}
         poll = select.poll()
         now = monotonic()
         for index, (grant, _) in enumerate(work):
@@ -66,7 +64,7 @@ class Extending(SessionsBackend[S]):
             session.mutex.release()
         return answers
 
-    def _ask(self, session: S, claim: Claim, ttl: float) -> bool:
+    def _ask(self, session: LockSession, claim: Claim, ttl: float) -> bool:
         """Ask whether the lock is still the session's; raise BackendError if there is no answer."""
         try:
             session.reserve()
@@ -92,11 +90,13 @@ class Extending(SessionsBackend[S]):
             raise answer
         return answer
 
-    def _serves(self, session: S, claim: Claim) -> bool:
+    def _serves(self, session: LockSession, claim: Claim) -> bool:
         """Return whether the session, whose mutex we have, was not lent to another claim since."""
         return self._taken.get((claim.owner, claim.key)) is session
 
-    def _begin_beat(self, session: S, claim: Claim, now: float) -> bool | BackendError | None:
+    def _begin_beat(
+        self, session: LockSession, claim: Claim, now: float
+    ) -> bool | BackendError | None:
         """Ask if it is time to; return True, or else the answer to the core."""
         if not self._serves(session, claim):
             return False
@@ -113,7 +113,7 @@ class Extending(SessionsBackend[S]):
             return self._after_error(session, error)
         return True
 
-    def _finish_beat(self, session: S, asked_at: float) -> bool | BackendError:
+    def _finish_beat(self, session: LockSession, asked_at: float) -> bool | BackendError:
         try:
             rows = session.receive()
         except ServerError as error:
@@ -121,7 +121,7 @@ class Extending(SessionsBackend[S]):
         session.asked_at = asked_at
         return self._confirmed(session, rows)
 
-    def _after_error(self, session: S, trouble: ServerError) -> bool | BackendError:
+    def _after_error(self, session: LockSession, trouble: ServerError) -> bool | BackendError:
         """Return False if the session is gone; one that only refused a question has its lock."""
         try:
             if session.awaiting_reply:
@@ -134,7 +134,7 @@ class Extending(SessionsBackend[S]):
             pass
         return BackendError(self._says(trouble))
 
-    def _confirmed(self, session: S, rows: Any) -> bool:
+    def _confirmed(self, session: LockSession, rows: Any) -> bool:
         if bool(rows) and rows[0][0] == 1:
             return True
         self._drop(session)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from math import inf
 from time import sleep
-from typing import Any, TypeVar
+from typing import Any
 
 from django.db import Error as DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -29,8 +29,6 @@ IDLE = 15.0
 
 # Why a session is refused: another process may ask the primary, and get the same lock.
 REPLICA = "the server is a read-only replica: its locks do not exclude callers on the primary"
-
-S = TypeVar("S", bound="LockSession")
 
 
 class LockSession(PooledSession, Link):
@@ -95,21 +93,21 @@ class LockSession(PooledSession, Link):
         """End the session if it holds the lock, and wait until the lock is free."""
 
 
-class LockSessions(Pool[S]):
+class LockSessions(Pool[LockSession]):
     """Sessions that are closed by a thread, before the server does it for their ttl."""
 
     TIDY_ABOVE = 0
 
-    def __init__(self, using: str, kind: type[S], title: str) -> None:
+    def __init__(self, using: str, kind: type[LockSession], title: str) -> None:
         """Open sessions of this `kind`; errors begin with `title`."""
         self._kind = kind
         self.title = title
         super().__init__(using)
 
-    def _closed_at_the_end(self) -> Iterable[S]:
+    def _closed_at_the_end(self) -> Iterable[LockSession]:
         return self._open
 
-    def _new(self, wrapper: BaseDatabaseWrapper) -> S:
+    def _new(self, wrapper: BaseDatabaseWrapper) -> LockSession:
         try:
             return self._kind(wrapper, self._epoch)
         except (DatabaseError, ServerError, ReplyTimeout) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TypeVar
 
 from django.core import checks
 
@@ -16,10 +15,8 @@ from .lock_session import LockSession
 from .notes import from_note, note
 from .one_server import check_one_server
 
-S = TypeVar("S", bound=LockSession)
 
-
-class ForPeople(SessionsBackend[S]):
+class ForPeople(SessionsBackend):
     """Asks the server for the sessions that have locks of ours, of any process."""
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
@@ -66,5 +63,5 @@ class ForPeople(SessionsBackend[S]):
             return [no_answer(self.alias, error, "distlock_app.E031")]
 
     @abstractmethod
-    def look_around(self, session: S) -> Iterator[checks.CheckMessage]:
+    def look_around(self, session: LockSession) -> Iterator[checks.CheckMessage]:
         """Yield what makes these locks unreliable on this server."""
