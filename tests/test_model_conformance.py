@@ -148,7 +148,8 @@ class OnDatabase:
             elif verb == "release":
                 answer = mine.dialect.release(mine.cursor, wanted)
             else:
-                answer = isinstance(mine.dialect.acquire(mine.cursor, wanted, step), Grant)
+                asked = "try" if step == "turn" else step  # it has the queue lock already
+                answer = isinstance(mine.dialect.acquire(mine.cursor, wanted, asked), Grant)
             if verb == "release" and (step != "next" or not answer):
                 mine.dialect.unlock(mine.cursor)  # it is closed, which the server notices later
             row = self.rows.filter(key=wanted.key).first()

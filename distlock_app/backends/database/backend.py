@@ -261,7 +261,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             if not session.dialect.called(session.cursor):  # the server waited long enough
                 self._unlock(queued, session)  # granted just as the wait ended
                 return None
-        return _try(session, claim, wait, "turn")
+        return _try(session, claim, wait)
 
     def _granted(self, queued: QueuedConnection, answer: Grant) -> Grant:
         """Let the connection, which has the queue lock, stay until the release.
@@ -284,10 +284,10 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         raise BackendError(f"lock table on {self.using!r}: the answer to a release was lost")
 
 
-def _try(session: Session, claim: Claim, wait: float | None, step: Step = "try") -> Grant | Busy:
+def _try(session: Session, claim: Claim, wait: float | None) -> Grant | Busy:
     if claim.shared or claim.limit > 1:
         return members.acquire(claim, session)
-    return session.dialect.acquire(session.cursor, claim, step, wait=wait)
+    return session.dialect.acquire(session.cursor, claim, wait=wait)
 
 
 def _release(claim: Claim, session: Session) -> bool:

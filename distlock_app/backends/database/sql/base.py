@@ -35,7 +35,7 @@ MAX_FENCE = 2**63 - 1
 
 Named = Mapping[str, Any]
 Pair = tuple[str, str]  # key, owner
-Step = Literal["try", "join", "wait", "turn"]
+Step = Literal["try", "join", "wait"]
 
 
 class LockRow(NamedTuple):
@@ -99,6 +99,11 @@ class Dialect(Statements):
         self.table_name = table_name
         self.database = database
         self._named = lru_cache(maxsize=4096)(lambda name, key: (shown(name), self.queue_of(key)))
+
+    def by_step(self, statement: str, joining: str) -> dict[Step, str]:
+        """Return a statement for each step; if one joins, the row may be taken if `joining`."""
+        always, joins = (statement.replace("{may}", may) for may in ("true", joining))
+        return {"try": always, "join": joins, "wait": joins}
 
     def adapt(self, wrapper: Any) -> None:
         """Change our copy of the alias before it connects."""

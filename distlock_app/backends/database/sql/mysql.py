@@ -140,10 +140,7 @@ class MySQL(Dialect):
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)
-        self._takes = {
-            step: self.TAKE.replace("{may}", self.JOIN if step in ("join", "wait") else "TRUE")
-            for step in ("try", "join", "wait", "turn")
-        }
+        self._takes = self.by_step(self.TAKE, self.JOIN)
         self._known: set[str] = set()  # keys that had a row when we asked last
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:

@@ -198,10 +198,8 @@ class PostgreSQL(Dialect):
 
     def __init__(self, table_name: str, table: str, database: str) -> None:
         super().__init__(table_name, table, database)
-        joining = {"try": "true", "join": self.JOIN, "wait": self.JOIN, "turn": "true"}
-        self._takes = {step: self.TAKE.replace("{may}", may) for step, may in joining.items()}
-        joining |= dict.fromkeys(("join", "wait"), self.TRY_QUEUE)
-        self._inserts = {step: self.INSERT.replace("{may}", may) for step, may in joining.items()}
+        self._takes = self.by_step(self.TAKE, self.JOIN)
+        self._inserts = self.by_step(self.INSERT, self.TRY_QUEUE)
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         cursor.execute(self._takes[step], asked)
