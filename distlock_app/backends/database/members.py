@@ -181,22 +181,18 @@ def find(key: str, fence: int, session: Session) -> tuple[str, bool] | None:
     return (row.owner, False) if members.kind and row.fence == fence else None
 
 
-def holdings(fence: int, holder: str, left_us: int, held_us: int | None) -> Iterator[Any]:
-    """Yield the kind of each claim in a live row, and the same of it as is known of the row.
+def holdings(row: LockRow) -> Iterator[tuple[str, int, dict[str, Any], int, int | None, int]]:
+    """Yield of each claim in a live row: kind, fence, holder, microseconds left and held.
 
     And how many waiters the row has: the first, which polls.
     """
-    fields = fields_of(holder)
-    kind = SHARED if SHARED in fields else PERMIT
-    members = fields.get(kind, {}).values()
-    if not members:
-        yield "exclusive", fence, fields, left_us, held_us, 0
-        return
-    now = max(end for _, end, _ in members) - left_us
-    _, next_until = fields.get("next", ("", 0))
-    for its_fence, end, who in members:
-        if end > now:
-            yield kind, its_fence, who, end - now, max(0, now - its_fence), int(next_until > now)
+    members, now = Members(row), row.now_us
+    if row.owner not in (SHARED, PERMIT):
+        held_us = None if row.acquired_us is None else now - row.acquired_us
+        yield "exclusive", row.fence, members.about, row.left_us, held_us, 0
+    polls = int(members.next_until > now)
+    for fence, end, who in members.live.values():
+        yield row.owner, fence, who, end - now, max(0, now - fence), polls
 
 
 def count_down(claim: Claim, session: Session) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from time import sleep
-from typing import Any
 
 from django.core import checks
 
@@ -16,13 +15,16 @@ from . import members
 from .checks import check_sharing, check_table
 from .connections import Session
 from .requests import Requests
-from .sql.base import MAX_FENCE, PAGE
+from .sql.base import MAX_FENCE, PAGE, LockRow
 from .sql.statements import PURGED
 
 # Keys are lower-case hex digits, which "g" follows.
 ALL_KEYS = ("", "g")
 # They are hashes, so these parts are alike: short statements that read each row once.
 PARTS = [f"{part:02x}" for part in range(256)]
+
+# A live row, and how many processes wait for its lock; None: unknown.
+Found = tuple[LockRow, int | None]
 
 
 class ForPeople(Requests, Purgeable):
@@ -31,23 +33,22 @@ class ForPeople(Requests, Purgeable):
     _queue: int
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        for row in self._rows(key):
-            yield from self._holdings(row)
+        for row, waiters in self._rows(key):
+            yield from self._holdings(row, waiters)
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int]:
-        def read(session: Session) -> tuple[Any, int]:
+        def read(session: Session) -> tuple[list[Found], int]:
             rows = self._read_holders(*ALL_KEYS, session, start=start, count=count)
             return rows, session.dialect.count(session.cursor)
 
         rows, total = self._ask(read)
-        return [holding for row in rows for holding in self._holdings(row)], total
+        return [holding for row in rows for holding in self._holdings(*row)], total
 
-    def _holdings(self, row: Any) -> Iterator[Holding]:
-        waiters, key, name, *mutex = row
-        for kind, fence, holder, left_us, held_us, polls in members.holdings(*mutex):
+    def _holdings(self, row: LockRow, waiters: int | None) -> Iterator[Holding]:
+        for kind, fence, holder, left_us, held_us, polls in members.holdings(row):
             yield Holding(
-                name=name,
-                key=key,
+                name=row.name,
+                key=row.key,
                 alias=self.alias,
                 version=str(fence),
                 kind=kind,
@@ -58,23 +59,23 @@ class ForPeople(Requests, Purgeable):
                 holder=holder,
             )
 
-    def _rows(self, key: str | None) -> Iterator[Any]:
+    def _rows(self, key: str | None) -> Iterator[Found]:
         first, last = (key, key) if key else ALL_KEYS
         while True:
             read = partial(self._read_holders, first, last)
             yield from (rows := self._ask(read))
             if key is not None or len(rows) < PAGE:
                 return
-            first = rows[-1][1] + "0"  # what follows that key
+            first = rows[-1][0].key + "0"  # what follows that key
 
-    def _read_holders(self, first: str, last: str, session: Session, **page: int) -> list[Any]:
-        """Read live rows; each is begun by the number of processes that wait for its lock."""
+    def _read_holders(self, first: str, last: str, session: Session, **page: int) -> list[Found]:
+        """Read live rows."""
         dialect, cursor = session.dialect, session.cursor
         rows = dialect.holders(cursor, first, last, **page)
         if not (rows and self._queue and session.queues):  # waiters poll: nobody knows of them
-            return [(None, *row) for row in rows]
+            return [(row, None) for row in rows]
         waiting = dict(dialect.waiting(cursor))
-        return [(waiting.get(dialect.queue_of(row[0]), 0), *row) for row in rows]
+        return [(row, waiting.get(dialect.queue_of(row.key), 0)) for row in rows]
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)

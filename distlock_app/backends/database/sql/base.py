@@ -51,6 +51,11 @@ class LockRow(NamedTuple):
     now_us: int
 
     @property
+    def left_us(self) -> int:
+        """How long its claim has, if it has an owner."""
+        return self.expiry_us - self.now_us
+
+    @property
     def next_fence(self) -> int:
         """A fence behind its own, and, by the time, behind those of a row that was purged."""
         return max(self.fence + 1, self.now_us)
@@ -225,8 +230,8 @@ class Dialect(Statements):
 
     def look(self, cursor: Cursor, claim: Claim) -> Busy | None:
         """Read, without a lock, whether the row is in the way."""
-        row = self.execute(cursor, self.LOOK, {"key": claim.key, "owner": claim.owner}).fetchone()
-        return busy(row[0]) if row else None
+        row = self.read(cursor, claim.key)
+        return in_the_way(row, claim) if row else None
 
     def extend(self, cursor: Cursor, claim: Claim, ttl: float, *, exactly: bool = False) -> bool:
         """Move the expiry of a row that is still ours, also if it has passed.
@@ -294,18 +299,15 @@ class Dialect(Statements):
 
     def released(self, cursor: Cursor, grant: Grant) -> bool:
         """Return whether the row is as a release of this grant leaves it."""
-        asked = {"key": grant.claim.key, "fence": grant.fence}
-        return self.execute(cursor, self.RELEASED, asked).fetchone() is not None
+        row = self.read(cursor, grant.claim.key)
+        return row is not None and not row.owner and row.fence == grant.fence
 
     def holders(
         self, cursor: Cursor, first: str, last: str, *, start: int = 0, count: int = PAGE
-    ) -> Any:
-        """Read `count` of the live rows with keys from `first` to `last`, in their order.
-
-        Each is key, name, fence, holder, microseconds left, microseconds held.
-        """
+    ) -> list[LockRow]:
+        """Read `count` of the live rows with keys from `first` to `last`, in their order."""
         asked = {"first": first, "last": last, "start": start, "count": count}
-        return self.execute(cursor, self.HOLDERS, asked).fetchall()
+        return [*map(LockRow._make, self.execute(cursor, self.HOLDERS, asked).fetchall())]
 
     def count(self, cursor: Cursor) -> int:
         """Count the live rows."""
@@ -333,6 +335,11 @@ class Dialect(Statements):
         """
         asked = {"age_us": round(age * 1e6), "first": part, "last": f"{part}g"}
         return self.execute(cursor, self.PURGE, asked).rowcount
+
+
+def in_the_way(row: LockRow, claim: Claim) -> Busy | None:
+    """Say how long the claim of another owner has; None if there is none."""
+    return None if row.owner in ("", claim.owner) or row.left_us <= 0 else busy(row.left_us)
 
 
 def busy(left_us: int) -> Busy:

@@ -24,7 +24,7 @@ from django.db import IntegrityError
 from django.db.models.functions import Now
 
 from ....claims import Busy, Claim, Grant
-from .base import NO_ROW, PAGE, Cursor, Decide, Dialect, LockRow, Named, Pair, Step, T, busy
+from .base import NO_ROW, PAGE, Cursor, Decide, Dialect, LockRow, Named, Pair, Step, T, in_the_way
 from .rows import RowConflict, Rows, in_transaction, reading
 
 # Rows that have an owner. Not exclude(owner=""): what that means on Oracle, where '' is NULL,
@@ -60,7 +60,7 @@ class Generic(Dialect):
     @in_transaction
     def take(self, rows: Rows, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         for row in rows.lock(key=claim.key):
-            if (refusal := _in_the_way(row, claim)) is not None:
+            if (refusal := in_the_way(row, claim)) is not None:
                 return refusal
             ours = row.owner == claim.owner
             end = row.now_us + round(claim.ttl * 1e6)
@@ -85,10 +85,6 @@ class Generic(Dialect):
     @in_transaction
     def _add(self, rows: Rows, **values: str) -> None:
         rows.add(**values)
-
-    @reading
-    def look(self, rows: Rows, claim: Claim) -> Busy | None:
-        return next((_in_the_way(row, claim) for row in rows.read(key=claim.key)), None)
 
     @in_transaction
     def extend(self, rows: Rows, claim: Claim, ttl: float, *, exactly: bool = False) -> bool:
@@ -119,20 +115,10 @@ class Generic(Dialect):
         return False
 
     @reading
-    def released(self, rows: Rows, grant: Grant) -> bool:
-        return any(not row.owner for row in rows.read(key=grant.claim.key, fence=grant.fence))
-
-    @reading
     def holders(
         self, rows: Rows, first: str, last: str, *, start: int = 0, count: int = PAGE
-    ) -> Any:
-        return [
-            (
-                *(row.key, row.name, row.fence, row.holder, row.expiry_us - row.now_us),
-                row.acquired_us and row.now_us - row.acquired_us,
-            )
-            for row in rows.read(start=start, count=count, key__gte=first, key__lte=last, **LIVE)
-        ]
+    ) -> list[LockRow]:
+        return rows.read(start=start, count=count, key__gte=first, key__lte=last, **LIVE)
 
     @reading
     def count(self, rows: Rows) -> int:
@@ -181,11 +167,6 @@ class Generic(Dialect):
         old = {"key__gte": part, "key__lte": f"{part}g", "expiry__lt": before}
         rows.lock(**old)  # DELETE would wait for a row that is locked, with the others locked
         return rows.delete(**old)
-
-
-def _in_the_way(row: LockRow, claim: Claim) -> Busy | None:
-    left_us = row.expiry_us - row.now_us
-    return None if row.owner in ("", claim.owner) or left_us <= 0 else busy(left_us)
 
 
 def _extend(rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False) -> set[Pair]:

@@ -44,8 +44,6 @@ class MySQL(Dialect):
         "now_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {now})",
         "expiry_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expiry)",
         "acquired_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', acquired_at)",
-        "left_us": "TIMESTAMPDIFF(MICROSECOND, {now}, expiry)",
-        "held_us": "TIMESTAMPDIFF(MICROSECOND, acquired_at, {now})",
         "greatest": "GREATEST",
         "in_ttl": "{now} + INTERVAL %(ttl_us)s MICROSECOND",
         "age_ago": "{now} - INTERVAL %(age_us)s MICROSECOND",
@@ -149,14 +147,13 @@ class MySQL(Dialect):
             return Grant(claim, fence=cursor.lastrowid or self._fence(cursor, asked))
         if step == "wait" and claim.key in self._known:
             return Busy()  # A row that was purged is missed when it is our turn.
-        cursor.execute(self.LEFT, asked)
-        row = cursor.fetchone()
+        row = self.read(cursor, claim.key)
         if row is None:
             return None
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         self._known.add(claim.key)
-        return refused(row[0])
+        return refused(row.left_us)
 
     def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | None:
         if step in ("join", "wait"):  # A free one: the next take gets the queue lock with it.
@@ -218,8 +215,8 @@ class MySQL(Dialect):
         self._execute_all(cursor, self.LOCK_ROW, {"key": key})
         if cursor.rowcount == 1:
             return int(cursor.lastrowid or self._fence(cursor, {"key": key, "owner": ""}))
-        row = self.execute(cursor, self.LEFT, {"key": key}).fetchone() if wait == 0 else None
-        return refused(row[0]) if row else None
+        row = self.read(cursor, key) if wait == 0 else None
+        return refused(row.left_us) if row else None
 
     def may_have_kept(self, cursor: Cursor) -> bool:
         if "MariaDB" not in cursor.connection.get_server_info():

@@ -58,8 +58,6 @@ class PostgreSQL(Dialect):
         "now_us": "(extract(epoch FROM {now}) * 1000000)::bigint",
         "expiry_us": "(extract(epoch FROM expiry) * 1000000)::bigint",
         "acquired_us": "(extract(epoch FROM acquired_at) * 1000000)::bigint",
-        "left_us": "(extract(epoch FROM expiry - {now}) * 1000000)::bigint",
-        "held_us": "(extract(epoch FROM {now} - acquired_at) * 1000000)::bigint",
         "greatest": "greatest",
         "in_ttl": "{now} + %(ttl_us)s::bigint * interval '1 microsecond'",
         "age_ago": "{now} - %(age_us)s::bigint * interval '1 microsecond'",
@@ -83,7 +81,7 @@ class PostgreSQL(Dialect):
                    CASE WHEN owner = %(owner)s THEN true
                         WHEN owner <> '' AND expiry > {now} THEN false
                         ELSE {may} END AS free,
-                   {left_us} AS left_us
+                   {expiry_us} - {now_us} AS left_us
               FROM locked
         ), taken AS (
             UPDATE {table} AS lock

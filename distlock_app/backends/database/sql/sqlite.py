@@ -28,10 +28,6 @@ class SQLite(Dialect):
         "expiry_us": "strftime('%s', expiry) * 1000000 + substr(strftime('%f', expiry), 4) * 1000",
         "acquired_us": "strftime('%s', acquired_at) * 1000000"
         " + substr(strftime('%f', acquired_at), 4) * 1000",
-        "left_us": "CAST(round((julianday(expiry) - julianday('now')) * 86400000) AS INTEGER)"
-        " * 1000",
-        "held_us": "CAST(round((julianday('now') - julianday(acquired_at)) * 86400000) AS INTEGER)"
-        " * 1000",
         "greatest": "max",
         "in_ttl": "strftime('%Y-%m-%d %H:%M:%f', 'now', (%(ttl_us)s / 1000000.0) || ' seconds')",
         "age_ago": "strftime('%Y-%m-%d %H:%M:%f', 'now', (%(age_us)s / -1000000.0) || ' seconds')",
@@ -94,11 +90,11 @@ class SQLite(Dialect):
             time.sleep(0.002)
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
-        taken = self.execute(cursor, self.TAKE, asked).rowcount == 1
-        row = self.execute(cursor, self.FENCE if taken else self.LEFT, asked).fetchone()
-        if row is None:
-            return None
-        return Grant(claim, fence=row[0]) if taken else busy(row[0])
+        if self.execute(cursor, self.TAKE, asked).rowcount == 1:
+            mine = self.execute(cursor, self.FENCE, asked).fetchone()
+            return Grant(claim, fence=mine[0]) if mine else None
+        row = self.read(cursor, claim.key)
+        return busy(row.left_us) if row else None
 
     def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> None:
         self.execute(cursor, self.MAKE, asked)

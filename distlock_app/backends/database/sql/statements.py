@@ -26,17 +26,8 @@ class Statements:
 
     words: Mapping[str, str] = {}
 
-    LEFT = """
-        SELECT {left_us}
-          FROM {table}
-         WHERE {key} = %(key)s"""
     FENCE = """
         SELECT fence FROM {table} WHERE {key} = %(key)s AND owner = %(owner)s"""
-    # If the row is in the way.
-    LOOK = """
-        SELECT {left_us}
-          FROM {table}
-         WHERE {key} = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > {now}"""
     EXTEND = """
         UPDATE {table}
            SET expiry = {greatest}(expiry, {in_ttl})
@@ -58,11 +49,8 @@ class Statements:
         UPDATE {table}
            SET owner = '', expiry = {now}
          WHERE {key} = %(key)s AND owner = %(owner)s"""
-    # A row, if this is how our own release left it.
-    RELEASED = """
-        SELECT 1 FROM {table} WHERE {key} = %(key)s AND owner = '' AND fence = %(fence)s"""
     HOLDERS = """
-        SELECT {key}, name, fence, holder, {left_us}, {held_us}
+        SELECT {columns}
           FROM {table}
          WHERE owner <> '' AND expiry > {now} AND {key} BETWEEN %(first)s AND %(last)s
          ORDER BY {key}
@@ -79,9 +67,8 @@ class Statements:
         UPDATE {table}
            SET owner = '', expiry = {long_free}, fence = {next_fence}
          WHERE owner <> '' AND expiry <= {now} AND {key} BETWEEN %(first)s AND %(last)s"""
-    # A LockRow.
     READ = """
-        SELECT {key}, owner, fence, name, holder, {acquired_us}, {expiry_us}, {now_us}
+        SELECT {columns}
           FROM {table}
          WHERE {key} = %(key)s"""
     # If it is as it was read.
@@ -101,6 +88,7 @@ class Statements:
         """Fill the words in, and the `table`, quoted; once for all connections of a process."""
         words = {
             "next_fence": "{greatest}(fence + 1, {now_us})",
+            "columns": "{key}, owner, fence, name, holder, {acquired_us}, {expiry_us}, {now_us}",
             **self.words,
             "table": table,
             "handover_us": str(HANDOVER_US),
