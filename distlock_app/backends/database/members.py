@@ -27,6 +27,7 @@ from ...primitives.names import shown
 from ...primitives.timing import Deadline
 from .connections import Contended, Session
 from .sql.base import NO_ROW, ROW_WAIT, Decide, LockRow, T, busy
+from .sql.statements import HANDOVER_US
 
 # The owner of such a row, and the kind of its holdings. Owners of claims are hex digits.
 SHARED, PERMIT = "shared", "permit"
@@ -151,34 +152,36 @@ def extend(
     return _changed(session, key, decide)
 
 
-def remove(key: str, which: Callable[[str, int], bool], session: Session) -> int | None:
-    """Take away the members of which `which` (owner, fence) is true; return how many.
+def remove(key: str, which: Callable[[str, int], bool], session: Session) -> int:
+    """Take away the claims of which `which` (member or '', fence) is true; return how many."""
 
-    None: there are no members.
-    """
-
-    def decide(row: LockRow) -> tuple[int | None, LockRow | None]:
+    def decide(row: LockRow) -> tuple[int, LockRow | None]:
         members = Members(row)
+        if row.owner and not members.live:  # not held together: the row is taken from its owner
+            if not which("", row.fence):
+                return 0, None
+            return 1, row._replace(owner="", expiry_us=row.now_us - HANDOVER_US)
         gone = [owner for owner, (fence, _, _) in members.live.items() if which(owner, fence)]
         for owner in gone:
             del members.live[owner]
-        return len(gone) if gone or members.live else None, members.row() if gone else None
+        return len(gone), members.row() if gone else None
 
     return _changed(session, key, decide)
 
 
 def release(claim: Claim, session: Session) -> bool:
     """Take this claim away."""
-    return bool(remove(claim.key, lambda owner, _: owner == claim.owner, session))
+    return remove(claim.key, lambda owner, _: owner == claim.owner, session) > 0
 
 
-def find(key: str, fence: int, session: Session) -> tuple[str, bool] | None:
-    """Return the owner of a live claim with this fence, and whether it is a member."""
+def find(key: str, version: str, session: Session) -> tuple[str, bool] | None:
+    """Return the owner of a live claim with this fence, as text, and whether it is a member."""
     row = session.dialect.read(session.cursor, key) or NO_ROW
     members = Members(row)
     if members.kind in (SHARED, PERMIT):
-        return next(((o, True) for o, (f, _, _) in members.live.items() if f == fence), None)
-    return (row.owner, False) if members.kind and row.fence == fence else None
+        of_version = (o for o, (fence, _, _) in members.live.items() if str(fence) == version)
+        return next(((owner, True) for owner in of_version), None)
+    return (row.owner, False) if members.kind and str(row.fence) == version else None
 
 
 def holdings(row: LockRow) -> Iterator[tuple[str, int, dict[str, Any], int, int | None, int]]:

@@ -15,7 +15,7 @@ from . import members
 from .checks import check_sharing, check_table
 from .connections import Session
 from .requests import Requests
-from .sql.base import MAX_FENCE, PAGE, LockRow
+from .sql.base import PAGE, LockRow
 from .sql.statements import PURGED
 
 # Keys are lower-case hex digits, which "g" follows.
@@ -78,17 +78,16 @@ class ForPeople(Requests, Purgeable):
         return [(row, waiting.get(dialect.queue_of(row.key), 0)) for row in rows]
 
     def clear(self, key: str, if_version: str | None = None) -> int:
-        fences = (0, MAX_FENCE) if if_version is None else (fence := _fence_of(if_version), fence)
-        removed = self._ask(partial(members.remove, key, lambda _, f: fences[0] <= f <= fences[1]))
-        if removed is not None:  # of those who hold it together
-            return removed
-        cleared = self._ask(lambda s: s.dialect.clear(s.cursor, key, fences))
+        def which(_: str, fence: int) -> bool:
+            return if_version in (None, str(fence))
+
+        cleared = self._ask(partial(members.remove, key, which))
         for claim_key in self._sessions.holding(key) if cleared else ():
             self._free_queue(claim_key)
         return cleared
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        found = self._ask(partial(members.find, key, _fence_of(version)))
+        found = self._ask(partial(members.find, key, version))
         if found is None:
             return False
         owner, shared = found
@@ -130,9 +129,3 @@ class ForPeople(Requests, Purgeable):
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         asked = check_table(self.alias, self._sessions) if ask else []
         return [*check_sharing(self.alias, self.using), *asked]
-
-
-def _fence_of(version: str) -> int:
-    """Return the fence of a version; one that no holder has if it is none."""
-    is_number = version.isascii() and version.isdecimal() and len(version) <= len(str(MAX_FENCE))
-    return min(int(version), MAX_FENCE) if is_number else -1

@@ -31,8 +31,6 @@ ROUNDS = 3
 
 PAGE = 5_000  # rows of a list that one statement reads: rarely all are wanted
 
-MAX_FENCE = 2**63 - 1
-
 Named = Mapping[str, Any]
 Pair = tuple[str, str]  # key, owner
 Step = Literal["try", "join", "wait"]
@@ -312,11 +310,6 @@ class Dialect(Statements):
     def count(self, cursor: Cursor) -> int:
         """Count the live rows."""
         return int(self.execute(cursor, self.COUNT, {}).fetchone()[0])
-
-    def clear(self, cursor: Cursor, key: str, fences: tuple[int, int]) -> int:
-        """Free the row of any owner if its fence is in between; move the fence on."""
-        asked = {"key": key, "first": fences[0], "last": fences[1]}
-        return self.execute(cursor, self.CLEAR, asked).rowcount
 
     def clear_expired(self, cursor: Cursor, part: str) -> int:
         """Free the rows that were not renewed, of keys that begin so; move the fences on."""

@@ -147,14 +147,11 @@ class Generic(Dialect):
         return None
 
     @in_transaction
-    def clear(self, rows: Rows, key: str, fences: tuple[int, int]) -> int:
-        first, last = fences
-        seen = [row for row in rows.lock(key=key) if row.owner and first <= row.fence <= last]
-        return _free(rows, seen)
-
-    @in_transaction
     def clear_expired(self, rows: Rows, part: str) -> int:
-        return _free(rows, rows.lock(key__gte=part, key__lte=f"{part}g", **EXPIRED))
+        expired = rows.lock(key__gte=part, key__lte=f"{part}g", **EXPIRED)
+        for row in expired:
+            rows.change(row, owner="", expiry_us=row.now_us, fence=row.next_fence)
+        return len(expired)
 
     @reading
     def left_over(self, rows: Rows, age: float) -> tuple[int, int]:
@@ -178,10 +175,3 @@ def _extend(rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = Fa
         end = row.now_us + round(ttl * 1e6)
         rows.change(row, expiry_us=end if exactly else max(row.expiry_us, end))
     return {(row.key, row.owner) for row in ours}
-
-
-def _free(rows: Rows, taken: Sequence[LockRow]) -> int:
-    """Take rows from their owners: whatever these write with their fences is too old."""
-    for row in taken:
-        rows.change(row, owner="", expiry_us=row.now_us, fence=row.next_fence)
-    return len(taken)

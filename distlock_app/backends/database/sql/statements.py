@@ -58,10 +58,6 @@ class Statements:
     # Of the rows that HOLDERS would read.
     COUNT = """
         SELECT count(*) FROM {table} WHERE owner <> '' AND expiry > {now}"""
-    CLEAR = """
-        UPDATE {table}
-           SET owner = '', expiry = {long_free}, fence = {next_fence}
-         WHERE {key} = %(key)s AND owner <> '' AND fence BETWEEN %(first)s AND %(last)s"""
     # All that was not renewed.
     CLEAR_EXPIRED = """
         UPDATE {table}
