@@ -300,14 +300,18 @@ def test_a_row_in_somebodys_transaction_is_waited_for_once(backend, monkeypatch,
     in_the_way = backend.acquire(replace(a_claim("a"), **kind), 0)
     work = [(in_the_way, 20.0), (grab(backend, "b"), 20.0)]
     key, waits = in_the_way.claim.key, []
-    of_one, of_many = members.extend, backend._sessions.dialect.extend_pairs
+    of_one, of_many = members.extend, backend._sessions.dialect.extend
     monkeypatch.setattr(
-        members, "extend", lambda key, *rest: waits.append([key]) or of_one(key, *rest)
+        members,
+        "extend",
+        lambda key, *rest, **how: waits.append([key]) or of_one(key, *rest, **how),
     )
     monkeypatch.setattr(
         backend._sessions.dialect,
-        "extend_pairs",
-        lambda cursor, pairs, ttl: waits.append(dict(pairs)) or of_many(cursor, pairs, ttl),
+        "extend",
+        lambda cursor, pairs, *rest, **how: (
+            waits.append(dict(pairs)) or of_many(cursor, pairs, *rest, **how)
+        ),
     )
 
     with transaction.atomic(using="locks"):

@@ -23,16 +23,10 @@ class Extending(Requests):
     _locked: set[str]  # keys whose rows were in other transactions when we asked last
 
     def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
-        claim = grant.claim
-        if kind_of(claim):
-            keep = partial(members.extend, claim.key, {claim.owner: ttl}, exactly=exactly)
-            return bool(self._ask(keep, urgent=True))
-        ours = self._ask(
-            lambda s: s.dialect.extend(s.cursor, claim, ttl, exactly=exactly), urgent=True
-        )
-        if not ours:
-            self._close_connection_of(claim)
-        return ours
+        [answer] = self._extend_batch([(grant, ttl)], exactly=exactly)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         return self.extend(grant, ttl, exactly=True)
@@ -50,8 +44,6 @@ class Extending(Requests):
                 answers = self._extend_batch([work[index] for index in batch])
                 for index, answer in zip(batch, answers, strict=True):
                     results[index] = answer
-                    if answer is False:
-                        self._close_connection_of(work[index][0].claim)
         return results
 
     def _probe(self, key: str, **how: Any) -> None:
@@ -65,13 +57,16 @@ class Extending(Requests):
         if queued is not None:
             queued.give_up()
 
-    def _extend_batch(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
+    def _extend_batch(
+        self, work: Sequence[tuple[Grant, float]], *, exactly: bool = False
+    ) -> list[bool | Exception]:
+        """Extend mutexes of one ttl, or members of one row."""
         keys = {grant.claim.key for grant, _ in work}
         key = work[0][0].claim.key
         try:
             if key in self._locked:
                 self._probe(key, urgent=True)
-            return self._ask(partial(_extend, work), urgent=True)
+            answers = self._ask(partial(_extend, work, exactly), urgent=True)
         except Exception as error:
             if isinstance(error, Contended) and self._sessions.dialect.locks_rows:
                 # A row is in another transaction: the others must not expire for it. Until it is
@@ -80,16 +75,21 @@ class Extending(Requests):
                 if len(keys) > 1:
                     return [self._extend_batch([one])[0] for one in work]
             return [error] * len(work)
+        for (grant, _), ours in zip(work, answers, strict=True):
+            if not ours:
+                self._close_connection_of(grant.claim)
+        return answers
 
 
-def _extend(work: Sequence[tuple[Grant, float]], session: Session) -> list[bool | Exception]:
-    """Extend mutexes of one ttl, or members of one row."""
+def _extend(
+    work: Sequence[tuple[Grant, float]], exactly: bool, session: Session
+) -> list[bool | Exception]:
     claim, ttl = work[0][0].claim, work[0][1]
     if kind_of(claim):
         # A stable owner may be there twice: for the longer time.
         owners = {grant.claim.owner: ttl for grant, ttl in sorted(work, key=lambda one: one[1])}
-        kept = members.extend(claim.key, owners, session)
+        kept = members.extend(claim.key, owners, session, exactly=exactly)
         return [grant.claim.owner in kept for grant, _ in work]
     pairs = [claim_key_of(grant.claim) for grant, _ in work]
-    ours = session.dialect.extend_pairs(session.cursor, pairs, ttl)
+    ours = session.dialect.extend(session.cursor, pairs, ttl, exactly=exactly)
     return [pair in ours for pair in pairs]

@@ -33,7 +33,8 @@ class InCallersTransaction(Requests, InTransaction):
     """On the connection of the caller, whose transaction it is; raises Django's errors."""
 
     def pin(self, grant: Grant, ttl: float) -> bool:
-        return self._in_transaction(lambda d, cursor: d.extend(cursor, grant.claim, ttl))
+        pairs = [claim_key_of(grant.claim)]
+        return bool(self._in_transaction(lambda d, cursor: d.extend(cursor, pairs, ttl)))
 
     def release_at_commit(self, grant: Grant) -> bool:
         released = self._in_transaction(lambda d, cursor: d.release_at_commit(cursor, grant.claim))

@@ -231,15 +231,6 @@ class Dialect(Statements):
         row = self.read(cursor, claim.key)
         return in_the_way(row, claim) if row else None
 
-    def extend(self, cursor: Cursor, claim: Claim, ttl: float, *, exactly: bool = False) -> bool:
-        """Move the expiry of a row that is still ours, also if it has passed.
-
-        Nobody had the row in between: taking it over would have changed the owner.
-        """
-        asked = {"key": claim.key, "owner": claim.owner, "ttl_us": round(ttl * 1e6)}
-        statement = self.END_IN if exactly else self.EXTEND
-        return self.execute(cursor, statement, asked).rowcount == 1
-
     def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
         """Lock a row that is free or expired in an open transaction; free it, move its fence on.
 
@@ -260,16 +251,21 @@ class Dialect(Statements):
         """Raise at once if another transaction has locked the row."""
         self.execute(cursor, self.PROBE, {"key": key}).fetchall()
 
-    def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
-        """Extend many rows by one statement; return those that are ours."""
+    def extend(
+        self, cursor: Cursor, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False
+    ) -> set[Pair]:
+        """Move the expiry of rows that are still ours, also if it has passed; return which are.
+
+        Nobody had such a row in between: taking it over would have changed the owner.
+        """
         numbers = range(len(pairs))
         marks = self.written(", ".join([f"(%(key{n})s, %(owner{n})s)" for n in numbers]))
-        asked: dict[str, Any] = {"ttl_us": round(ttl * 1e6)}
+        asked: dict[str, Any] = {"ttl_us": round(ttl * 1e6), "exactly": exactly}
         for n, (key, owner) in enumerate(pairs):
             asked |= {f"key{n}": key, f"owner{n}": owner}
-        extend = self.EXTEND_PAIRS.replace("{marks}", marks)
-        if self.execute(cursor, extend, asked).rowcount == len(pairs):
-            return set(pairs)
+        extended = self.execute(cursor, self.EXTEND.replace("{marks}", marks), asked).rowcount
+        if extended in (0, len(pairs)):  # also in a transaction whose snapshot is older
+            return set(pairs if extended else ())
         return set(self.execute(cursor, self.OURS.replace("{marks}", marks), asked).fetchall())
 
     def release(self, cursor: Cursor, claim: Claim) -> bool:

@@ -87,12 +87,16 @@ class Generic(Dialect):
         rows.add(**values)
 
     @in_transaction
-    def extend(self, rows: Rows, claim: Claim, ttl: float, *, exactly: bool = False) -> bool:
-        return bool(_extend(rows, [(claim.key, claim.owner)], ttl, exactly=exactly))
-
-    @in_transaction
-    def extend_pairs(self, rows: Rows, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
-        return _extend(rows, pairs, ttl)
+    def extend(
+        self, rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False
+    ) -> set[Pair]:
+        wanted = set(pairs)
+        locked = rows.lock(key__in=[key for key, _ in pairs])
+        ours = [row for row in locked if (row.key, row.owner) in wanted]
+        for row in ours:
+            end = row.now_us + round(ttl * 1e6)
+            rows.change(row, expiry_us=end if exactly else max(row.expiry_us, end))
+        return {(row.key, row.owner) for row in ours}
 
     def probe(self, cursor: Cursor, key: str) -> None:
         if not self._is_unlocked(cursor, key):
@@ -164,14 +168,3 @@ class Generic(Dialect):
         old = {"key__gte": part, "key__lte": f"{part}g", "expiry__lt": before}
         rows.lock(**old)  # DELETE would wait for a row that is locked, with the others locked
         return rows.delete(**old)
-
-
-def _extend(rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False) -> set[Pair]:
-    """Move the expiry of the rows that are still ours; an extension never shortens."""
-    wanted = set(pairs)
-    locked = rows.lock(key__in=[key for key, _ in pairs])
-    ours = [row for row in locked if (row.key, row.owner) in wanted]
-    for row in ours:
-        end = row.now_us + round(ttl * 1e6)
-        rows.change(row, expiry_us=end if exactly else max(row.expiry_us, end))
-    return {(row.key, row.owner) for row in ours}

@@ -99,9 +99,9 @@ class PostgreSQL(Dialect):
         VALUES (%(key)s, %(owner)s, {now_us}, %(name)s, %(holder)s, {now}, {in_ttl})
             ON CONFLICT (key) DO NOTHING
      RETURNING fence, {may}"""
-    EXTEND_PAIRS = """
+    EXTEND = """
         UPDATE {table} AS lock
-           SET expiry = greatest(expiry, {in_ttl})
+           SET expiry = {extended}
           FROM unnest(%(keys)s::text[], %(owners)s::text[]) AS ours (key, owner)
          WHERE lock.key = ours.key AND lock.owner = ours.owner
      RETURNING lock.key, lock.owner"""
@@ -272,8 +272,10 @@ class PostgreSQL(Dialect):
             cursor.execute("ROLLBACK TO SAVEPOINT distlock")
         return fence
 
-    def extend_pairs(self, cursor: Cursor, pairs: Sequence[Pair], ttl: float) -> set[Pair]:
+    def extend(
+        self, cursor: Cursor, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False
+    ) -> set[Pair]:
         # Hex digits, so these are arrays as PostgreSQL writes them.
         keys, owners = ("{" + ",".join(column) + "}" for column in zip(*pairs, strict=True))
-        asked = {"keys": keys, "owners": owners, "ttl_us": round(ttl * 1e6)}
-        return set(self.execute(cursor, self.EXTEND_PAIRS, asked).fetchall())
+        asked = {"keys": keys, "owners": owners, "ttl_us": round(ttl * 1e6), "exactly": exactly}
+        return set(self.execute(cursor, self.EXTEND, asked).fetchall())

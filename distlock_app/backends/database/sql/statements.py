@@ -28,20 +28,11 @@ class Statements:
 
     FENCE = """
         SELECT fence FROM {table} WHERE {key} = %(key)s AND owner = %(owner)s"""
-    EXTEND = """
-        UPDATE {table}
-           SET expiry = {greatest}(expiry, {in_ttl})
-         WHERE {key} = %(key)s AND owner = %(owner)s"""
     PROBE = """
         SELECT 1 FROM {table} WHERE {key} = %(key)s FOR UPDATE NOWAIT"""
-    # As EXTEND, but also sooner.
-    END_IN = """
+    EXTEND = """
         UPDATE {table}
-           SET expiry = {in_ttl}
-         WHERE {key} = %(key)s AND owner = %(owner)s"""
-    EXTEND_PAIRS = """
-        UPDATE {table}
-           SET expiry = {greatest}(expiry, {in_ttl})
+           SET expiry = {extended}
          WHERE ({key}, owner) IN ({pairs})"""
     OURS = """
         SELECT {key}, owner FROM {table} WHERE ({key}, owner) IN ({pairs})"""
@@ -84,6 +75,7 @@ class Statements:
         """Fill the words in, and the `table`, quoted; once for all connections of a process."""
         words = {
             "next_fence": "{greatest}(fence + 1, {now_us})",
+            "extended": "CASE WHEN %(exactly)s THEN {in_ttl} ELSE {greatest}(expiry, {in_ttl}) END",
             "columns": "{key}, owner, fence, name, holder, {acquired_us}, {expiry_us}, {now_us}",
             **self.words,
             "table": table,
