@@ -191,9 +191,13 @@ class Dialect(Statements):
         answer, new = decide(row or NO_ROW)
         if row is None or new is None:
             return answer, new is None
-        asked = {**new._asdict(), "fence": row.next_fence}
+        return answer, self.replace(cursor, row, new._replace(fence=row.next_fence))
+
+    def replace(self, cursor: Cursor, row: LockRow, new: LockRow) -> bool:
+        """Write `new` if the row is as it was read; return whether it was."""
+        asked = new._asdict()
         asked |= {"old_owner": row.owner, "old_fence": row.fence, "old_expiry_us": row.expiry_us}
-        return answer, self.execute(cursor, self.REPLACE, asked).rowcount == 1
+        return self.execute(cursor, self.REPLACE, asked).rowcount == 1
 
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
         """Return whether waiters can be served in order of arrival on such a session."""

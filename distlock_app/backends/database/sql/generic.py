@@ -7,7 +7,8 @@ statement each. Django writes the SQL, so there is no vendor's here.
    it locked the row. It may be early (the statement began before it had to wait for the row): that
    calls an expiring lease busy, and ends a lease too early, never too late.
 2. An UPDATE asks in its WHERE for what was read. Where there is no FOR UPDATE (Spanner, SQLite),
-   this tells of a change in between.
+   this tells of a change in between; so it does for claims that hold a name together, which are
+   decided on before the row is locked (see ../members.py).
 3. A missing row is made, free, by a transaction of its own, and then taken as any other: FOR UPDATE
    on a missing row and INSERT in one transaction deadlock on InnoDB.
 4. A transaction that others were in the way of is run again, on any isolation level.
@@ -24,7 +25,7 @@ from django.db import IntegrityError
 from django.db.models.functions import Now
 
 from ....claims import Busy, Claim, Grant
-from .base import NO_ROW, PAGE, Cursor, Decide, Dialect, LockRow, Named, Pair, Step, T, in_the_way
+from .base import PAGE, Cursor, Dialect, LockRow, Named, Pair, Step, in_the_way
 from .rows import RowConflict, Rows, in_transaction, reading
 
 # Rows that have an owner. Not exclude(owner=""): what that means on Oracle, where '' is NULL,
@@ -132,23 +133,14 @@ class Generic(Dialect):
     def read(self, rows: Rows, key: str) -> LockRow | None:
         return next(iter(rows.read(key=key)), None)
 
-    def change(self, cursor: Cursor, key: str, decide: Decide[T]) -> tuple[T, bool]:
-        """Lock the row, and decide again, if it is to be written."""
-        row = self.read(cursor, key)
-        answer, new = decide(row or NO_ROW)
-        if row is None or new is None:
-            return answer, new is None
-        changed: tuple[T, bool] | None = self._change(cursor, key, decide)
-        return changed or (answer, False)
-
     @in_transaction
-    def _change(self, rows: Rows, key: str, decide: Decide[T]) -> tuple[T, bool] | None:
-        for row in rows.lock(key=key):
-            answer, new = decide(row)
-            if new is not None:
-                rows.change(row, **{**new._asdict(), "fence": row.next_fence})
-            return answer, True
-        return None
+    def replace(self, rows: Rows, row: LockRow, new: LockRow) -> bool:
+        rows.lock(key=row.key)  # UPDATE would wait for a row that is locked
+        try:
+            rows.change(row, **new._asdict())
+        except RowConflict:  # raised here, it would be tried again
+            return False
+        return True
 
     @in_transaction
     def clear_expired(self, rows: Rows, part: str) -> int:
