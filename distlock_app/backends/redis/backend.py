@@ -12,6 +12,7 @@ from typing import Any
 
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
+from redis.crc import key_slot
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
@@ -19,7 +20,7 @@ from ...primitives.timing import monotonic
 from ..base import GuardedWrites, batches
 from .alias import where
 from .checks import check_server, check_sharing, refuse_wrong_prefix
-from .cluster import Cluster, slot_of
+from .cluster import Cluster
 from .people import BATCH, ForPeople, about, milliseconds, part_of
 from .pool import Pool, Servers
 from .scripts import (
@@ -308,7 +309,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         return True in shared
 
     def _check_slot(self, claim: Claim, key: str) -> None:
-        if self._nodes and slot_of(key.encode()) != slot_of(self._lock(claim.key)):
+        if self._nodes and key_slot(key.encode()) != key_slot(self._lock(claim.key)):
             raise ValueError(
                 "In a Redis Cluster the key must be in the hash slot of its lock: it must contain "
                 f"'{{{part_of(claim.key)}}}', with no other braces before it."

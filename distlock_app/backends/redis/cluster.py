@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from binascii import crc_hqx
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ResponseError
 
 from ...errors import BackendError
 from .pool import ConnectionLost, Pool, Servers, Unreachable, code_of
 from .scripts import Script, pack
 
-SLOTS = 16384
 # How often a request follows its keys: there is a new map each time.
 FOLLOW = 3
 
@@ -24,13 +23,6 @@ MOVED = {"MOVED", "MovedError"}
 ELSEWHERE = {*MOVED, "CLUSTERDOWN", "ClusterDownError", "MASTERDOWN", "MasterDownError"}
 Address = tuple[str, int]
 Slots = list[Pool | None]
-
-
-def slot_of(key: bytes) -> int:
-    """Return the hash slot of a key: of what is between its first braces, if anything is."""
-    start = key.find(b"{") + 1
-    end = key.find(b"}", start)
-    return crc_hqx(key[start:end] if 0 < start < end else key, 0) % SLOTS
 
 
 class Cluster(Servers):
@@ -61,7 +53,7 @@ class Cluster(Servers):
         return self._node(self._map or self._learn([]), request)
 
     def serving(self, request: bytes) -> Servers:
-        return (self._map and self._map[slot_of(request)]) or self
+        return (self._map and self._map[key_slot(request)]) or self
 
     def nodes(self) -> list[Pool]:
         # Not those of an old map: one of them may be gone, and all be well.
@@ -110,7 +102,7 @@ class Cluster(Servers):
 
     def _node(self, slots: Slots, request: bytes) -> Pool:
         # The first tag in it is that of its first key. Without keys, any server will do.
-        pool = slots[slot_of(request)]
+        pool = slots[key_slot(request)]
         if pool is None:
             raise Unreachable(f"Redis {self.name!r} has no server for these keys.")
         return pool
@@ -135,7 +127,7 @@ class Cluster(Servers):
 
     def _read(self, parts: Any, asked: Address) -> None:
         """Take the answer to CLUSTER SLOTS: [first slot, last, master, replica...] each."""
-        slots: Slots = [None] * SLOTS
+        slots: Slots = [None] * REDIS_CLUSTER_HASH_SLOTS
         known = [asked]
         for first, last, *nodes in parts:
             # A node may not know its own name: then it is the one we used.
