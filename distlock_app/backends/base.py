@@ -280,6 +280,13 @@ class Purgeable:
         raise NotImplementedError
 
 
+def result_of(answer: Item | Exception) -> Item:
+    """Return an answer, or raise it if it is an error."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """Yield the items in groups of at most `size`."""
     return (items[at : at + size] for at in range(0, len(items), size))

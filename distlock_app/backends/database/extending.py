@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...claims import Claim, Grant
-from ..base import batches
+from ..base import batches, result_of
 from . import members
 from .connections import Contended, Session
 from .members import kind_of
@@ -24,9 +24,7 @@ class Extending(Requests):
 
     def extend(self, grant: Grant, ttl: float, *, exactly: bool = False) -> bool:
         [answer] = self._extend_batch([(grant, ttl)], exactly=exactly)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return result_of(answer)
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         return self.extend(grant, ttl, exactly=True)

@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import batches
+from ..base import batches, result_of
 from ..redis.checks import refuse_wrong_prefix
 from ..redis.people import about, milliseconds
 from ..redis.scripts import Script, bulks
@@ -156,10 +156,8 @@ class RedlockBackend(ForPeople):
         return self._request(script, claim.key, *words, keep=claim.ttl)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        [result] = self.extend_many([(grant, ttl)])
-        if isinstance(result, Exception):
-            raise result
-        return result
+        [answer] = self.extend_many([(grant, ttl)])
+        return result_of(answer)
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
         words = grant.claim.owner.encode(), milliseconds(ttl), b"exactly"
@@ -206,10 +204,7 @@ class RedlockBackend(ForPeople):
 
     def _answer(self, request: QuorumRequest) -> bool:
         self._quorum.ask([request])
-        outcome = self._outcome(request)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        return result_of(self._outcome(request))
 
     def _outcome(self, request: QuorumRequest) -> bool | BackendError:
         if request.decided:

@@ -9,6 +9,7 @@ from typing import Any
 from ...claims import Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
+from ..base import result_of
 from .asking import SessionsBackend
 from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
@@ -86,9 +87,7 @@ class Extending(SessionsBackend):
         except BaseException:
             self._drop(session)
             raise
-        if isinstance(answer, BackendError):
-            raise answer
-        return answer
+        return result_of(answer)
 
     def _serves(self, session: LockSession, claim: Claim) -> bool:
         """Return whether the session, whose mutex we have, was not lent to another claim since."""

@@ -14,6 +14,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
+from ..base import result_of
 from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
 from .people import ForPeople
 from .session import Gone, Session, unsigned
@@ -108,9 +109,7 @@ class ZooKeeperBackend(ForPeople):
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         [result] = self.extend_many([(grant, ttl)])
-        if isinstance(result, BackendError):
-            raise result
-        return result
+        return result_of(result)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | BackendError]:
         self._session.prove(self._root)  # once for all
