@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from django.apps import apps
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .base import Dialect
@@ -18,7 +17,4 @@ DIALECTS: dict[str, type[Dialect]] = {"mysql": MySQL, "postgresql": PostgreSQL, 
 
 def dialect_for(connection: BaseDatabaseWrapper) -> Dialect:
     """Return the statements for one connection's database, filled in once."""
-    dialect = DIALECTS.get(connection.vendor, Generic)
-    table = apps.get_model("distlock_app", "DistLock")._meta.db_table
-    database = str(connection.settings_dict["NAME"])
-    return dialect(table, connection.ops.quote_name(table), database)
+    return DIALECTS.get(connection.vendor, Generic)(connection)

@@ -13,6 +13,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from django.apps import apps
+
 from ....claims import Busy, Claim, Grant
 from ....primitives.names import shown
 from ...sessions.link import ServerError
@@ -97,10 +99,10 @@ class Dialect(Statements):
     WAITING: str  # queue locks, and how many sessions wait for each
     PURGE: str
 
-    def __init__(self, table_name: str, table: str, database: str) -> None:
-        super().__init__(table)
-        self.table_name = table_name
-        self.database = database
+    def __init__(self, connection: Any) -> None:
+        self.table_name = apps.get_model("distlock_app", "DistLock")._meta.db_table
+        super().__init__(connection.ops.quote_name(self.table_name))
+        self.database = str(connection.settings_dict["NAME"])
         self._named = lru_cache(maxsize=4096)(lambda name, key: (shown(name), self.queue_of(key)))
 
     def by_step(self, statement: str, joining: str) -> dict[Step, str]:

@@ -136,8 +136,8 @@ class MySQL(Dialect):
         ours = hasattr(wrapper.connection, "send_query")  # not PyMySQL's
         return MySQLCursor(wrapper.connection) if ours else cursor
 
-    def __init__(self, table_name: str, table: str, database: str) -> None:
-        super().__init__(table_name, table, database)
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
         self._takes = self.by_step(self.TAKE, self.JOIN)
         self._known: set[str] = set()  # keys that had a row when we asked last
 

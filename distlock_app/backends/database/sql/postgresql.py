@@ -194,8 +194,8 @@ class PostgreSQL(Dialect):
             cursor.execute(SETTINGS, None)
         return PooledCursor(cursor, around, BEGIN) if pooled else cursor
 
-    def __init__(self, table_name: str, table: str, database: str) -> None:
-        super().__init__(table_name, table, database)
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
         self._takes = self.by_step(self.TAKE, self.JOIN)
         self._inserts = self.by_step(self.INSERT, self.TRY_QUEUE)
 
