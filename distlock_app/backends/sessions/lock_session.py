@@ -14,6 +14,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...claims import Claim
 from ...errors import BackendError
+from ...primitives.threads import started
 from ...primitives.timing import monotonic
 from .link import ANSWER_WAIT, Link, ReplyTimeout, ServerError, Values
 from .notes import note
@@ -115,9 +116,7 @@ class LockSessions(Pool[LockSession]):
 
     def _tidy(self) -> None:
         self._tidy_above = inf  # as long as the thread runs
-        try:
-            threading.Thread(target=self._sweep, name="distlock-idle", daemon=True).start()
-        except RuntimeError:  # no thread to be had: the server will close them
+        if not started(self._sweep, "distlock-idle"):  # the server will close them
             self._tidy_above = self.TIDY_ABOVE
 
     def _sweep(self) -> None:
