@@ -31,7 +31,6 @@ MAY = {
     "key": "is_key() said yes",
     "Statements.RELEASE": "constant",
     "may": "constant: the dialect's own condition",
-    "self.JOIN if step in ('join', 'wait') else 'TRUE'": "constants",
     "marks": "placeholders",
     "n": "the number of a placeholder",
     "str(wait_ms)": "a number",

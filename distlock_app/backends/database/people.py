@@ -33,8 +33,14 @@ class ForPeople(Requests, Purgeable):
     _queue: int
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        for row, waiters in self._rows(key):
-            yield from self._holdings(row, waiters)
+        first, last = (key, key) if key else ALL_KEYS
+        while True:
+            found = self._ask(partial(self._read_holders, first, last))
+            for row, waiters in found:
+                yield from self._holdings(row, waiters)
+            if len(found) < PAGE:
+                return
+            first = found[-1][0].key + "0"  # what follows that key
 
     def page(self, start: int, count: int) -> tuple[list[Holding], int]:
         def read(session: Session) -> tuple[list[Found], int]:
@@ -58,15 +64,6 @@ class ForPeople(Requests, Purgeable):
                 waiters=None if waiters is None else waiters + polls,
                 holder=holder,
             )
-
-    def _rows(self, key: str | None) -> Iterator[Found]:
-        first, last = (key, key) if key else ALL_KEYS
-        while True:
-            read = partial(self._read_holders, first, last)
-            yield from (rows := self._ask(read))
-            if key is not None or len(rows) < PAGE:
-                return
-            first = rows[-1][0].key + "0"  # what follows that key
 
     def _read_holders(self, first: str, last: str, session: Session, **page: int) -> list[Found]:
         """Read live rows."""
