@@ -19,7 +19,7 @@ from ..core.registry import aliases_of, registry, using_in
 from ..decorators.commands import EX_UNAVAILABLE
 from ..operations.people import CONTENDED, EXPIRING, HELD, ORPHANED, facts_of, state_of
 from ..operations.reading import Health, Reading, queue_of, read, read_all
-from ..operations.tables import SORTS, card, table
+from ..operations.tables import SORTS, UNKNOWN, card, table
 from ..primitives import names
 
 
@@ -92,7 +92,7 @@ class Looking(BaseCommand):
             self.stdout.write("\n" if number else "", ending="")
             for label, text in card(holding, queue_of(holding.alias, holding.key)):
                 style = self._style_of(text) if label == "state" else str
-                self.stdout.write(f"{label:15}{style(text)}")
+                self.stdout.write(f"{label:15}{style(text or UNKNOWN)}")
 
     def _held(self, name: str, using: str | None) -> tuple[list[Holding], int]:
         """Return the holders of the lock, and 69 if not all backends answered.

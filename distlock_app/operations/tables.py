@@ -62,12 +62,10 @@ def table(held: Sequence[Holding], width: int | None = None) -> Iterable[tuple[s
 
 
 def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[tuple[str, str]]:
-    """Yield what is known of a holding, label and text, and the commands that are of use now."""
-    for label, text in _facts(held, queue):
-        yield label, text or UNKNOWN
+    """Yield what is known of a holding, label and text, and the commands that are of use now.
 
-
-def _facts(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[tuple[str, str]]:
+    What is not known is an empty text.
+    """
     holder, name = held.holder, shown(held.name)
     yield "name", name
     yield "alias", held.alias
