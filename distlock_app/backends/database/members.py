@@ -189,10 +189,12 @@ def holdings(row: LockRow) -> Iterator[tuple[str, int, dict[str, Any], int, int 
 
     And how many waiters the row has: the first, which polls.
     """
-    members, now = Members(row), row.now_us
+    now = row.now_us
     if row.owner not in (SHARED, PERMIT):
         held_us = None if row.acquired_us is None else now - row.acquired_us
-        yield "exclusive", row.fence, members.about, row.left_us, held_us, 0
+        yield "exclusive", row.fence, fields_of(row.holder), row.left_us, held_us, 0
+        return
+    members = Members(row)
     polls = int(members.next_until > now)
     for fence, end, who in members.live.values():
         yield row.owner, fence, who, end - now, max(0, now - fence), polls

@@ -234,8 +234,8 @@ class Dialect(Statements):
 
     def look(self, cursor: Cursor, claim: Claim) -> Busy | None:
         """Read, without a lock, whether the row is in the way."""
-        row = self.read(cursor, claim.key)
-        return in_the_way(row, claim) if row else None
+        row = self.execute(cursor, self.LOOK, {"key": claim.key, "owner": claim.owner}).fetchone()
+        return busy(row[0]) if row else None
 
     def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
         """Lock a row that is free or expired in an open transaction; free it, move its fence on.
@@ -330,11 +330,6 @@ class Dialect(Statements):
         """
         asked = {"age_us": round(age * 1e6), "first": part, "last": f"{part}g"}
         return self.execute(cursor, self.PURGE, asked).rowcount
-
-
-def in_the_way(row: LockRow, claim: Claim) -> Busy | None:
-    """Say how long the claim of another owner has; None if there is none."""
-    return None if row.owner in ("", claim.owner) or row.left_us <= 0 else busy(row.left_us)
 
 
 def busy(left_us: int) -> Busy:

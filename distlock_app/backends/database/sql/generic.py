@@ -25,7 +25,7 @@ from django.db import IntegrityError
 from django.db.models.functions import Now
 
 from ....claims import Busy, Claim, Grant
-from .base import PAGE, Cursor, Dialect, LockRow, Named, Pair, Step, in_the_way
+from .base import PAGE, Cursor, Dialect, LockRow, Named, Pair, Step, busy
 from .rows import RowConflict, Rows, in_transaction, reading
 
 # Rows that have an owner. Not exclude(owner=""): what that means on Oracle, where '' is NULL,
@@ -61,7 +61,7 @@ class Generic(Dialect):
     @in_transaction
     def take(self, rows: Rows, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         for row in rows.lock(key=claim.key):
-            if (refusal := in_the_way(row, claim)) is not None:
+            if (refusal := _in_the_way(row, claim)) is not None:
                 return refusal
             ours = row.owner == claim.owner
             end = row.now_us + round(claim.ttl * 1e6)
@@ -86,6 +86,10 @@ class Generic(Dialect):
     @in_transaction
     def _add(self, rows: Rows, **values: str) -> None:
         rows.add(**values)
+
+    @reading
+    def look(self, rows: Rows, claim: Claim) -> Busy | None:
+        return next((_in_the_way(row, claim) for row in rows.read(key=claim.key)), None)
 
     @in_transaction
     def extend(
@@ -160,3 +164,7 @@ class Generic(Dialect):
         old = {"key__gte": part, "key__lte": f"{part}g", "expiry__lt": before}
         rows.lock(**old)  # DELETE would wait for a row that is locked, with the others locked
         return rows.delete(**old)
+
+
+def _in_the_way(row: LockRow, claim: Claim) -> Busy | None:
+    return None if row.owner in ("", claim.owner) or row.left_us <= 0 else busy(row.left_us)

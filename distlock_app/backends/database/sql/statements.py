@@ -26,6 +26,11 @@ class Statements:
 
     words: Mapping[str, str] = {}
 
+    # If the row is in the way; shorter than READ, for it is asked before many a try.
+    LOOK = """
+        SELECT ({expiry_us}) - ({now_us})
+          FROM {table}
+         WHERE {key} = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > {now}"""
     FENCE = """
         SELECT fence FROM {table} WHERE {key} = %(key)s AND owner = %(owner)s"""
     PROBE = """
