@@ -848,9 +848,11 @@ def test_waiters_poll_as_often_as_the_options_say():
     backend.close()
 
 
-@pytest.mark.parametrize("poll", [{"poll_min": 0}, {"poll_max": 0.001}, {"poll_max": math.inf}])
+@pytest.mark.parametrize(
+    "poll", [{"poll_min": 0}, {"poll_min": "0.1"}, {"poll_max": 0.001}, {"poll_max": math.inf}]
+)
 def test_pauses_that_are_none_are_refused(poll):
-    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*POLL_MIN"):
+    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*POLL_M"):
         DatabaseBackend(alias="x", **poll)
 
 

@@ -1176,19 +1176,27 @@ def wipe(directory):
             path.unlink()
 
 
-def test_a_wrong_setting_is_refused(engine):
-    for location in (None, "", "http://user:secret@127.0.0.1", ["ftp://x"]):
-        if engine.name == "zookeeper" and location and isinstance(location, str):
-            continue
-        setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": location}
-        with override_settings(DISTLOCK={"default": setting}):
-            with pytest.raises(ImproperlyConfigured, match="default") as raised:
-                registry["default"]
-            assert "secret" not in str(raised.value)
-    setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": "x", "OPTIONS": {"COLOUR": 1}}
+def test_a_wrong_location_is_refused(engine):
+    of_etcd, of_zookeeper = ["http://user:secret@127.0.0.1", ["ftp://x"]], ["h:port", ["h:1"]]
+    for location in [None, "", *(of_etcd if engine.name == "etcd" else of_zookeeper)]:
+        with pytest.raises(ImproperlyConfigured, match="default") as raised:
+            refused(engine, location)
+        assert "secret" not in str(raised.value)
+
+
+def test_wrong_options_are_refused(engine):
+    wrong = {"COLOUR": 1, "PREFIX": "", "TIMEOUT": "3"}
+    if engine.name == "zookeeper":
+        wrong |= {"SESSION": -1}
+    for option, value in wrong.items():
+        with pytest.raises(ImproperlyConfigured, match=option):
+            refused(engine, "http://127.0.0.1" if engine.name == "etcd" else "h:1", option, value)
+
+
+def refused(engine, location, option="PREFIX", value="x"):
+    setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": location, "OPTIONS": {option: value}}
     with override_settings(DISTLOCK={"default": setting}):
-        with pytest.raises(ImproperlyConfigured, match="COLOUR"):
-            registry["default"]
+        return registry["default"]
 
 
 def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):

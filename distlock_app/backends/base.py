@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import encodings.ascii
 import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from django.core.checks import CheckMessage, Error
+from django.core.exceptions import ImproperlyConfigured
 
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError, LockError
@@ -312,3 +314,14 @@ def _for_keys(verb: Callable[..., Any]) -> Callable[..., Any]:
         return verb(self, key, *args, **kwargs)
 
     return checked
+
+
+def check_seconds(alias: str, **options: float) -> None:
+    """Raise ImproperlyConfigured for an option that is no number of seconds above 0."""
+    for option, seconds in options.items():
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not (number and 0 < seconds < math.inf):
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: {option.upper()} must be a number of seconds above 0, "
+                f"not {seconds!r}."
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime, timedelta, timezone
 
 from django.conf import settings
@@ -12,6 +11,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
 
 from ...errors import BackendError
+from ..base import check_seconds
 from ..sessions.one_server import check_one_server, lends_by_transaction
 from .connections import Session, Sessions
 from .sql import Generic
@@ -29,10 +29,9 @@ def refuse_wrong_options(alias: str, queue: int, poll_min: float, poll_max: floa
         raise ImproperlyConfigured(
             f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"
         )
-    if not 0 < poll_min <= poll_max < math.inf:
-        raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: 0 < POLL_MIN <= POLL_MAX must hold, in seconds"
-        )
+    check_seconds(alias, poll_min=poll_min, poll_max=poll_max)
+    if poll_min > poll_max:
+        raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: POLL_MIN is longer than POLL_MAX")
 
 
 def check_sharing(alias: str, using: str) -> list[CheckMessage]:

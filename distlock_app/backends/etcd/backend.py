@@ -13,6 +13,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
+from ..base import check_seconds
 from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
 from .epoch import Epoch
 from .gateway import NOT_FOUND, ConnectionLost, Doubt, Gateway, Refused, decoded, encoded
@@ -52,6 +53,7 @@ class EtcdBackend(ForPeople):
         super().__init__(alias=alias, location=location)
         if not isinstance(prefix, str) or not prefix:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text.")
+        check_seconds(alias, timeout=timeout)
         self._prefix = prefix
         self._endpoints = endpoints(alias, location)
         self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}

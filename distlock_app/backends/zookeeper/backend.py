@@ -14,7 +14,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import result_of
+from ..base import check_seconds, result_of
 from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
 from .people import ForPeople
 from .session import Gone, Session, unsigned
@@ -62,8 +62,9 @@ class ZooKeeperBackend(ForPeople):
             raise ImproperlyConfigured(
                 f"DISTLOCK[{alias!r}]: LOCATION must be text like 'zk1:2181,zk2:2181/chroot'."
             )
-        if not isinstance(prefix, str) or not prefix or "/" in prefix:
-            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text without '/'.")
+        if not isinstance(prefix, str) or prefix in ("", ".", "..") or "/" in prefix:
+            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be the name of a node.")
+        check_seconds(alias, timeout=timeout, session=session)
         self._root = f"/{prefix}"
         self._session = Session(
             alias,
