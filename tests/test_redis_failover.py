@@ -129,10 +129,11 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(careful):
         living.ask()
         careful.release(first)
 
-    # The message says that the replicas were late; a waiter that is silent for 3 s is passed over.
-    assert eventually(lambda: living.woken or living.ask(), within=20)  # less than a ttl
-    assert living.woken in ([], [None])
-    assert eventually(living.ask)
+        # The message says that the replicas were late; a waiter that is silent for 3 s is passed
+        # over.
+        assert eventually(lambda: living.woken or living.ask(), within=20)  # less than a ttl
+        assert living.woken in ([], [None])
+        assert eventually(living.ask)
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

@@ -561,7 +561,7 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(backend, caplog):
         living.ask()
         backend.release(first)
 
-    assert living.granted().claim is living.claim
+        assert living.granted().claim is living.claim
     assert "could not be woken" in caplog.text
 
 
