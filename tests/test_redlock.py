@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -349,6 +350,30 @@ def proxied(nodes):
         backend.release(wait_for(backend, 5, "warm"))
         yield backend, proxies
         backend.close()
+
+
+def test_a_release_does_not_overtake_requests_that_a_signal_ended(proxied, nodes):
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_):
+        for proxy in proxies:
+            proxy.delay = 0.0  # for what is sent from now on
+        raise Interrupted
+
+    backend, proxies = proxied
+    for proxy in proxies:
+        proxy.delay = 0.2
+    wanted = a_claim("a", ttl=60)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(Interrupted):
+        backend.acquire(wanted, 0)
+    signal.signal(signal.SIGALRM, before)
+
+    assert len(nodes.holding(wanted.key)) == 5  # none is on its way, to be carried out at any time
+    backend.release(Grant(wanted))
+    freed_everywhere(backend, nodes, wanted.key)
 
 
 @pytest.mark.parametrize("lost", [[0], [0, 1]])

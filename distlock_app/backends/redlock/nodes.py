@@ -17,7 +17,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from ...primitives.timing import monotonic
-from ..redis.link import Broken, Lines
+from ..redis.link import FINISH_WITHIN, Broken, Lines
 from ..redis.scripts import Script
 from .scripts import RELEASE_AND_WAIT, SCRIPTS
 
@@ -235,6 +235,14 @@ class NodeConnections(Links):
             if again:
                 self._send(again, [at])
         self._collect(requests, deadline)
+
+    def finish(self, requests: Sequence[QuorumRequest]) -> None:
+        """Close all when the nodes have answered: no release by others may overtake a request."""
+        try:
+            with suppress(KeyError):  # interrupted as it dropped one
+                self._collect(requests, monotonic() + FINISH_WITHIN, from_all=True)
+        finally:
+            self.close()
 
     def close_vote(self, requests: Sequence[QuorumRequest]) -> None:
         """Count no more answers; keep what nodes without a connection shall have late."""

@@ -67,8 +67,8 @@ class Quorum:
                 connections.vote_again(again, monotonic() + self._timeout)
             if after is not None:
                 after(connections)
-        except BaseException:  # answers might be taken for those of other requests
-            connections.close()
+        except BaseException:  # of a signal handler: answers might be taken for those of others
+            connections.finish(requests)
             raise
         finally:
             connections.close_vote(requests)
