@@ -5,6 +5,7 @@ from __future__ import annotations
 import encodings.ascii
 import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
 import math
+import select
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,10 @@ from ..primitives.names import checked_key
 
 # Methods for the admin and the command, which identify a lock by its key.
 FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
+
+# Seconds to wait for the answer to a request that a signal ended: the release sent after it, over
+# another connection, must not overtake it.
+FINISH_WITHIN = 0.5
 
 Item = TypeVar("Item")
 
@@ -282,6 +287,24 @@ class Purgeable:
         raise NotImplementedError
 
 
+def check_seconds(alias: str, **options: float) -> None:
+    """Raise ImproperlyConfigured for an option that is no number of seconds above 0."""
+    for option, seconds in options.items():
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not (number and 0 < seconds < math.inf):
+            raise ImproperlyConfigured(
+                f"DISTLOCK[{alias!r}]: {option.upper()} must be a number of seconds above 0, "
+                f"not {seconds!r}."
+            )
+
+
+def readable(file: Any, seconds: float) -> bool:
+    """Return whether something comes within so many seconds, be it the end of file."""
+    poll = select.poll()  # of its own: several threads may look
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 def result_of(answer: Item | Exception) -> Item:
     """Return an answer, or raise it if it is an error."""
     if isinstance(answer, Exception):
@@ -314,14 +337,3 @@ def _for_keys(verb: Callable[..., Any]) -> Callable[..., Any]:
         return verb(self, key, *args, **kwargs)
 
     return checked
-
-
-def check_seconds(alias: str, **options: float) -> None:
-    """Raise ImproperlyConfigured for an option that is no number of seconds above 0."""
-    for option, seconds in options.items():
-        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not (number and 0 < seconds < math.inf):
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: {option.upper()} must be a number of seconds above 0, "
-                f"not {seconds!r}."
-            )

@@ -19,7 +19,6 @@ nor heed it: the first of each queue polls, as all do where the server cannot qu
 from __future__ import annotations
 
 import os
-import select
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from django.utils.functional import cached_property
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
+from ..base import readable
 from ..sessions.link import ConnectionLost, ReplyTimeout, ServerError
 from ..sessions.pool import Pool, PooledSession, inherited
 from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues
@@ -128,13 +128,13 @@ class QueuedConnection:
         if self.session is None or monotonic() - self.since >= IDLE:
             return False
         try:
-            return not _readable(self.session.wrapper.connection, 0)  # else its end has come
+            return not readable(self.session.wrapper.connection, 0)  # else its end has come
         except Exception:
             return False  # we have closed it: an interrupt came just as it was kept
 
     def called(self, within: float = 0.0) -> bool:
         """Return whether the server has answered."""
-        return self.wake_fd is None or _readable(self.wake_fd, within)
+        return self.wake_fd is None or readable(self.wake_fd, within)
 
     def detach(self) -> Session | None:
         """Leave the connection to others: it no longer has or wants the queue lock."""
@@ -229,9 +229,3 @@ class Sessions(Pool[Session]):
                 self._idle.popleft().close()
         except IndexError:
             pass  # Another thread has taken it.
-
-
-def _readable(file: Any, within: float) -> bool:
-    poll = select.poll()  # of its own: several threads may look
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(within * 1000))

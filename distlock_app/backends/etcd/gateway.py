@@ -13,16 +13,13 @@ from typing import Any
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import close_all
+from ..base import FINISH_WITHIN, close_all, readable
 from .http import Link
 
 # Called when a request was repeated or its answer lost: it may be carried out late, too.
 Doubt = Callable[[], None]
 
 KEEP_IDLE = 64
-# Seconds to wait for the answer to a request that a signal ended: the release sent after it, over
-# another connection, must not overtake it.
-FINISH_WITHIN = 0.5
 # Codes of gRPC (google.golang.org/grpc/codes).
 NOT_FOUND = 5
 UNAVAILABLE = (4, 14)  # a deadline, or no leader: whether a write was carried out is not known
@@ -161,7 +158,7 @@ class Gateway:
             link.close()
             raise
         except BaseException:  # of a signal handler
-            link.readable(FINISH_WITHIN)
+            readable(link.socket, FINISH_WITHIN)
             link.close()
             raise
         link.used = monotonic()

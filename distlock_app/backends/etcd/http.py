@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
 import socket
 import ssl
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...primitives.timing import monotonic
+from ..base import readable
 
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
@@ -44,13 +44,7 @@ class Link:
         """Return whether the idle connection is as we left it: nothing to read, no end of file."""
         if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
             return True
-        return not self.readable(0)
-
-    def readable(self, seconds: float) -> bool:
-        """Return whether something comes within so many seconds, be it the end of file."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+        return not readable(self.socket, 0)
 
     def send(self, path: str, data: bytes, token: str) -> None:
         """Send one request; raise OSError."""

@@ -111,7 +111,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         channel = listener.channel if listener.ensure_subscribed() else "-"
         waiter, losses, asked = listener.waiter_of(claim), listener.losses, monotonic()
         arrived = waiter.arrived if waiter else 0
-        if waiter is None and len(self._listeners) > 1:
+        if waiter is None and len(self._listeners) > 1:  # perhaps it waits at another one
             arrived = self._arrived(claim)
         try:
             answer = self._try(claim, channel, arrived)

@@ -15,6 +15,7 @@ from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
 from ...primitives.timing import monotonic
+from ..base import FINISH_WITHIN
 from .scripts import Script, pack
 
 # Bytes read at once: about a hundred answers.
@@ -26,10 +27,6 @@ HEARTBEAT = 0.5
 
 # Times that a script is loaded for one request: it may itself answer NOSCRIPT.
 MOST_LOADS = 3
-
-# Seconds to wait for the answer to a request that a signal ended: the release sent after it, over
-# another connection, must not overtake it.
-FINISH_WITHIN = 0.5
 
 PING = pack(b"PING")
 

@@ -17,7 +17,8 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from ...primitives.timing import monotonic
-from ..redis.link import FINISH_WITHIN, Broken, Lines
+from ..base import FINISH_WITHIN
+from ..redis.link import Broken, Lines
 from ..redis.scripts import Script
 from .scripts import RELEASE_AND_WAIT, SCRIPTS
 

@@ -44,9 +44,8 @@ class SessionsBackend(BaseLockBackend, ABC):
     def _begin(self) -> None:
         # Reentrant: a signal handler may lock or release in the middle of our own call.
         self._mutex = threading.RLock()
-        self._taken: dict[
-            tuple[str, str], LockSession
-        ] = {}  # by owner and key: held, or waited for
+        # By owner and key: held, or waited for.
+        self._taken: dict[tuple[str, str], LockSession] = {}
         self._semaphore = FairSemaphore(ASKING)
 
     def _session_of(self, grant: Grant) -> LockSession | None:
