@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import threading
 import time
@@ -116,3 +117,24 @@ def proxy_to(*servers: int | tuple[str, int]) -> Iterator[Proxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+def ended_by_a_signal(call, *proxies):
+    """Make a call until a signal handler raises; the proxies are slow with what it has sent."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_):
+        for proxy in proxies:
+            proxy.delay = 0.0  # for what is sent from now on
+        raise Interrupted
+
+    for proxy in proxies:
+        proxy.delay = 0.2
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with suppress(Interrupted):
+        call()
+        raise AssertionError("the call had ended before the signal came")
+    signal.signal(signal.SIGALRM, before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import ssl
 import sys
@@ -42,7 +41,7 @@ from distlock_app.testing.claims import a_claim
 from tests.conftest import certified
 from tests.engines import DEADLINE, closing_loop, interrupted_at, until
 from tests.launching import free_port
-from tests.proxy import proxy_to
+from tests.proxy import ended_by_a_signal, proxy_to
 from tests.servers import EtcdServer, ZooKeeperEnsemble, ZooKeeperServer
 
 BACKENDS = {
@@ -1029,22 +1028,11 @@ def test_a_task_whose_loop_was_closed_takes_no_lock_with_it(engine):
 
 
 def test_a_release_does_not_overtake_a_request_that_a_signal_ended(engine):
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_):
-        engine.proxy.delay = 0.0  # for what is sent from now on
-        raise Interrupted
-
     if engine.name == "zookeeper":
         return  # its requests go over one connection
     own().release(own().acquire(a_claim("a", ttl=TTL), 0))  # it has a lease to use again
-    wanted, already, engine.proxy.delay = a_claim("a", ttl=TTL), engine.requests(), 0.2
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    with pytest.raises(Interrupted):
-        own().acquire(wanted, 0)
-    signal.signal(signal.SIGALRM, before)
+    wanted, already = a_claim("a", ttl=TTL), engine.requests()
+    ended_by_a_signal(lambda: own().acquire(wanted, 0), engine.proxy)
     own().release(Grant(wanted))
 
     assert engine.requests() - already == 2  # not given up, to be carried out at any time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -17,7 +16,7 @@ from distlock_app.testing.claims import a_claim
 from tests.conftest import certified
 from tests.engines import running, until
 from tests.launching import free_port
-from tests.proxy import proxy_to
+from tests.proxy import ended_by_a_signal, proxy_to
 from tests.redis_workers import DEADLINE, Waiter, backend_at, wait_for
 from tests.servers import RedisServer
 
@@ -196,13 +195,6 @@ def test_an_interrupt_anywhere_in_an_exchange_mixes_up_no_answers(module, own):
 
 
 def test_a_release_does_not_overtake_a_request_that_a_signal_ended(own_redis):
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_):
-        path.delay = 0.0  # for what is sent from now on
-        raise Interrupted
-
     def scripts_run():
         return server.info("commandstats")["cmdstat_evalsha"]["calls"]
 
@@ -211,12 +203,8 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(own_redis):
         path = stack.enter_context(proxy_to(own_redis.port))
         backend = stack.enter_context(closing(backend_at(f"redis://127.0.0.1:{path.port}/0")))
         backend.release(backend.acquire(a_claim("a"), 0))  # the server knows the scripts
-        wanted, already, path.delay = a_claim("a"), scripts_run(), 0.2
-        before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(Interrupted):
-            backend.acquire(wanted, 0)
-        signal.signal(signal.SIGALRM, before)
+        wanted, already = a_claim("a"), scripts_run()
+        ended_by_a_signal(lambda: backend.acquire(wanted, 0), path)
         backend.release(Grant(wanted))
         until(lambda: scripts_run() == already + 2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from distlock_app.errors import BackendError
 from distlock_app.testing.claims import a_claim
 from tests.engines import interrupted_at, interrupted_everywhere, running, until
 from tests.launching import free_port
-from tests.proxy import proxy_to
+from tests.proxy import ended_by_a_signal, proxy_to
 from tests.redis_workers import Waiter, wait_for
 from tests.redlock_workers import caches_of, quorum_at
 from tests.servers import RedisServer
@@ -353,23 +352,8 @@ def proxied(nodes):
 
 
 def test_a_release_does_not_overtake_requests_that_a_signal_ended(proxied, nodes):
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_):
-        for proxy in proxies:
-            proxy.delay = 0.0  # for what is sent from now on
-        raise Interrupted
-
-    backend, proxies = proxied
-    for proxy in proxies:
-        proxy.delay = 0.2
-    wanted = a_claim("a", ttl=60)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    with pytest.raises(Interrupted):
-        backend.acquire(wanted, 0)
-    signal.signal(signal.SIGALRM, before)
+    (backend, proxies), wanted = proxied, a_claim("a", ttl=60)
+    ended_by_a_signal(lambda: backend.acquire(wanted, 0), *proxies)
 
     assert len(nodes.holding(wanted.key)) == 5  # none is on its way, to be carried out at any time
     backend.release(Grant(wanted))
