@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ...claims import Claim, Grant
+from ...claims import Grant
 from ..base import batches, result_of
 from . import members
 from .connections import Contended, Session
 from .members import kind_of
-from .requests import Requests, claim_key_of
+from .queueing import Queueing
+from .requests import claim_key_of
 
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
 BATCH = 400
 
 
-class Extending(Requests):
+class Extending(Queueing):
     """Lets claims last longer, or end sooner."""
 
     _locked: set[str]  # keys whose rows were in other transactions when we asked last
@@ -48,12 +49,6 @@ class Extending(Requests):
         """Raise Contended at once if another transaction has the row, instead of after a second."""
         self._ask(lambda s: s.dialect.probe(s.cursor, key), **how)
         self._locked.discard(key)
-
-    def _close_connection_of(self, claim: Claim) -> None:
-        """Close the connection that stays with a claim, if one does: that calls the next one."""
-        queued = self._sessions.queued.pop(claim_key_of(claim), None)
-        if queued is not None:
-            queued.give_up()
 
     def _extend_batch(
         self, work: Sequence[tuple[Grant, float]], *, exactly: bool = False

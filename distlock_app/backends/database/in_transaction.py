@@ -17,7 +17,8 @@ from ...primitives.timing import Deadline, full_jitter
 from ...primitives.transactions import fence_of
 from ..base import InTransaction
 from .connections import Contended
-from .requests import Requests, claim_key_of
+from .queueing import Queueing
+from .requests import claim_key_of
 from .sql import Dialect
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ STATEMENT = 0.25
 DEADLOCK = 1213
 
 
-class InCallersTransaction(Requests, InTransaction):
+class InCallersTransaction(Queueing, InTransaction):
     """On the connection of the caller, whose transaction it is; raises Django's errors."""
 
     def pin(self, grant: Grant, ttl: float) -> bool:

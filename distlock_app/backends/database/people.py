@@ -14,7 +14,7 @@ from ..base import Purgeable
 from . import members
 from .checks import check_sharing, check_table
 from .connections import Session
-from .requests import Requests
+from .queueing import Queueing
 from .sql.base import PAGE, LockRow
 from .sql.statements import PURGED
 
@@ -27,10 +27,8 @@ PARTS = [f"{part:02x}" for part in range(256)]
 Found = tuple[LockRow, int | None]
 
 
-class ForPeople(Requests, Purgeable):
+class ForPeople(Queueing, Purgeable):
     """Reads and changes rows of any owner."""
-
-    _queue: int
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         first, last = (key, key) if key else ALL_KEYS

@@ -12,7 +12,7 @@ from ...claims import Claim
 from ...errors import BackendError
 from ..base import BaseLockBackend
 from ..sessions.link import ANSWER_WAIT, ConnectionLost
-from .connections import Contended, QueuedConnection, Session, Sessions
+from .connections import Contended, Session, Sessions
 
 T = TypeVar("T")
 
@@ -82,43 +82,6 @@ class Requests(BaseLockBackend):
     def _says(self, error: BaseException | str) -> str:
         hint = f" (run: manage.py migrate distlock_app --database={self.using})"
         return f"lock table on {self.using!r}: {error}" + hint * bool(NO_TABLE.search(str(error)))
-
-    def _free_queue(self, claim_key: tuple[str, str]) -> None:
-        """Let the next one in the queue come, whatever became of the row.
-
-        By a statement: the server frees nothing of a connection before it has noticed its end.
-        """
-        queued = self._sessions.queued.pop(claim_key, None)
-        if queued is not None and queued.session is not None:
-            try:
-                self._attempt(queued.session, self._unlock, queued, queued.session)
-            except ConnectionLost:  # and the queue lock with it
-                queued.give_up()
-
-    def _unlock(self, queued: QueuedConnection, session: Session) -> None:
-        if queued.wake_fd is not None:  # the answer to line_up() comes before that of unlock()
-            queued.wake_fd = None
-            session.dialect.called(session.cursor)
-        session.dialect.unlock(session.cursor)
-        queued.detach()
-
-    def _give_up(self, queued: QueuedConnection) -> None:
-        """Leave the server's queue."""
-        waiting = queued.session
-        try:
-            # Else the server would call a waiter that has gone. Again, if our first request
-            # overtook the ones before.
-            for _ in range(3):
-                if waiting is None or queued.called():
-                    break
-                self._ask(lambda s: s.dialect.leave(waiting.cursor, s.cursor))
-                queued.called(within=0.3)
-            if waiting is not None and queued.called():
-                self._attempt(waiting, self._unlock, queued, waiting)
-        except Exception:
-            pass  # The server ends the wait before long.
-        finally:
-            queued.give_up()
 
     def _unless_contended(self, work: Callable[[Session], int]) -> int:
         try:

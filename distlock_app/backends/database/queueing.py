@@ -1,0 +1,183 @@
+"""How a claim comes by its row: it takes it, or lines up until it is called; see `connections`."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any
+
+from django.utils.functional import cached_property
+
+from ...claims import Busy, Claim, Grant
+from ...primitives.timing import monotonic
+from ..sessions.link import ConnectionLost
+from ..sessions.queues import Waiter
+from . import members
+from .connections import QueuedConnection, Session
+from .members import kind_of
+from .requests import Requests, claim_key_of
+from .sql.base import Step
+
+NONE: deque[None] = deque()  # of the slots for connections that may stay
+
+
+class Queueing(Requests):
+    """Takes rows, with the queue lock if a connection may stay; lines up and is called."""
+
+    _queue: int  # so many connections of this process stay with claims
+
+    @cached_property
+    def _queues(self) -> bool:
+        """Whether connections may stay with claims: there are some, and it is of use."""
+        return self._queue > 0 and self._sessions.dialect.queues
+
+    def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
+        """Ask for the queue of this process, or at the deadline for this claim alone."""
+        queued, asked = self._sessions.queues.connection_of(waiter), waiter.asked
+        waiter.asked = True
+        if queued is None:
+            return self._join(claim, wait, waiter)
+        if queued.called():
+            return self._take_turn(queued, waiter, claim, wait)
+        if wait != 0 and not asked:  # another one has lined up on the server before it left
+            return Busy(wake_fd=queued.wake_fd)
+        answer = self._join(claim, 0)
+        if isinstance(answer, Grant):
+            return answer
+        return Busy(answer.free_in, wake_fd=queued.wake_fd)
+
+    def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
+        """Take the row with the queue lock, or line up; by polling if no connection may stay."""
+        if not self._queues:
+            return self._ask(lambda s: _try(s, claim, wait), within=wait)
+        sessions = self._sessions
+        queued = QueuedConnection(sessions.slots if monotonic() >= sessions.polls_until else NONE)
+        join = partial(self._join_on, queued, waiter, claim, wait)
+        try:
+            return self._ask(join, within=wait)
+        finally:
+            if queued.session is None:
+                queued.give_up()
+
+    def _join_on(
+        self,
+        queued: QueuedConnection,
+        waiter: Waiter | None,
+        claim: Claim,
+        wait: float | None,
+        session: Session,
+    ) -> Grant | Busy:
+        if queued.slots is None or not session.queues or claim.shared or claim.limit > 1:
+            answer = _try(session, claim, wait)
+        else:
+            step: Step = "join" if wait == 0 else "wait"
+            answer = session.dialect.acquire(session.cursor, claim, step, wait=wait)
+            if isinstance(answer, Grant):
+                queued.keep(session)
+                self._sessions.queued[claim.key, claim.owner] = queued
+                return Grant(claim, fence=answer.fence, session=queued)
+        if isinstance(answer, Grant) or wait == 0 or not session.queues:
+            return answer
+        queues = self._sessions.queues
+        waiter = waiter or queues.enqueue(claim_key_of(claim), claim.wake)
+        if not queues.leads(waiter):
+            return Busy(will_wake=True)
+        waiter.asked = True
+        if queued.slots is not None and waiter.queue and waiter.queue.connection is None:
+            self._line_up(queued, waiter, session)
+        return Busy(answer.free_in, wake_fd=queued.wake_fd)
+
+    def _line_up(self, queued: QueuedConnection, waiter: Waiter, session: Session) -> None:
+        """Enter the server's queue, for the queue of this process."""
+        # Before the request is sent: _give_up() ends a wait that it finds here.
+        queued.wake_fd = session.cursor.fd
+        queued.keep(session)
+        try:
+            session.dialect.line_up(session.cursor, waiter.claim_key[0])
+            self._sessions.queues.attach(waiter, queued)
+        except BaseException:  # interrupted: the server would go on waiting
+            self._give_up(queued)
+            raise
+
+    def _take_turn(
+        self, queued: QueuedConnection, waiter: Waiter, claim: Claim, wait: float | None
+    ) -> Grant | Busy:
+        queues = self._sessions.queues
+        session: Any = queued.session
+        try:
+            answer = self._attempt(session, self._take_turn_on, queued, claim, wait, session)
+        except BaseException as error:
+            queues.detach(waiter, queued)
+            queued.give_up()
+            if not isinstance(error, ConnectionLost):
+                raise
+            answer = None
+        if isinstance(answer, Busy):
+            return answer
+        queues.detach(waiter, queued)
+        if answer is None:
+            return self._join(claim, wait, waiter)
+        self._sessions.queued[claim_key_of(claim)] = queued
+        if kind_of(claim):  # the next one in the queue may fit beside it
+            self._free_queue(claim_key_of(claim))
+            return answer
+        return Grant(claim, fence=answer.fence, session=queued)
+
+    def _take_turn_on(
+        self, queued: QueuedConnection, claim: Claim, wait: float | None, session: Session
+    ) -> Grant | Busy | None:
+        if queued.wake_fd is not None:
+            queued.wake_fd = None
+            if not session.dialect.called(session.cursor):  # the server waited long enough
+                self._unlock(queued, session)  # granted just as the wait ended
+                return None
+        return _try(session, claim, wait)
+
+    def _free_queue(self, claim_key: tuple[str, str]) -> None:
+        """Let the next one in the queue come, whatever became of the row.
+
+        By a statement: the server frees nothing of a connection before it has noticed its end.
+        """
+        queued = self._sessions.queued.pop(claim_key, None)
+        if queued is not None and queued.session is not None:
+            try:
+                self._attempt(queued.session, self._unlock, queued, queued.session)
+            except ConnectionLost:  # and the queue lock with it
+                queued.give_up()
+
+    def _unlock(self, queued: QueuedConnection, session: Session) -> None:
+        if queued.wake_fd is not None:  # the answer to line_up() comes before that of unlock()
+            queued.wake_fd = None
+            session.dialect.called(session.cursor)
+        session.dialect.unlock(session.cursor)
+        queued.detach()
+
+    def _give_up(self, queued: QueuedConnection) -> None:
+        """Leave the server's queue."""
+        waiting = queued.session
+        try:
+            # Else the server would call a waiter that has gone. Again, if our first request
+            # overtook the ones before.
+            for _ in range(3):
+                if waiting is None or queued.called():
+                    break
+                self._ask(lambda s: s.dialect.leave(waiting.cursor, s.cursor))
+                queued.called(within=0.3)
+            if waiting is not None and queued.called():
+                self._attempt(waiting, self._unlock, queued, waiting)
+        except Exception:
+            pass  # The server ends the wait before long.
+        finally:
+            queued.give_up()
+
+    def _close_connection_of(self, claim: Claim) -> None:
+        """Close the connection that stays with a claim, if one does: that calls the next one."""
+        queued = self._sessions.queued.pop(claim_key_of(claim), None)
+        if queued is not None:
+            queued.give_up()
+
+
+def _try(session: Session, claim: Claim, wait: float | None) -> Grant | Busy:
+    if claim.shared or claim.limit > 1:
+        return members.acquire(claim, session)
+    return session.dialect.acquire(session.cursor, claim, wait=wait)
