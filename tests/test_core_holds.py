@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import logging
+import pickle
 import signal
 import sys
 import threading
@@ -72,6 +74,12 @@ def test_a_hold_knows_what_it_is(engine):
     for verb in (hold.check, hold.release, hold.extend):
         with pytest.raises(NotHeld):
             verb()
+
+
+@pytest.mark.parametrize("work", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_hold_is_passed_on_by_its_dump_and_not_as_a_copy(engine, work):
+    with Lock("a") as hold, pytest.raises(TypeError, match=r"dump\(\)"):
+        work(hold)
 
 
 def test_the_answer_of_a_release_is_lost_and_the_release_repeated(engine):

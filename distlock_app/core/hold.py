@@ -38,6 +38,9 @@ class Hold(Ending):
         state = "released" if self.released else "lost" if self.lost else "held"
         return f"<Hold {shown(self.name)!r} {state} fence={self.fence}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Hold cannot be copied or pickled: pass on dump(), and Lock.resume() it")
+
     @property
     def fence(self) -> int | None:
         """The fencing token: grows with every new owner of the lock. None: the backend has none."""
