@@ -896,6 +896,18 @@ def test_only_sensible_times_extend_a_lock(extender, seconds):
     assert left("a") < 21 and not LogEntry.objects.exists()
 
 
+def test_a_user_whose_name_is_a_number_may_act_as_any(browse, monkeypatch):
+    monkeypatch.setattr(User, "get_username", lambda self: 821012345678)  # as of a custom model
+    client = browse("view_livelock", "clear_lock", "extend_lock")
+    taken("a")
+
+    assert extended(client, row_id("a")).status_code == 200
+    assert post(client, row_id("a")).status_code == 200
+
+    assert LogEntry.objects.count() == 2
+    assert not list(registry["default"].backend.holders())
+
+
 def test_what_changed_hands_or_cannot_be_extended_is_not(extender, aliases):
     with Lock("a"):
         old = row_id("a")

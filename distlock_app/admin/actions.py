@@ -113,7 +113,7 @@ class LiveActions(LiveColumns, _Base):
 
     def _extend(self, request: Any, row: LiveLock, seconds: int) -> None:
         facts = {"name": row.name, "holder": clearing.holder_of(row), "seconds": seconds}
-        problem = clearing.extend(row, seconds, request.user.get_username())
+        problem = clearing.extend(row, seconds, str(request.user.get_username()))
         entry = gettext("Extended for %(holder)s: at least %(seconds)d seconds left")
         done = gettext("“%(name)s” now lasts at least %(seconds)d more seconds.")
         self._report(request, row, problem, entry % facts, done % facts)
@@ -132,7 +132,7 @@ class LiveActions(LiveColumns, _Base):
 
     def _clear(self, request: Any, row: LiveLock, reason: str) -> None:
         facts = {"name": row.name, "holder": clearing.holder_of(row), "reason": reason}
-        problem = clearing.clear(row, request.user.get_username(), reason)
+        problem = clearing.clear(row, str(request.user.get_username()), reason)
         entry = gettext("Forced release from %(holder)s: %(reason)s")
         done = gettext("“%(name)s” was released; %(holder)s held it.")
         self._report(request, row, problem, entry % facts, done % facts)
