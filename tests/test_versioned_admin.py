@@ -148,6 +148,19 @@ def test_the_second_gets_a_page_that_says_what_the_first_did(
     assert offer.name == "White tea"
 
 
+def test_the_page_of_a_conflict_names_a_user_whose_name_is_a_number(
+    ann: Client, bob: Client, offer: Offer, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(User, "get_username", lambda self: 821012345678)  # as of a custom model
+    of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
+    ann.post(url(offer), {**of_ann, "name": "White tea"})
+
+    response = bob.post(url(offer), {**of_bob, "name": "Black tea"})
+
+    assert response.status_code == 409
+    assert "Last saved here by <strong>821012345678</strong>" in response.content.decode()
+
+
 def test_the_page_of_a_conflict_saves_the_merge(ann: Client, bob: Client, offer: Offer) -> None:
     of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
     ann.post(url(offer), {**of_ann, "name": "White tea", "price": "12"})
