@@ -1181,6 +1181,25 @@ def test_wrong_options_are_refused(engine):
             refused(engine, "http://127.0.0.1" if engine.name == "etcd" else "h:1", option, value)
 
 
+@pytest.mark.parametrize("text", [None, "no certificate"])
+@pytest.mark.parametrize("option", ["CA", "CERT"])
+@pytest.mark.parametrize(
+    "name, location, tls", [("etcd", "https://h", {}), ("zookeeper", "h:1", {"TLS": True})]
+)
+def test_files_for_tls_that_are_of_no_use_are_named(name, location, tls, option, text, tmp_path):
+    file = tmp_path / "file.pem"
+    if text:
+        file.write_text(text)
+    setting = {
+        "BACKEND": BACKENDS[name],
+        "LOCATION": location,
+        "OPTIONS": {**tls, option: str(file)},
+    }
+    with override_settings(DISTLOCK={"default": setting}):
+        with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['default'\]: CA, CERT or KEY"):
+            registry["default"]
+
+
 def refused(engine, location, option="PREFIX", value="x"):
     setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": location, "OPTIONS": {option: value}}
     with override_settings(DISTLOCK={"default": setting}):

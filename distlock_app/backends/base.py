@@ -6,6 +6,7 @@ import encodings.ascii
 import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
 import math
 import select
+import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -296,6 +297,19 @@ def check_seconds(alias: str, **options: float) -> None:
                 f"DISTLOCK[{alias!r}]: {option.upper()} must be a number of seconds above 0, "
                 f"not {seconds!r}."
             )
+
+
+def tls_context(alias: str, ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
+    """Return how to connect with these files; raise ImproperlyConfigured if one is of no use."""
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except (OSError, TypeError) as error:  # an SSLError is an OSError, and names no file
+        raise ImproperlyConfigured(
+            f"DISTLOCK[{alias!r}]: CA, CERT or KEY is no file that can be used: {error}"
+        ) from error
+    return context
 
 
 def readable(file: Any, seconds: float) -> bool:

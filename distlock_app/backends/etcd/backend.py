@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import check_seconds
+from ..base import check_seconds, tls_context
 from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
 from .epoch import Epoch
 from .gateway import NOT_FOUND, ConnectionLost, Doubt, Gateway, Refused, decoded, encoded
@@ -147,10 +146,7 @@ class EtcdBackend(ForPeople):
     def _start(self) -> None:
         tls = None
         if any(endpoint.startswith("https:") for endpoint in self._endpoints):
-            ca, cert, key = self._files
-            tls = ssl.create_default_context(cafile=ca)
-            if cert is not None:
-                tls.load_cert_chain(cert, key)
+            tls = tls_context(self.alias, *self._files)
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
         self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
         self._leases = Leases(self._gateway)
