@@ -449,6 +449,15 @@ def test_json_data_is_shown_whatever_its_keys(offer: Offer, key: str) -> None:
     assert shown(form, "text", {key: "abc"}) == str({key: "abc"})
 
 
+def test_json_data_is_shown_as_a_form_shows_it(offer: Offer) -> None:
+    form = OfferForm(instance=offer)
+    form.fields["text"] = forms.JSONField()
+
+    assert shown(form, "text", {"vat": True, "이름": [None]}) == '{"vat": true, "이름": [null]}'
+    assert shown(form, "text", [1, "a"]) == '[1, "a"]'
+    assert shown(form, "text", "typed {") == "typed {"
+
+
 def test_what_is_no_key_of_a_row_any_more_is_shown_as_it_is(offer: Offer) -> None:
     form = OfferForm(instance=offer)
 

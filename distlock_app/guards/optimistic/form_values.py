@@ -94,6 +94,8 @@ def shown(form: Any, name: str, key: Any) -> str:
         return gettext("(a long text)")
     if isinstance(key, dict) and UPLOAD in key:
         return str(key[UPLOAD])
+    if isinstance(field, forms.JSONField) and isinstance(key, dict | list):
+        return str(field.prepare_value(key))
     keys = key if isinstance(key, list) else [key]
     if isinstance(field, forms.ModelChoiceField):
         return _rows(field, keys)
