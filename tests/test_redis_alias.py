@@ -6,6 +6,7 @@ import pytest
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
+from redis.cache import CacheConfig
 
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.errors import BackendError
@@ -13,6 +14,7 @@ from distlock_app.testing.claims import a_claim
 from tests.redis_workers import Waiter, backend_at, client_of
 
 REDIS = "django_redis.cache.RedisCache"
+DJANGO = "django.core.cache.backends.redis.RedisCache"
 NOWHERE = "redis://:s3cret@127.0.0.1:1/2"
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -98,6 +100,22 @@ def test_connections_follow_the_alias_but_never_repeat_or_wait_for_ever():
     assert connection.health_check_interval == 0 and connection.protocol == 2
 
 
+@pytest.mark.parametrize("kind", [REDIS, DJANGO])
+def test_what_only_a_cache_can_use_is_left_to_the_cache(kind, own_redis):
+    """Client-side caching needs RESP3, which locks do not speak."""
+    options = {"protocol": 3, "cache_config": CacheConfig()}
+    options = {"CONNECTION_POOL_KWARGS": options} if kind == REDIS else options
+    alias = {"BACKEND": kind, "LOCATION": own_redis.url, "OPTIONS": options}
+    other = {"BACKEND": REDIS, "LOCATION": NOWHERE}
+
+    backend = backend_for({"locks": alias})
+
+    assert backend.release(backend.acquire(a_claim("a"), 0))
+    with override_settings(CACHES={"locks": other, "cached": alias}):
+        assert backend_for({"locks": other}).check() == []
+    backend.close()
+
+
 def test_two_aliases_with_one_url_keep_their_own_options_and_connections(own_redis):
     slow, fast = (backend_at(own_redis.url, SOCKET_TIMEOUT=seconds) for seconds in (3, 1))
 
@@ -127,7 +145,7 @@ def test_two_aliases_with_one_server_share_their_locks(own_redis):
 
 def test_locks_work_on_the_redis_cache_of_django(own_redis):
     alias = {
-        "BACKEND": "django.core.cache.backends.redis.RedisCache",
+        "BACKEND": DJANGO,
         "LOCATION": own_redis.url,
         "OPTIONS": {"db": 5, "socket_timeout": 2},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,12 +30,14 @@ _OURS = {
     "decode_responses": False,
     "health_check_interval": 0,
 }
-_NOT_OURS = (
+_NOT_OURS = {
     "retry_on_timeout",
     "retry_on_error",
     "maint_notifications_config",
     "maint_notifications_pool_handler",
-)
+    "cache",
+    "cache_config",
+}
 
 # The first one imports modules: a fork meanwhile would leave a child with half of them.
 Connection()  # type: ignore[no-untyped-call]
@@ -135,11 +137,12 @@ def _explained(what: str, check: str) -> Iterator[None]:
         ) from None
 
 
+def _with_ours(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**{name: options[name] for name in options if name not in _NOT_OURS}, **_OURS}
+
+
 def _ours(pool: Any) -> Any:
-    kwargs = pool.connection_kwargs
-    for name in _NOT_OURS:
-        kwargs.pop(name, None)
-    kwargs.update(_OURS)
+    kwargs = pool.connection_kwargs = _with_ours(pool.connection_kwargs)
     if kwargs.get("socket_timeout") is None:
         kwargs["socket_timeout"] = SOCKET_TIMEOUT
     if (sentinels := getattr(pool, "sentinel_manager", None)) is not None:
@@ -167,7 +170,7 @@ def _django_redis(params: dict[str, Any]) -> Any:
     from django_redis.pool import get_connection_factory
 
     options = dict(params.get("OPTIONS") or {})
-    options["CONNECTION_POOL_KWARGS"] = {**(options.get("CONNECTION_POOL_KWARGS") or {}), **_OURS}
+    options["CONNECTION_POOL_KWARGS"] = _with_ours(options.get("CONNECTION_POOL_KWARGS") or {})
     if options.get("SENTINELS"):
         # A client for a sentinel would try ten times by default (redis-py 8).
         timeout = options.get("SOCKET_TIMEOUT") or SOCKET_TIMEOUT
@@ -189,4 +192,4 @@ def _django(params: dict[str, Any]) -> Any:
         kind = import_string(kind)
     if isinstance(options.get("parser_class"), str):
         options["parser_class"] = import_string(options["parser_class"])
-    return kind.from_url(_urls(params["LOCATION"])[0], **{**options, **_OURS})
+    return kind.from_url(_urls(params["LOCATION"])[0], **_with_ours(options))
