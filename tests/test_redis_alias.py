@@ -100,6 +100,15 @@ def test_connections_follow_the_alias_but_never_repeat_or_wait_for_ever():
     assert connection.health_check_interval == 0 and connection.protocol == 2
 
 
+@pytest.mark.parametrize("name", ["socket_timeout", "socket_connect_timeout"])
+@pytest.mark.parametrize("seconds", ["2", 0, -1, 1e-7])
+def test_a_time_limit_that_is_none_is_refused(name, seconds):
+    alias = {"BACKEND": DJANGO, "LOCATION": NOWHERE, "OPTIONS": {name: seconds}}
+
+    with pytest.raises(ImproperlyConfigured, match=f"{name} must be a number of seconds above 0"):
+        backend_for({"locks": alias})
+
+
 @pytest.mark.parametrize("kind", [REDIS, DJANGO])
 def test_what_only_a_cache_can_use_is_left_to_the_cache(kind, own_redis):
     """Client-side caching needs RESP3, which locks do not speak."""

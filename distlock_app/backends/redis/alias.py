@@ -145,6 +145,13 @@ def _ours(pool: Any) -> Any:
     kwargs = pool.connection_kwargs = _with_ours(pool.connection_kwargs)
     if kwargs.get("socket_timeout") is None:
         kwargs["socket_timeout"] = SOCKET_TIMEOUT
+    for name in "socket_timeout", "socket_connect_timeout":
+        seconds = kwargs.get(name)
+        # The kernel takes less than a microsecond for none at all.
+        if seconds is not None and (not isinstance(seconds, int | float) or seconds < 1e-6):
+            raise ImproperlyConfigured(
+                f"{name} must be a number of seconds above 0, not {seconds!r}."
+            )
     if (sentinels := getattr(pool, "sentinel_manager", None)) is not None:
         sentinels.discover_master = partial(_master, sentinels)
     return pool
