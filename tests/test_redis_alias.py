@@ -125,6 +125,17 @@ def test_what_only_a_cache_can_use_is_left_to_the_cache(kind, own_redis):
     backend.close()
 
 
+def test_a_location_is_split_as_its_cache_splits_it():
+    one, other = "redis://:se;cret@127.0.0.1:1/2", "redis://127.0.0.1:1/3"
+
+    for kind, text, password in (
+        (REDIS, f"{one},{other}", "se;cret"),
+        (DJANGO, f"{other};{one}", None),
+    ):
+        backend = backend_for({"locks": {"BACKEND": kind, "LOCATION": text}})
+        assert backend._recipe.connection_kwargs.get("password") == password
+
+
 def test_two_aliases_with_one_url_keep_their_own_options_and_connections(own_redis):
     slow, fast = (backend_at(own_redis.url, SOCKET_TIMEOUT=seconds) for seconds in (3, 1))
 

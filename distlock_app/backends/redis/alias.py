@@ -168,9 +168,9 @@ def _master(sentinels: Any, service: str) -> tuple[str, int]:
     return getattr(sentinels, "_force_master_ip", None) or host, port
 
 
-def _urls(location: Any) -> list[str]:
+def _urls(location: Any, between: str = "[;,]") -> list[str]:
     """Return the URLs of a LOCATION; the primary's is the first."""
-    return re.split("[;,]", location) if isinstance(location, str) else list(location)
+    return re.split(between, location) if isinstance(location, str) else list(location)
 
 
 def _django_redis(params: dict[str, Any]) -> Any:
@@ -188,7 +188,8 @@ def _django_redis(params: dict[str, Any]) -> Any:
             **(options.get("SENTINEL_KWARGS") or {}),
         }
     factory: Any = get_connection_factory(options=options)
-    return factory.get_connection_pool(factory.make_connection_params(_urls(params["LOCATION"])[0]))
+    url = _urls(params["LOCATION"], ",")[0]  # a password may have a semicolon in it
+    return factory.get_connection_pool(factory.make_connection_params(url))
 
 
 def _django(params: dict[str, Any]) -> Any:
