@@ -12,7 +12,7 @@ from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from distlock_app.testing.claims import a_claim
 from tests.engines import until
-from tests.redis_workers import Waiter, backend_at
+from tests.redis_workers import Waiter, backend_at, client_of
 from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
@@ -275,6 +275,19 @@ def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch
 
     assert before == clients + 9
     until(lambda: len(server.client_list()) == clients + 1)
+
+
+def test_a_database_that_the_server_refuses_is_no_server_that_cannot_be_reached(own_redis):
+    absent = backend_at(own_redis.url.removesuffix("0") + "99")
+    with pytest.raises(BackendError, match=r"refused the request: DB\."):
+        absent.ping()
+
+    client = client_of(own_redis.url)
+    client.acl_setuser("limited", enabled=True, nopass=True, commands=["+@all", "-select"])
+    client.close()
+    limited = backend_at(own_redis.url.replace("//", "//limited:any@").removesuffix("0") + "1")
+    with pytest.raises(BackendError, match=r"refused the request: NoPermissionError\."):
+        limited.ping()
 
 
 def test_no_error_shows_the_password(private_server):

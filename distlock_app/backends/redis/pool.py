@@ -281,6 +281,8 @@ class Pool(Servers):
             return BackendError(
                 f"{server} rejected the credentials: check user and password in CACHES."
             )
+        if isinstance(error, ResponseError):  # to SELECT
+            return self._refusal(error)
         if not sent:
             return Unreachable(f"{server} could not be reached at {self._at}: {why}.")
         kind = ConnectionLost if isinstance(error, ConnectionError) else BackendError
