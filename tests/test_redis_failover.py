@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -424,6 +425,19 @@ def clustered(own_cluster):
     for holding in list(backend.holders()):
         backend.clear(holding.key)
     backend.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ip", "hostname", "unknown-endpoint"])
+def test_a_cluster_may_call_its_nodes_by_names_that_it_does_not_know(kind, own_cluster, clustered):
+    for node in own_cluster.nodes:  # an older Redis has addresses only
+        node.tell(f"CONFIG SET cluster-preferred-endpoint-type {kind}")
+    try:
+        for name in "abcdef":
+            assert clustered.release(eventually(partial(clustered.acquire, a_claim(name), 0)))
+    finally:
+        for node in own_cluster.nodes:
+            node.tell("CONFIG SET cluster-preferred-endpoint-type ip")
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ class Cluster(Servers):
         known = [asked]
         for first, last, *nodes in parts:
             # A node may not know its own name: then it is the one we used.
-            found = [(node[0].decode() if node[0] else asked[0], node[1]) for node in nodes]
+            found = [(_host_of(node) or asked[0], node[1]) for node in nodes]
             slots[first : last + 1] = [self._pool(found[0])] * (last + 1 - first)
             known += found
         self._known = list(dict.fromkeys([*known, *self._first]))
@@ -148,3 +148,12 @@ class Cluster(Servers):
             name = f"{self.name} ({host}:{port})"
             pool = self._pools.setdefault(address, self._make(name, recipe))
         return pool
+
+
+def _host_of(node: Sequence[Any]) -> str:
+    """Return where CLUSTER SLOTS says that a node is; empty: it does not."""
+    host = node[0]
+    if host == b"?":  # its hostname is not known, but there is more about it
+        more = node[3]
+        host = dict(zip(more[::2], more[1::2], strict=False)).get(b"ip")
+    return host.decode() if host else ""
