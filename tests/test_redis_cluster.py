@@ -153,6 +153,25 @@ def test_requests_follow_their_keys_when_the_map_is_old(backend):
         assert set(backend._pool.nodes()) == set(masters)
 
 
+def test_a_request_follows_its_keys_when_another_thread_brought_an_older_map(backend, monkeypatch):
+    grant = backend.acquire(a_claim("n"), 0)
+    masters = backend._pool.nodes()
+    right = backend._pool.node(backend._lock(grant.claim.key))
+    wrong = next(node for node in masters if node is not right)
+    old = [wrong if node is right else node for node in backend._pool._map]
+    backend._pool._map = old
+    exchange = wrong.exchange
+
+    def meanwhile(*asked):
+        if backend._pool._map is old:
+            backend._pool._map = list(old)
+        return exchange(*asked)
+
+    monkeypatch.setattr(wrong, "exchange", meanwhile)
+
+    assert backend.release(grant)
+
+
 def test_a_waiter_is_woken_on_each_master(backend):
     for name in one_of_each_master(backend):
         grant = backend.acquire(a_claim(name), 0)

@@ -93,10 +93,12 @@ class Cluster(Servers):
                 new = self._learn(slots, order)
             except BackendError:
                 break
+            # After MOVED, a map that does not say so is an older one of another thread.
             left = [
                 at
                 for at in left
-                if self._node(new, requests[at]) is not self._node(slots, requests[at])
+                if (asked := self._node(slots, requests[at])) is not self._node(new, requests[at])
+                or order[asked] == 0
             ]
         return answers
 
