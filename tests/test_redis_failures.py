@@ -10,6 +10,7 @@ import pytest
 from distlock_app.backends.redis import pool as redis_pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
+from distlock_app.primitives.timing import monotonic
 from distlock_app.testing.claims import a_claim
 from tests.engines import until
 from tests.redis_workers import Waiter, backend_at, client_of
@@ -260,16 +261,29 @@ def test_a_full_server_lets_its_latches_be_waited_for(own):
     assert waiter.granted()
 
 
+def test_a_connection_that_was_idle_for_long_is_not_used_again(proxy, own_redis):
+    backend = backend_at(proxy.url, SOCKET_TIMEOUT=2)
+    backend.ping()
+    proxy.silent = True  # for what was open: as a firewall that forgot it
+    backend._recipe.connection_kwargs["port"] = own_redis.port
+
+    [link] = backend._pool._idle
+    link.used -= redis_pool.IDLE_SECONDS
+
+    backend.ping()
+
+
 def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch):
     backend, server = own
     clients = len(server.client_list())
-    monkeypatch.setattr(redis_pool, "IDLE_SECONDS", 0.0)
     backend._pool._sweep_at = float("inf")
     for link in [backend._pool.connect() for _ in range(9)]:  # as nine threads at once
+        link.used = monotonic()
         backend._pool._idle.append(link)
 
     backend.ping()
     before = len(server.client_list())
+    monkeypatch.setattr(redis_pool, "IDLE_SECONDS", 0.0)
     backend._pool._sweep_at = 0.0
     backend.ping()
 

@@ -26,7 +26,7 @@ from .scripts import Script, pack
 
 # Connections kept after a burst of threads; each is out only for one round trip.
 KEEP_IDLE = 64
-# One that nobody needed for so many seconds is closed after the next request.
+# One that nobody needed for so many seconds is not used again, and closed with the next request.
 IDLE_SECONDS = 60.0
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
@@ -230,7 +230,9 @@ class Pool(Servers):
                 link = self._idle.pop()
             except IndexError:
                 return self.connect()
-            if monotonic() - link.used < TRUST_SECONDS or not link.readable(0):
+            idle = monotonic() - link.used
+            # A firewall may have forgotten an older one, and would drop in silence what is sent.
+            if idle < TRUST_SECONDS or (idle < IDLE_SECONDS and not link.readable(0)):
                 if self._ask_master is None or self._leads_to_master(link):
                     return link
             link.close()
