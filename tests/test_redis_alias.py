@@ -66,6 +66,7 @@ def test_a_wrong_alias_is_refused_with_a_way_out(alias, says):
     "options",
     [
         *({"location": None}, {"prefix": ""}, {"prefix": "a{b}"}, {"prefix": "a b"}),
+        {"prefix": "a\t"},
         *({"replicas": -1}, {"replicas": "1"}, {"replicas": 1, "replicas_timeout": 5}),
         *({"replicas": 1, "replicas_timeout": 0}, {"replicas": 1, "replicas_timeout": "soon"}),
     ],

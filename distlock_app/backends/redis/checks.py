@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 from django.conf import settings
@@ -17,7 +18,7 @@ from .scripts import pack
 
 def refuse_wrong_prefix(alias: str, prefix: Any) -> None:
     """Raise ImproperlyConfigured for what no key of ours can begin with."""
-    if not isinstance(prefix, str) or not prefix or set(prefix) & set("{} \n"):
+    if not isinstance(prefix, str) or not prefix or set(prefix) & {"{", "}", *string.whitespace}:
         raise ImproperlyConfigured(
             f"DISTLOCK[{alias!r}]: PREFIX must be text without braces or blanks."
         )
