@@ -63,6 +63,15 @@ except LockLost:
     print(json.dumps("lost"))
 """
 
+TAKE_ONE = """
+from django.core.exceptions import ImproperlyConfigured
+try:
+    hold = Lock("a", using=using).acquire()
+except ImproperlyConfigured as error:
+    seen.append(str(error))
+print(json.dumps([*seen, Lock("a", using=using).locked()]))
+"""
+
 WAIT_FOR_A_SILENT_SERVER = """
 import os, signal
 from distlock_app import BackendError
@@ -114,6 +123,16 @@ def test_a_greenlet_that_computes_for_longer_than_the_ttl_is_told_that_it_lost_i
 
     assert seen == "lost"
     assert log.count("gevent has patched threads") == 1
+
+
+def test_a_lock_is_refused_if_threads_became_greenlets_after_the_import_of_the_app(monkeypatch):
+    patch = "from gevent import monkey\nmonkey.patch_all()\n"  # as a worker of `gunicorn --preload`
+    monkeypatch.setattr(f"{__name__}.BEGIN", BEGIN.replace(patch, "") + patch)
+
+    seen, _ = greenlets(TAKE_ONE, "locmem")
+
+    assert [type(each) for each in seen] == [str, bool] and not seen[1]
+    assert "patch_all() first" in seen[0]
 
 
 def test_a_silent_server_blocks_only_the_greenlet_that_asks_and_not_forever(own_redis):

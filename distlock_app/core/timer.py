@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
-from ..primitives.threads import Gate, started, threads_are_greenlets
+from ..primitives.threads import Gate, refuse_late_greenlets, started, threads_are_greenlets
 from ..primitives.timing import monotonic
 
 # Seconds until the thread continues after an internal error.
@@ -61,7 +61,9 @@ class Timer:
             if self._running:
                 self.wakes_at = due
                 self._gate.open()
-            elif started(self._run, "distlock-timer"):
+                return
+            refuse_late_greenlets()
+            if started(self._run, "distlock-timer"):
                 self._running, self.wakes_at = True, due
 
     def cancel(self, what: Timed) -> None:

@@ -10,11 +10,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from .logs import fields, logger
 
 WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connections
+_local = threading.local  # that of the threads for which this app was imported
 
 
 def started(work: Callable[[], None], name: str) -> bool:
@@ -33,6 +35,18 @@ def threads_are_greenlets() -> bool:
     """Whether gevent has replaced threads, which then run until they yield."""
     monkey = sys.modules.get("gevent.monkey")
     return monkey is not None and monkey.is_module_patched("threading")
+
+
+def refuse_late_greenlets() -> None:
+    """Raise ImproperlyConfigured if gevent came after the import of this app.
+
+    All greenlets would be one owner, and the first wait of a background thread would stop them all.
+    """
+    if threading.local is not _local:
+        raise ImproperlyConfigured(
+            "threads were patched after distlock_app had been imported: call"
+            " gevent.monkey.patch_all() first, with `gunicorn --preload` in gunicorn.conf.py"
+        )
 
 
 class Gate:
