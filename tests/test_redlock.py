@@ -97,6 +97,18 @@ def test_what_a_majority_cannot_promise_is_refused(redlock_urls, wanted):
         Lock("a", using="quorum", **wanted)
 
 
+def test_connections_that_were_idle_for_long_are_not_used_again(backend, nodes):
+    backend.release(wait_for(backend, 5, "a"))
+    [connections] = backend._quorum._idle
+    before = set(connections._links.values())
+
+    connections.used -= redlock_quorum.IDLE_SECONDS
+    backend.release(wait_for(backend, 5, "a"))
+
+    assert [connections] == list(backend._quorum._idle)
+    assert before.isdisjoint(connections._links.values())
+
+
 def test_acquire_and_release_cost_one_request_each_at_each_node(backend, nodes):
     backend.release(wait_for(backend, 5, "warm"))
     backend.release(wait_for(backend, 5, "a"))

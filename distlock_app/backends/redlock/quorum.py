@@ -28,7 +28,7 @@ CONNECT_GRACE = 0.25
 ANSWER_GRACE = 0.05
 # Sets of connections kept after a burst of threads; each is out only for one vote.
 KEEP_IDLE = 64
-# One that nobody needed for so many seconds is closed after the next vote.
+# One that nobody needed for so many seconds is not used again, and closed with the next vote.
 IDLE_SECONDS = 60.0
 # Without a majority they are refused. Of other requests it must be known what was decided: they
 # wait for each node that can still be connected.
@@ -119,7 +119,10 @@ class Quorum:
         except IndexError:
             connections = NodeConnections(self.nodes)
         else:
-            connections.drop_dead()
+            if monotonic() - connections.used < IDLE_SECONDS:
+                connections.drop_dead()
+            else:  # a firewall may have forgotten them, and would drop in silence what is sent
+                connections.close()
         self.reconnect(connections)
         return connections
 
