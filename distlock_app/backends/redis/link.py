@@ -205,3 +205,10 @@ class Link:
         if isinstance(error, ResponseError):
             return error
         raise error  # such as LOADING
+
+
+def reason_of(error: Exception) -> str:
+    """Say why connecting failed; not by the text of redis-py, which may quote what was sent."""
+    cause = error.__context__
+    said = cause.strerror if isinstance(cause, OSError) else None
+    return said or type(error).__name__

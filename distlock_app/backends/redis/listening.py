@@ -18,7 +18,7 @@ from ...claims import Claim, Grant
 from ...primitives.logs import fields, logger
 from ...primitives.threads import Gate, started
 from ...primitives.timing import monotonic
-from .link import HEARTBEAT, Broken
+from .link import HEARTBEAT, Broken, reason_of
 
 # A leader that has not looked for so long is stopped, or in a signal handler: another one leads.
 ABSENT = 4 * HEARTBEAT
@@ -191,7 +191,7 @@ class Listener(Generic[AnyWaiter]):
         if self._retry_pause == RETRY_MIN:
             logger.warning(
                 "cannot listen for locks: %s",
-                type(error).__name__,
+                reason_of(error),
                 extra=fields("not_listening", self._alias),
             )
         self._retry_pause = min(2 * self._retry_pause, RETRY_MAX)

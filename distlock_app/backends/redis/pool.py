@@ -21,7 +21,7 @@ from redis.exceptions import (
 from ...errors import BackendError, LockError
 from ...primitives.timing import monotonic
 from ..base import close_all
-from .link import Link
+from .link import Link, reason_of
 from .scripts import Script, pack
 
 # Connections kept after a burst of threads; each is out only for one round trip.
@@ -278,7 +278,7 @@ class Pool(Servers):
 
     def _failure(self, error: RedisError, *, sent: bool) -> BackendError:
         """Say what happened; no URL, and none of the texts that may quote our request."""
-        server, why = f"Redis {self.name!r}", type(error).__name__
+        server = f"Redis {self.name!r}"
         if isinstance(error, AuthenticationError):
             return BackendError(
                 f"{server} rejected the credentials: check user and password in CACHES."
@@ -286,9 +286,9 @@ class Pool(Servers):
         if isinstance(error, ResponseError):  # to SELECT
             return self._refusal(error)
         if not sent:
-            return Unreachable(f"{server} could not be reached at {self._at}: {why}.")
+            return Unreachable(f"{server} could not be reached at {self._at}: {reason_of(error)}.")
         kind = ConnectionLost if isinstance(error, ConnectionError) else BackendError
-        return kind(f"{server} did not answer: {why}.")
+        return kind(f"{server} did not answer: {type(error).__name__}.")
 
 
 def code_of(error: ResponseError) -> str:

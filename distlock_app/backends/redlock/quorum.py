@@ -19,6 +19,7 @@ from ...errors import BackendError
 from ...primitives.threads import started
 from ...primitives.timing import monotonic
 from ..base import close_all
+from ..redis.link import reason_of
 from .nodes import Link, Node, NodeConnections, QuorumRequest
 from .scripts import ACQUIRE, ACQUIRE_OR_WAIT
 
@@ -179,7 +180,7 @@ class Quorum:
         except AuthenticationError:
             why = "rejected the credentials"
         except Exception as error:  # whatever it is: threads wait for this one
-            why = type(error).__name__
+            why = reason_of(error)
         with self._lock:
             if why:
                 node.failed(why)
