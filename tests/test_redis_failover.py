@@ -81,6 +81,13 @@ def careful(pair):
     backend.close()
 
 
+def test_an_alias_that_leads_to_a_replica_is_told(pair):
+    backend = backend_at(pair.replica.url)
+
+    assert [message.id for message in backend.check(ask=True)] == ["distlock_app.E013"]
+    backend.close()
+
+
 def test_a_lock_counts_only_when_the_replica_has_it(pair, careful):
     first, wanted = a_claim("held"), a_claim("wanted")
     held = eventually(lambda: careful.acquire(first, 0))

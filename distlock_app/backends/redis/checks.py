@@ -6,7 +6,7 @@ import string
 from typing import Any
 
 from django.conf import settings
-from django.core.checks import CheckMessage, Warning
+from django.core.checks import CheckMessage, Error, Warning
 from django.core.exceptions import ImproperlyConfigured
 
 from ...errors import BackendError
@@ -46,7 +46,7 @@ def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
 def check_server(
     alias: str, servers: Servers, replicas: int = 0
 ) -> tuple[list[CheckMessage], dict[str, dict[str, str]]]:
-    """Ask whether the servers answer, and whether they may evict locks.
+    """Ask whether the servers answer and take writes, and whether they may evict locks.
 
     Return what each server that has keys says about itself, too.
     """
@@ -66,6 +66,14 @@ def check_server(
             )
         )
     for name, fact in facts.items():
+        if fact.get("role") == "slave":
+            messages.append(
+                Error(
+                    f"Redis {name!r} of DISTLOCK[{alias!r}] is a replica: it grants no lock.",
+                    hint="Let the alias lead to the primary.",
+                    id="distlock_app.E013",
+                )
+            )
         if (connected := int(fact.get("connected_slaves", 0))) < replicas:
             messages.append(
                 Warning(
