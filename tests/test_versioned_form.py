@@ -16,6 +16,7 @@ from django.core.files.storage import InMemoryStorage
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.forms import inlineformset_factory
 from django.http import QueryDict
+from django.utils.timezone import override
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
@@ -578,6 +579,24 @@ def test_values_that_are_no_json_are_compared_as_text() -> None:
         "title": ("Tea", "Black tea", "Green tea"),
         "pages": ("1-5", "1-9", None),
     }
+
+
+def test_times_in_arrays_and_ranges_count_as_they_are_shown() -> None:
+    pytest.importorskip("psycopg")
+    from django.contrib.postgres.forms import DateTimeRangeField, SimpleArrayField
+    from django.db.backends.postgresql.psycopg_any import DateTimeTZRange
+
+    start = datetime(2026, 5, 4, 3, 2, 1, 654321, tzinfo=timezone.utc)
+    array, span = SimpleArrayField(forms.DateTimeField()), DateTimeRangeField()
+    with override("Asia/Seoul"):
+        times = array.clean(array.prepare_value([start, start]))
+        ends = span.clean(["2026-05-04 12:02:01", ""])
+
+    assert key_of(times, array) == key_of([start, start], array)
+    assert key_of(ends, span) == key_of(DateTimeTZRange(start, None), span)
+    assert key_of(ends, span) != key_of(DateTimeTZRange(None, start), span)
+    empty, unlimited = DateTimeTZRange(empty=True), DateTimeTZRange(None, None, "()")
+    assert key_of(empty, span) != key_of(unlimited, span)
 
 
 def test_a_time_as_the_version_is_carried_to_its_microsecond() -> None:

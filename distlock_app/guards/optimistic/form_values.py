@@ -57,7 +57,7 @@ def key_of(value: Any, field: Any) -> Any:
         value = value.pk if prepared is value else prepared  # the parent of an inline
     if value in field.empty_values and not exact:
         return ""
-    text = _text(value)
+    text = _text(_by_parts(value, field))
     if len(text) > LONGEST:
         return {DIGEST: hashlib.sha256(text.encode()).hexdigest()}
     return json.loads(text)
@@ -78,6 +78,18 @@ def _time_key(value: datetime | times.time, field: Any) -> str:
     if isinstance(value, datetime) and value.tzinfo:
         return value.astimezone(times.timezone.utc).isoformat()
     return str(value)
+
+
+def _by_parts(value: Any, field: Any) -> Any:
+    """Return an array or a range with keys for its parts: they may be times."""
+    if isinstance(value, list | tuple) and hasattr(field, "base_field"):
+        return [key_of(one, field.base_field) for one in value]
+    if not (isinstance(field, forms.MultiValueField) and hasattr(value, "lower_inc")):
+        return value
+    if value.isempty:
+        return str(value)
+    lower, upper = (key_of(end, field.fields[0]) for end in (value.lower, value.upper))
+    return f"{'[' if value.lower_inc else '('}{lower}, {upper}{']' if value.upper_inc else ')'}"
 
 
 def withheld(field: Any) -> bool:
