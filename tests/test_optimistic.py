@@ -467,6 +467,26 @@ class ReadsFromAReplica(WritesToDefault):
         return "locks"
 
 
+def test_a_field_loaded_later_is_not_read_from_a_replica_that_lags(
+    account: Account, settings: Any
+) -> None:
+    account.save(using="locks")  # the replica, with a balance of 100
+    deferred = Account.objects.using("default").defer("balance").get(pk=account.pk)
+    settings.DATABASE_ROUTERS = [ReadsFromAReplica()]
+    deferred.owner = "Bob"
+    deferred.save(update_fields=["owner"])
+    other = Account.objects.using("default").get(pk=account.pk)
+    other.balance = F("balance") - 10
+    other.save()
+    assert other.balance == 90
+    other.save()
+
+    assert Account.objects.using("default").get().balance == 90
+    assert deferred.balance == 90
+    with pytest.raises(StaleObjectError):
+        deferred.save()
+
+
 def test_get_or_create_and_update_or_create_behave_as_in_django(account: Account) -> None:
     same, created = Account.objects.get_or_create(owner="Ann")
     assert (same.version, created) == (1, False)

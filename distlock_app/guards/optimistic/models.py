@@ -91,6 +91,8 @@ class VersionedModel(GuardedSave):
         before = self.__dict__.get(name, MISSING)
         if fields is not None:
             fields = set(fields)
+            if from_queryset is None:  # not from a replica that may be older than the version
+                using = using or self._state.db
         elif before is MISSING:
             self.__dict__[name] = None  # no longer deferred: read it with the rest
         try:
