@@ -1395,6 +1395,25 @@ def test_a_version_that_was_read_in_a_rolled_back_transaction_saves_nothing(
     assert Account.objects.get().balance == 70
 
 
+def test_a_field_that_was_loaded_in_a_rolled_back_transaction_is_not_saved(
+    account: Account, undone: Any
+) -> None:
+    own = Account.objects.get(pk=account.pk)
+    with undone():
+        own.balance = F("balance") + 0
+        own.save()
+        assert own.balance == 100  # loaded, where it was not returned
+    own.save()  # as other values of a rolled back save, it may be saved again
+    deferred = Account.objects.defer("balance").get(pk=account.pk)
+    with undone():
+        own.balance = 0
+        own.save()
+        assert deferred.balance == 0
+
+    with pytest.raises(StaleObjectError, match="rolled back"):
+        deferred.save()
+
+
 def test_a_key_of_another_type_does_not_hide_what_was_read_in_a_rolled_back_transaction(
     undone: Any,
 ) -> None:

@@ -98,7 +98,7 @@ class VersionedModel(GuardedSave):
         try:
             taken = self._reads_all(from_queryset) if fields is None else name in fields
             super().refresh_from_db(using=using, fields=fields, from_queryset=from_queryset)
-            if taken:
+            if taken or self.__dict__.get(name) != before:  # read with the fields, by only()
                 watch_read(self, str(self._state.db))
         except BaseException:
             taken = False
