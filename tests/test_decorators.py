@@ -542,6 +542,10 @@ def test_a_plain_function_whose_work_comes_later_is_refused():
         with pytest.raises(TypeError, match="without the lock"):
             on_locmem("a")(lambda work=work: work())()
 
+    for manager in (contextlib.contextmanager(generator), contextlib.asynccontextmanager(stream)):
+        with pytest.raises(TypeError, match="ContextManager, which would run without the lock"):
+            on_locmem("a")(manager)()
+
 
 def test_decorating_connects_to_nothing(settings):
     settings.DISTLOCK = {

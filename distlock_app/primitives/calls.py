@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncContextDecorator, ContextDecorator
 from functools import partial
 from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
 from asgiref.sync import iscoroutinefunction
 
-_UNDONE = (GeneratorType, AsyncGeneratorType)
+# The last two: of functions under @contextmanager and @asynccontextmanager.
+_UNDONE = (GeneratorType, AsyncGeneratorType, ContextDecorator, AsyncContextDecorator)
 
 UNLOCKED = (
     "would run without the lock: do the work before it returns, or use the async or generator "
