@@ -88,3 +88,53 @@ def test_leases_and_waits_know_no_other_clock():
     ended = after_a_suspension(HOLD_AND_WAIT)
 
     assert ended.returncode == 0, ended.stderr
+
+
+# As on a system without CLOCK_BOOTTIME, and as freezegun stops a clock: in each module that has it.
+FROZEN = """
+import sqlite3, sys, time
+vars(time).pop("CLOCK_BOOTTIME", None)
+
+import django
+django.setup()
+
+from distlock_app import Lock, LockTimeout
+from distlock_app.backends.database.sql.sqlite import SQLite
+
+real = time.monotonic
+for module in [time, *(m for name, m in sys.modules.items() if name.startswith("distlock_app"))]:
+    for name, value in list(vars(module).items()):
+        if value is real:
+            setattr(module, name, lambda: 0.0)
+
+hold = Lock("a", using="locmem").acquire()
+try:
+    Lock("a", using="locmem").acquire(wait=0.1)
+except LockTimeout:
+    hold.release()
+
+memory = "file:frozen?mode=memory&cache=shared"
+writer, waiter = (sqlite3.connect(memory, uri=True, isolation_level=None) for _ in range(2))
+writer.execute("CREATE TABLE t (n)")
+writer.execute("BEGIN IMMEDIATE")
+writer.execute("INSERT INTO t VALUES (1)")
+try:
+    SQLite.execute(None, waiter.cursor(), "UPDATE t SET n = :n", {"n": 2})
+except sqlite3.OperationalError as error:
+    assert "table is locked" in str(error)
+    print("refused")
+writer.close(), waiter.close()
+"""
+
+
+def test_a_wait_ends_though_a_test_has_frozen_the_clock():
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FROZEN],
+        cwd=ROOT,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (ended.returncode, ended.stdout) == (0, "refused\n"), ended.stderr

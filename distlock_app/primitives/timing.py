@@ -7,11 +7,12 @@ import time
 from functools import partial
 
 # The clock of every lease and wait. Where there is a choice (Linux), the one that goes on while the
-# machine is suspended: what was held then must not be trusted afterwards.
+# machine is suspended: what was held then must not be trusted afterwards. A partial in any case:
+# freezegun replaces time.monotonic itself, in all modules, and waits would never end.
 monotonic = (
     partial(time.clock_gettime, time.CLOCK_BOOTTIME)
     if hasattr(time, "CLOCK_BOOTTIME")
-    else time.monotonic
+    else partial(time.monotonic)
 )
 
 # A lease is trusted this much shorter than its ttl: clocks may run at rates that differ by

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-import time
+from time import sleep
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
+from ....primitives.timing import monotonic
 from .base import ROW_WAIT, Cursor, Dialect, Named, Step, busy
 
 
@@ -77,7 +78,7 @@ class SQLite(Dialect):
         return "locked" in str(error)
 
     def execute(self, cursor: Cursor, statement: str, asked: Named) -> Cursor:
-        deadline = time.monotonic() + ROW_WAIT
+        deadline = monotonic() + ROW_WAIT
         while True:
             try:
                 cursor.execute(statement, asked)
@@ -85,9 +86,9 @@ class SQLite(Dialect):
             except Exception as error:
                 # Connections that share a cache (databases in memory, for tests) are told
                 # "table is locked" at once: there the driver's `timeout` waits for nothing.
-                if "table is locked" not in str(error) or time.monotonic() > deadline:
+                if "table is locked" not in str(error) or monotonic() > deadline:
                     raise
-            time.sleep(0.002)
+            sleep(0.002)
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         if self.execute(cursor, self.TAKE, asked).rowcount == 1:
