@@ -12,6 +12,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connection, transaction
 from django.utils.functional import SimpleLazyObject
 
@@ -366,6 +367,22 @@ def test_a_context_manager_is_locked_from_its_start_to_its_end():
     with session("a") as seen:
         assert seen == ["cm:a"]
     assert held() == []
+
+
+def test_what_asgiref_adapts_keeps_its_name_and_arguments():
+    async def send(pk):
+        return await sync_to_async(held)()
+
+    def pack(pk):
+        return held()
+
+    named = on_locmem("pk:{pk}")(async_to_sync(send))
+    bare = on_locmem()(async_to_sync(send))
+
+    assert named(1) == ["pk:1"]
+    assert asyncio.run(on_locmem("pk:{pk}")(sync_to_async(pack))(2)) == ["pk:2"]
+    assert bare(1) == [f"{__name__}.{send.__qualname__}"]
+    assert (named.__name__, named.__module__) == ("send", __name__)  # Celery names tasks by these
 
 
 def test_a_locked_function_may_call_itself():

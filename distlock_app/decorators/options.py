@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any, TypeVar
 
+from asgiref.sync import AsyncToSync
 from django.conf import settings
 from django.core.exceptions import AppRegistryNotReady, ImproperlyConfigured
 
@@ -79,6 +81,8 @@ def check_is_function(function: Any) -> None:
         raise TypeError(f"the lock's decorator goes below @{type(function).__name__}")
     if isinstance(function, type) or not callable(function):
         raise TypeError(f"{function!r} is not a function")
+    if isinstance(function, AsyncToSync):  # which, unlike sync_to_async(), has no name otherwise
+        update_wrapper(function, function.awaitable, updated=())
 
 
 def answer_busy(on_busy: Any, busy: LockBusy, args: Any, kwargs: Any) -> Any:
