@@ -8,10 +8,11 @@ import unittest
 import pytest
 from django.test import SimpleTestCase, override_settings
 
+from distlock_app import Lock
 from distlock_app.backends.dummy import DummyBackend
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.core.registry import registry
-from distlock_app.testing import override_locks
+from distlock_app.testing import held_elsewhere, lose, override_locks
 
 DUMMY = "distlock_app.backends.dummy.DummyBackend"
 
@@ -90,3 +91,17 @@ def test_what_cannot_be_decorated_is_refused(wrong):
 def test_a_class_without_django_is_refused_as_override_settings_does():
     with pytest.raises(ValueError, match="SimpleTestCase"):
         override_locks()(unittest.TestCase)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_coroutine_may_hold_a_lock_elsewhere_and_lose_its_own():
+    async def test():
+        registry["default"].backend.close()  # whatever was connected before
+        with held_elsewhere("a"):
+            refused = await Lock("a").atry_acquire()
+        hold = await Lock("a").aacquire()
+        registry["default"].backend.close()
+        lose(hold)
+        return refused, hold.lost
+
+    assert asyncio.run(test()) == (None, True)

@@ -11,6 +11,7 @@ from django.test.utils import override_settings
 from ..claims import Grant
 from ..core.groups import Holds
 from ..core.hold import Hold
+from ..core.offloading import begin
 from ..core.registry import registry
 from ..core.releasing import releaser
 from ..primitives.names import checked
@@ -53,13 +54,14 @@ class override_locks(override_settings):
 def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> Iterator[Grant]:
     """Hold the lock `name` as another process would; yield that grant."""
     backend = registry[using].backend
-    grant = backend.acquire(a_claim(checked(name), ttl=ttl), 0)
+    # In another thread: the test may be a coroutine, which must not connect to a database.
+    grant = begin(backend, backend.acquire, a_claim(checked(name), ttl=ttl), 0).result()
     if not grant:
         raise AssertionError(f"the lock {name!r} is already held")
     try:
         yield grant
     finally:
-        backend.release(grant)
+        begin(backend, backend.release, grant).result()
 
 
 def lose(hold: Hold | Holds) -> None:
@@ -69,5 +71,5 @@ def lose(hold: Hold | Holds) -> None:
     """
     for one in hold if isinstance(hold, Holds) else [hold]:
         lease = one._lease
-        lease.backend.release(lease.grant)
+        begin(lease.backend, lease.backend.release, lease.grant).result()
         releaser.lose(lease, "taken away by a test")
