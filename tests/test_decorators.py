@@ -834,3 +834,9 @@ def test_a_lock_that_is_left_belongs_to_nobody_here():
         assert_locked("cool2", using="locmem")
     with pytest.raises(LockBusy):
         Lock("cool2", using="locmem", wait=0).acquire()
+
+
+@pytest.mark.parametrize("wrong", [[Lock("a", using="locmem")], "a", None])
+def test_all_of_takes_nothing_but_locks(wrong):
+    with pytest.raises(TypeError, match=r"takes locks, all_of\(\*locks\), not "):
+        all_of(Lock("b", using="locmem"), wrong)

@@ -282,6 +282,8 @@ def all_of(*locks: Lock) -> AllOf:
     """Combine locks that are taken all or none: `with all_of(a, b) as (hold_a, hold_b)`."""
     if not locks:
         raise ValueError("all_of() needs at least one lock")
+    if wrong := [lock for lock in locks if not isinstance(lock, Lock)]:
+        raise TypeError(f"all_of() takes locks, all_of(*locks), not {wrong[0]!r}")
     if any(lock.atomic for lock in locks):
         raise ValueError(
             "all_of() does not take locks with atomic=: open atomic() inside its `with`"
