@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests import settings
+
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
 
@@ -66,6 +68,8 @@ def test_a_child_forked_while_other_threads_lock_does_not_hang(processes):
         ("quorum", "redlock_urls"),
         ("etcd", "etcd_url"),
         ("zookeeper", "zookeeper_url"),
+        ("locks", "db"),
+        *((using, "db") for using in set(settings.DISTLOCK) & {"named", "advisory"}),
     ],
 )
 def test_the_first_lock_imports_nothing_of_which_a_fork_would_leave_a_half(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -119,6 +121,10 @@ class Pool(Generic[P]):
 
     def __init__(self, using: str) -> None:
         self.using = using
+        # Else the first connection imports them: a fork meanwhile would leave a child with half.
+        connections[using]
+        if "MySQLdb" in sys.modules:
+            import_module("MySQLdb.connections")
         self._epoch = 0
         self._begin()
         _pools.add(self)
