@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +20,7 @@ from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend, sql
 from distlock_app.backends.sessions import link
 from distlock_app.claims import Busy, Grant
+from distlock_app.core.registry import registry
 from distlock_app.errors import BackendError
 from distlock_app.testing.claims import a_claim
 from tests.processes import hear, say
@@ -165,3 +168,37 @@ def migrate() -> None:
     from django.core.management import call_command
 
     call_command("migrate", "distlock_app", verbosity=0)
+
+
+def lock_without_files(spare):
+    """Lock while the process can open only so many files; return what became of it."""
+    outcomes = []
+
+    def take(name, wait):
+        try:
+            Lock(name, using="locks").acquire(wait).release()
+            outcomes.append("fine")
+        except Exception as error:
+            outcomes.append(type(error).__name__)
+
+    def take_elsewhere(name, wait):
+        thread = threading.Thread(target=take, args=(name, wait))
+        thread.start()
+        thread.join()
+
+    def leave(files):
+        lowest = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + files, limits[1]))
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Lock("a", using="locks"):
+        take_elsewhere("a", 0.1)
+        leave(0)
+        take_elsewhere("a", 0.1)  # on the connection that is there
+        registry["locks"].backend.close()
+        leave(spare)
+        take("b", 0)  # on a new one
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        take("b", 0)
+    return outcomes

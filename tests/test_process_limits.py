@@ -164,6 +164,14 @@ def test_many_waiters_of_one_process_are_all_served_in_order_of_arrival():
 server_locks = pytest.mark.skipif(not OF_THE_SERVER, reason="SQLite has no locks of its own")
 
 
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_process_without_files_to_open_waits_and_reports_that_it_cannot_connect(spare, processes):
+    worker = processes.start("tests.database_workers:lock_without_files", spare=spare)
+
+    new = "fine" if spare and connection.vendor == "mysql" else "BackendError"  # psycopg needs two
+    assert worker.result() == ["LockTimeout", "LockTimeout", new, "fine"]
+
+
 @server_locks
 def test_a_storm_of_cancelled_tasks_keeps_to_the_sessions_of_server_locks():
     with counting(OF_THE_SERVER) as counter, Lock("a", using=OF_THE_SERVER):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 from collections.abc import Callable
 from contextlib import suppress
 from weakref import ref
 
+from ..backends.base import readable
 from ..claims import Grant
 from ..primitives.threads import Gate
 
@@ -38,9 +38,7 @@ class Waker:
                     seconds = 0.0
             self._gate.wait(seconds)
         else:  # a backend with a wake_fd does not call wake()
-            with selectors.DefaultSelector() as selector:
-                selector.register(wake_fd, selectors.EVENT_READ)
-                selector.select(seconds)
+            readable(wake_fd, max(0.0, seconds))  # which opens no file: there may be none left
         grant, self._grant = self._grant, None
         return grant
 

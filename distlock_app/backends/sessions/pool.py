@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
@@ -89,8 +89,10 @@ class PooledSession:
         try:
             wrapper.ensure_connection()  # not connect(): this is what pytest-django guards
             self.prepare()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if type(error) is OSError:  # psycopg's, if the process has no more files to open
+                raise OperationalError(str(error)) from error
             raise
 
     def adapt(self, wrapper: Any) -> None:
