@@ -327,7 +327,7 @@ def test_a_child_of_fork_tells_nothing_twice():
 
     writer.__init__()
 
-    assert not writer._waiting and writer._thread is None
+    assert not writer._waiting and not writer._running
 
 
 def test_the_page_of_a_lock_shows_what_happened_and_a_chart(page):

@@ -12,7 +12,6 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from ..primitives import identity
 from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from ..primitives.names import key_of, shown
+from ..primitives.threads import started
 from ..signals import lock_acquired, lock_busy, lock_cleared, lock_lost, lock_released
 
 T = TypeVar("T")
@@ -95,26 +95,18 @@ class _Writer:
     def __init__(self) -> None:
         self._waiting: deque[tuple[_Database, dict[str, Any]]] = deque(maxlen=MOST_WAITING)
         self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._running = False
         self._failing = False  # logged only once
         self._pending, self._hurry, self._done = (threading.Event() for _ in range(3))
         self._noted: Counter[tuple[str, str]] = Counter()
-
-    @property
-    def _running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def note(self, **event: Any) -> None:
         """Remember an event."""
         self._waiting.append((_database(), event))
         self._pending.set()
         if not self._running:
-            with self._starting, suppress(RuntimeError):  # no thread to be had
-                if not self._running:
-                    self._thread = threading.Thread(
-                        target=self._run, name="distlock-history", daemon=True
-                    )
-                    self._thread.start()
+            with self._starting:
+                self._running = self._running or started(self._run, "distlock-history")
 
     def flush(self, within: float = AT_EXIT) -> None:
         """Wait so many seconds at most until everything is written."""
