@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -16,6 +15,7 @@ from ..claims import Holding
 from ..models import LockEvent
 from ..operations import history
 from ..operations.people import who
+from ..primitives.identity import holder_fields
 from ..primitives.names import shown
 from .chart import Chart, chart_of
 
@@ -92,12 +92,9 @@ def _lines(events: Sequence[LockEvent], held: Sequence[Holding] | None) -> Itera
 
 
 def _detail(event: LockEvent) -> str:
-    if event.event not in LockEvent.WAITS:
-        return shown(event.detail)
-    try:
-        return who(json.loads(event.detail))
-    except (ValueError, AttributeError):
-        return ""
+    if event.event in LockEvent.WAITS:
+        return who(holder_fields(event.detail))
+    return shown(event.detail)
 
 
 def _sums(events: Sequence[LockEvent]) -> list[tuple[Any, int, float, float]]:
