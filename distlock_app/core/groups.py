@@ -113,6 +113,10 @@ class Holds(tuple[Hold, ...], Entered):
         """Like `release`, without blocking the event loop."""
         await self._aeach(Hold.arelease)
 
+    def abandon(self) -> None:
+        """Release all in the background; see `Hold.abandon`."""
+        self._each(Hold.abandon)
+
     def leave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Release all at the end of a `with` whose body raised `exc`; see `Hold.leave`."""
         self._each(lambda hold: hold.leave(exc, unused=unused))

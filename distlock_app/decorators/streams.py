@@ -41,10 +41,8 @@ class _Keeper:
 
 def _give_up(hold: Any) -> None:
     """Release it in the background: the request was cancelled on the way to the server."""
-    for one in hold if isinstance(hold, tuple) else (hold,):
-        if not one.released:
-            with suppress(NotHeld):  # in a child of fork()
-                one.abandon()
+    with suppress(NotHeld):  # in a child of fork()
+        hold.abandon()
 
 
 class _Body:
