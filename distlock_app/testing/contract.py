@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 from unittest import SkipTest
 
@@ -238,22 +238,13 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
         self.backend.release(grant)
 
     def test_one_of_many_threads_has_it_at_a_time(self) -> None:
-        name, counter, errors = self.name(), [0], []
+        name, counter, pool = self.name(), [0], ThreadPoolExecutor(8)
 
-        def work() -> None:
-            try:
-                self.count_to_ten(counter, name)
-            except BaseException as error:
-                errors.append(error)
+        counts = [pool.submit(self.count_to_ten, counter, name) for _ in range(8)]
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(90)
-
-        assert errors == []
+        assert [count.exception(90) for count in counts] == [None] * 8
         assert counter == [80]
+        pool.shutdown()
 
     def test_the_server_answers(self) -> None:
         self.backend.ping()

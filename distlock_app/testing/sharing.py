@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from time import sleep
@@ -249,27 +249,22 @@ class SharingContract(Suite):
 
     def test_a_latch_opens_when_all_have_counted_down(self) -> None:
         self.needs("latches")
-        latch = Latch(self.name(), 3, ttl=30, using=self.alias)
-        results: list[bool] = []
-        threads = [
-            threading.Thread(target=lambda: results.append(latch.wait(30))) for _ in range(3)
-        ]
+        latch, pool = Latch(self.name(), 3, ttl=30, using=self.alias), ThreadPoolExecutor(3)
 
         assert (latch.left(), latch.wait(0)) == (3, False)
-        for thread in threads:
-            thread.start()
+        waits = [pool.submit(latch.wait, 30) for _ in range(3)]
         assert latch.count_down(by="a") == 2
         assert latch.count_down(by="a") == 2
         assert latch.count_down() == 1
-        assert (latch.wait(0.05), results) == (False, [])
+        assert not latch.wait(0.05)
+        assert not any(wait.done() for wait in waits)
         started = monotonic()
         assert latch.count_down() == 0
-        for thread in threads:
-            thread.join(30)
 
-        assert results == [True] * 3
+        assert [wait.result(30) for wait in waits] == [True] * 3
         assert monotonic() - started < 20
         assert (latch.count_down(), latch.left(), latch.wait(0)) == (0, 0, True)
+        pool.shutdown()
 
     def test_a_latch_and_a_lock_of_one_name_have_nothing_in_common(self) -> None:
         self.needs("latches")
