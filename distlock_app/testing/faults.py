@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import closing, suppress
 from time import sleep
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import SkipTest
 
 from ..claims import Grant
 from ..core.lock import Lock
+from ..core.offloading import begin_alone
 from ..errors import BackendError, LockTimeout
 from ..primitives.timing import monotonic
 from .claims import a_claim
@@ -131,23 +133,20 @@ class FaultContract(Suite):
 
     def _raises(self, verb: Callable[..., Any], *args: Any) -> None:
         """Fail unless it raises BackendError, and soon."""
-        said: list[Any] = []
 
-        def ask() -> None:
-            try:
-                answer = verb(*args)
-                said.append(answer if answer is None or verb.__name__ != "holders" else [*answer])
-            except BaseException as error:
-                said.append(error)
+        def ask() -> Any:
+            answer = verb(*args)
+            return answer if answer is None or verb.__name__ != "holders" else [*answer]
 
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(6 * self.patience)
+        asked, limit = begin_alone(self.backend, ask), 6 * self.patience
         what = f"{verb.__qualname__}()"
-        assert said, f"{what} still hangs after {6 * self.patience} s: give requests a time limit"
-        if isinstance(said[0], BackendError):
+        assert wait([asked], limit).done, (
+            f"{what} still hangs after {limit} s: give requests a time limit"
+        )
+        error = asked.exception()
+        if isinstance(error, BackendError):
             return
         must = "without an answer, it must raise BackendError"
-        if isinstance(said[0], BaseException):
-            raise AssertionError(f"{what} raised {said[0]!r}: {must}") from said[0]
-        raise AssertionError(f"{what} said {said[0]!r}: {must}")
+        if error is not None:
+            raise AssertionError(f"{what} raised {error!r}: {must}") from error
+        raise AssertionError(f"{what} said {asked.result()!r}: {must}")
