@@ -173,11 +173,15 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Show one holding, or say that the lock is free or changed hands."""
         if not self.has_view_permission(request):
             raise PermissionDenied
+        if (parts := parts_of(unquote(object_id))) is None:
+            self._warn(request, [gettext("There is no such lock.")])
+            return HttpResponseRedirect(self._list())
         found = clearing.rows_of([unquote(object_id)])
         if not found.rows:
-            problems = [self._free(request, object_id)] if found.free else found.problems
-            self._warn(request, problems or [gettext("There is no such lock.")])
-            return HttpResponseRedirect(self._events(unquote(object_id)) or self._list())
+            alias, key, _seen = parts
+            problems = [self._free(request, alias, key)] if found.free else found.problems
+            self._warn(request, problems)
+            return HttpResponseRedirect(self._events(alias, key) or self._list())
         row = request.distlock_row = found.rows[0]
         more = {
             "title": _("Live lock"),
@@ -198,10 +202,9 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Show what happened to a lock lately, with any holder, also when it is free."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        try:
-            alias, key, _seen = parts_of(request.GET.get("lock", ""))
-        except ValueError:
+        if (parts := parts_of(request.GET.get("lock", ""))) is None:
             return HttpResponseRedirect(self._list())
+        alias, key, _seen = parts
         reading = read({alias: [key]})
         [backend] = reading.backends
         holdings = reading.holdings if backend.known else None
@@ -230,20 +233,15 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             "history_url": self._url("history", quote(id_of(alias, key))),
         }
 
-    def _free(self, request: HttpRequest, object_id: str) -> str:
+    def _free(self, request: HttpRequest, alias: str, key: str) -> str:
         """Return the message for a link to a lock that is free by now."""
-        alias, key, _seen = parts_of(unquote(object_id))
         facts = {"name": clearing.name_of(alias, key, request.GET.get("name", ""))}
         said = gettext("“%(name)s” is free now.") % facts
         url = self._url("history", quote(id_of(alias, key)))
         return format_html('{} <a href="{}">{}</a>', said, url, gettext("Change history"))
 
-    def _events(self, row_id: str) -> str:
+    def _events(self, alias: str, key: str) -> str:
         """Return the address of a lock's events; an empty text without a history."""
-        try:
-            alias, key, _seen = parts_of(row_id)
-        except ValueError:
-            return ""
         query = urlencode({"lock": id_of(alias, key)})
         return f"{self._url('events')}?{query}" if history.kept() else ""
 
@@ -251,7 +249,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Return name, alias and address of events for each alias that has events of the lock."""
         aliases = history.aliases_of(name) if name and history.kept() else []
         lock = shown(name)
-        return [(lock, alias, self._events(id_of(alias, key_of(name)))) for alias in aliases]
+        return [(lock, alias, self._events(alias, key_of(name))) for alias in aliases]
 
     def history_view(
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
@@ -259,10 +257,9 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Show the forced releases of this lock, from any holder, also when it is free."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        try:
-            alias, key, _seen = parts_of(unquote(object_id))
-        except ValueError:
+        if (parts := parts_of(unquote(object_id))) is None:
             return HttpResponseRedirect(self._list())
+        alias, key, _seen = parts
         lock_id = id_of(alias, key)
         request.distlock_row = LiveLock(id=lock_id, name=_brief(clearing.name_of(alias, key)))
         more = {"list_url": self._list(), "media": self.media, **(extra_context or {})}

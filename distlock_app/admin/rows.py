@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, unquote
@@ -23,12 +22,11 @@ def id_of(alias: str, key: str, version: str = "") -> str:
     return ":".join(quote(part, safe="") for part in parts)
 
 
-def parts_of(row_id: str) -> tuple[str, str, str]:
-    """Return alias, key and version of an id from `id_of`; raise ValueError if it is none."""
-    alias, key, *version = (unquote(part) for part in row_id.split(":"))
-    if len(version) > 1 or not alias or "\0" in alias or not is_key(key):
-        raise ValueError(f"not the id of a live lock: {row_id!r}")
-    return alias, key, "".join(version)
+def parts_of(row_id: str) -> tuple[str, str, str] | None:
+    """Return alias, key and version of an id from `id_of`; None if it was made up by hand."""
+    alias, key, version, *_ = (*map(unquote, row_id.split(":")), "", "")
+    known = row_id.count(":") <= 2 and alias and "\0" not in alias and is_key(key)
+    return (alias, key, version) if known else None
 
 
 def row_of(holding: Holding) -> LiveLock:
@@ -44,10 +42,7 @@ def _parts_of(holding: Holding) -> tuple[str, str, str]:
 
 def read_again(ids: Iterable[str]) -> tuple[list[tuple[str, str, str]], Reading]:
     """Return the parts of these ids, and what is held now of these locks, by any owner."""
-    asked = []
-    for row_id in dict.fromkeys(ids):
-        with suppress(ValueError):  # made up by hand
-            asked.append(parts_of(row_id))
+    asked = [parts for row_id in dict.fromkeys(ids) if (parts := parts_of(row_id))]
     keys: dict[str, dict[str, None]] = {}
     for alias, key, _ in asked:
         keys.setdefault(alias, {})[key] = None
