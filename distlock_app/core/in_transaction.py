@@ -85,24 +85,19 @@ def begun_under_lock(
             f"this thread already holds {shown(name)!r} as a Lock: hold.pin() keeps its row locked"
             " until the end of the transaction"
         )
-    held = transactions.held_in(connection)
-    lease_key = (using, attempt.key)
+    held, lease_key = transactions.held_in(connection), (using, attempt.key)
     backend = attempt.backend
-    if not isinstance(backend, InTransaction) or not transactions.is_open(connection):
-        # In tests: a lock in memory, or a TestCase, which would keep the row until its end.
+    if isinstance(backend, InTransaction) and transactions.is_open(connection):
+        if warn:
+            transactions.check_before_lock(name, release_now=True)
+        fence = _lock(attempt, backend, connection)
+        forget = partial(held.pop, lease_key, None)
+        transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=True)
+    else:  # in tests: a lock in memory, or a TestCase, which would keep the row until its end
         hold = Lock(name, wait=attempt.wait, using=using).acquire()
         hold.release()  # at the end of the transaction, but not in a TestCase
-        held[lease_key] = hold.fence or 0, blocks[0]
-        return hold.fence or 0
-    if warn:
-        transactions.check_before_lock(name, release_now=True)
-    fence = _lock(attempt, backend, connection)
+        fence = hold.fence or 0
     held[lease_key] = fence, blocks[0]
-
-    def forget() -> None:
-        held.pop(lease_key, None)
-
-    transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=True)
     return fence
 
 

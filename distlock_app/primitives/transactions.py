@@ -163,8 +163,8 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
 def call_at_end(
     connection: Any,
     *,
-    committed: Callable[[], None],
-    dropped: Callable[[], None],
+    committed: Callable[[], object],
+    dropped: Callable[[], object],
     before_commit: Callable[[], None] | None = None,
     savepoints: bool = False,
 ) -> None:
@@ -217,12 +217,12 @@ class _End:
 
     def __init__(
         self,
-        committed: Callable[[], None],
-        dropped: Callable[[], None],
+        committed: Callable[[], object],
+        dropped: Callable[[], object],
         before_commit: Callable[[], None] | None,
     ) -> None:
         self._committed = committed
-        self._dropped: Callable[[], None] | None = dropped
+        self._dropped: Callable[[], object] | None = dropped
         self.before_commit = before_commit
 
     def __call__(self) -> None:
