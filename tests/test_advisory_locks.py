@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 from django.conf import settings
+from django.core.management import call_command
 from django.db import connection
 
 from distlock_app import BackendError, Lock
@@ -18,6 +20,7 @@ from distlock_app.backends.postgresql import AdvisoryLockBackend
 from distlock_app.backends.sessions.link import ServerError
 from distlock_app.backends.sessions.lock_session import GRACE
 from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
 from distlock_app.testing.claims import a_claim
 from tests.engines import running, until
 
@@ -233,6 +236,28 @@ def test_a_made_up_end_of_a_key_is_another_lock(backend):
 
     assert [holding.key for holding in backend.holders(grant.claim.key)] == [grant.claim.key]
     assert backend.release(grant) is True
+
+
+@pytest.mark.parametrize("number", ["9" * 320, "1e999", "-1e999", "NaN"])
+def test_numbers_that_a_session_made_up_break_no_page_and_no_command(
+    backend, stranger, admin_client, number
+):
+    key = key_of("forged")
+    said = f'{{"ttl":{number},"at_least":{number},"who":{"[" * 100}{"]" * 100},"host":"there"}}'
+    with stranger.cursor() as cursor:
+        cursor.execute("SET application_name = 'distlock'")
+        cursor.execute(f"SELECT pg_advisory_lock({postgresql._number(key)})")
+        cursor.execute(f'/* distlock 00000000 {key} 0 "forged" {said} */ SELECT 1')
+
+    (holding,) = backend.holders(key)
+
+    assert (holding.name, holding.holder) == ("forged", {"host": "there"})
+    for page in "", "data/":
+        answer = admin_client.get(f"/admin/distlock_app/livelock/{page}?alias=advisory")
+        assert (answer.status_code, b"forged" in answer.content) == (200, True)
+    for action in ["list"], ["list", "--json"], ["show", "forged"]:
+        call_command("distlock", *action, "--using=advisory", stdout=(out := io.StringIO()))
+        assert "forged" in out.getvalue()
 
 
 @pytest.mark.parametrize("verb", ["extend", "refused"])

@@ -209,9 +209,19 @@ def of_lease(text: str, *, ttl: float, renew: bool, at_least: float) -> str:
 
 
 def holder_fields(text: str) -> dict[str, Any]:
-    """Return what `Runner.text` described; anything unreadable is shown as it is."""
+    """Return what `Runner.text` described; anything unreadable is shown as it is.
+
+    Of what others made up, only texts and numbers: pages and commands compute with them.
+    """
     try:
         fields = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
-    return fields if isinstance(fields, dict) else {"who": text[:ACTIVITY_LENGTH]}
+    if not isinstance(fields, dict):
+        return {"who": text[:ACTIVITY_LENGTH]}
+    return {name: value for name, value in fields.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    # Not infinite, not NaN, and no more than a float holds.
+    return isinstance(value, str) or (isinstance(value, (int, float)) and abs(value) < 1e15)
