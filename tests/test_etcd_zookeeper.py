@@ -1184,7 +1184,12 @@ def test_wrong_options_are_refused(engine):
 @pytest.mark.parametrize("text", [None, "no certificate"])
 @pytest.mark.parametrize("option", ["CA", "CERT"])
 @pytest.mark.parametrize(
-    "name, location, tls", [("etcd", "https://h", {}), ("zookeeper", "h:1", {"TLS": True})]
+    "name, location, tls",
+    [
+        ("etcd", "https://h", {}),
+        ("etcd", "HTTPS://h", {}),
+        ("zookeeper", "h:1", {"TLS": True}),
+    ],
 )
 def test_files_for_tls_that_are_of_no_use_are_named(name, location, tls, option, text, tmp_path):
     file = tmp_path / "file.pem"

@@ -145,7 +145,7 @@ class EtcdBackend(ForPeople):
 
     def _start(self) -> None:
         tls = None
-        if any(endpoint.startswith("https:") for endpoint in self._endpoints):
+        if any(endpoint.lower().startswith("https:") for endpoint in self._endpoints):
             tls = tls_context(self.alias, *self._files)
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
         self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
