@@ -1193,6 +1193,14 @@ class TestLockTable:
         for lookup in ("owner__startswith=0", "owner__gte=0", "q=0&owner=1"):
             assert client.get(f"/admin/distlock_app/distlock/?{lookup}").status_code == 400
 
+    @pytest.mark.parametrize("page", ["change", "history"])
+    def test_there_is_no_row_of_what_is_no_key(self, browse, page):
+        client = browse("view_distlock")
+
+        for no_key in ("%00", "a", f"{key_of('a')}%00"):
+            answer = client.get(f"{ROWS}{no_key}/{page}/")
+            assert answer.status_code == 302 and answer.url == "/admin/"
+
     def test_its_rows_cannot_be_changed(self, browse):
         client = browse("view_distlock")
         with Lock("a", using="table") as hold:

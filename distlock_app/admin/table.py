@@ -22,6 +22,7 @@ from ..core.registry import registry
 from ..models import DistLock
 from ..operations.people import activity_of, local, origin_of
 from ..primitives.identity import holder_fields
+from ..primitives.names import is_key
 from . import clearing
 from .readonly import ReadOnly
 
@@ -76,6 +77,12 @@ class DistLockAdmin(ReadOnly, admin.ModelAdmin):  # type: ignore[type-arg]
         taken = ~Q(owner="") & Q(expiry__gt=now)
         rows: QuerySet[DistLock] = super().get_queryset(request).using(database).defer("owner")
         return rows.annotate(is_held=ExpressionWrapper(taken, output_field=BooleanField()))
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> DistLock | None:
+        """Return the row; of what is no key there is none, and PostgreSQL refuses a NUL."""
+        return super().get_object(request, object_id, from_field) if is_key(object_id) else None
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
