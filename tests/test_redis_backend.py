@@ -200,6 +200,22 @@ def test_holders_says_who_has_it_since_when_and_who_waits(backend):
     assert list(backend.holders(key_of("another"))) == []
 
 
+@pytest.mark.parametrize("said", ["5", "[1]", "null", '{"ttl":1e999,"host":{}}', '{"a":' * 100_000])
+def test_what_another_client_made_up_of_a_holder_is_not_taken_for_one(
+    backend, server, prefix, said
+):
+    grant = backend.acquire(a_claim("a", ttl=50), 0)
+    key = f"{prefix}:{{0}}:{grant.claim.key}"
+    owner, fence, *_ = server.get(key).split()
+    server.set(key, f"{owner} {fence} {said} a", keepttl=True)
+
+    [holding] = backend.holders(grant.claim.key)
+
+    assert holding.fence == grant.fence
+    assert all(isinstance(value, str) for value in holding.holder.values())
+    assert backend.release(grant) is True
+
+
 def test_all_holders_are_found_without_scanning_the_server(own):
     backend, server = own
     grants = [backend.acquire(a_claim(f"n{number}"), 0) for number in range(1200)]

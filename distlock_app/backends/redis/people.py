@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...claims import Holding
+from ...primitives.identity import holder_fields
 from ...primitives.names import shown
 from ..base import BaseLockBackend, batches
 from .pool import Servers
@@ -166,10 +167,10 @@ def about(holder: str, name: str) -> bytes:
 def about_of(text: str) -> tuple[Mapping[str, Any], str]:
     """Return holder and name of what `about` wrote."""
     try:
-        holder, end = json.JSONDecoder().raw_decode(text)
-    except ValueError:
-        holder, end = {}, text.find(" ")
-    return holder, text[end + 1 :]
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        end = text.find(" ")
+    return holder_fields(text[: max(end, 0)]), text[end + 1 :]
 
 
 def milliseconds(seconds: float) -> bytes:
