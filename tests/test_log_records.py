@@ -175,6 +175,17 @@ def test_no_secret_is_written_anywhere(alias, log, tokens, capfd, settings):
     assert [token for token in tokens if token in said] == []
 
 
+@pytest.mark.skipif("zookeeper" not in django_settings.DISTLOCK, reason="no ZooKeeper")
+def test_a_level_above_info_silences_kazoo(log):
+    logging.getLogger().setLevel(logging.WARNING)
+
+    with Lock("quiet", using="zookeeper"):
+        pass
+    registry["zookeeper"].backend.close()
+
+    assert log.lines == []
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 @pytest.mark.parametrize("alias", sorted({*django_settings.DISTLOCK} - {"dummy"}))
 @pytest.mark.parametrize("wait", [0, 0.1])

@@ -34,8 +34,7 @@ CONNECT = 3.0
 
 # At the level DEBUG kazoo writes whole requests, with the tokens of owners and the password.
 _kazoo_says = logging.getLogger("distlock_app.zookeeper")
-if not _kazoo_says.level:
-    _kazoo_says.setLevel(logging.INFO)
+_kazoo_says.addFilter(lambda record: bool(_kazoo_says.level) or record.levelno >= logging.INFO)
 
 # The clients that a child of fork() inherited: nothing of them may run or be closed.
 _graveyard: list[Any] = []
