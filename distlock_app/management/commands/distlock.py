@@ -95,13 +95,17 @@ class Command(Looking):
             code = getattr(self, f"_{action}")(action=action, **options)
             self.stdout.flush()
         except BrokenPipeError:  # `| head` has read enough
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what is flushed at the exit
+            _discard(sys.stdout)
             sys.exit(EX_NO_READER)
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         except BackendError as error:
             raise CommandError(str(error), returncode=EX_UNAVAILABLE) from error
+        finally:
+            try:
+                sys.stderr.flush()
+            except (AttributeError, OSError):  # it is closed, or nobody reads it
+                _discard(sys.stderr)
         if code:
             sys.exit(code)
 
@@ -236,6 +240,12 @@ def _verdict(backend: doctor.Finding) -> str:
         f"{backend.backend} works; one round trip took {backend.ping_ms:.1f} ms, "
         f"a lock and its release {backend.pair_ms:.1f} ms"
     )
+
+
+def _discard(stream: Any) -> None:
+    """Let what is left in a stream be flushed to nowhere: Python would exit with 120."""
+    with suppress(AttributeError, OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _user() -> str:
