@@ -377,13 +377,15 @@ class Interrupter:
     def __call__(self, frame, event, arg):
         code = frame.f_code
         ours = "distlock_app" in code.co_filename or "contextlib" in code.co_filename
-        if event not in ("call", "c_return") or not ours or _asked_by_asgiref(frame):
+        if event not in ("call", "c_return") or not ours:
             return
         if code.co_name in ("__del__", "__repr__"):
             return
-        # Before 3.11 a generator ends here without leaving its `with`; a signal comes later.
-        if sys.version_info < (3, 11) and event == "call" and frame.f_lasti >= 0:
-            return
+        if sys.version_info < (3, 11):
+            # A generator that goes on would end without leaving its `with`; a signal comes later.
+            goes_on = event == "call" and frame.f_lasti >= 0
+            if goes_on or _asked_by_asgiref(frame):
+                return
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)

@@ -939,6 +939,7 @@ def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
 @pytest.mark.parametrize("closed", ["2>&-", "2> >(true)"])
 def test_a_leader_goes_on_where_nobody_reads_what_it_says(started, tmp_path, closed):
     path = tmp_path / "leaders"
+    # Unbuffered, nothing would be left to be written at the exit.
     bash = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$@" {closed}', "bash"]
     process = lead(started, path, "0", wrapper=bash)
     until(lambda: leaders(path))

@@ -319,4 +319,5 @@ def test_no_error_shows_the_password(private_server):
     for error in (refused.value, gone.value):
         text = text_of(error)
         assert "horse" not in text and "redis://" not in text
-    assert f"reached at 127.0.0.1:{server.port}: Connection refused." in str(gone.value)
+    why = f"could not be reached at 127.0.0.1:{server.port}: Connection refused."
+    assert why in str(gone.value)
