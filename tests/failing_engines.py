@@ -51,6 +51,17 @@ class CrowdedBackend(LocMemBackend):
         return super().page(start, count)
 
 
+class TiringBackend(LocMemBackend):
+    """Answers for a page of its locks, and no more for all of them."""
+
+    def page(self, start, count):
+        held = list(super().holders())
+        return held[start : start + count], len(held)
+
+    def holders(self, key=None):
+        raise BackendError("no route to db7")
+
+
 class StubbornBackend(LocMemBackend):
     """Goes down between the look at a lock and its clearing."""
 

@@ -122,7 +122,8 @@ def test_the_lock_table_is_paged_searched_and_sorted(pages, settings):
     check_pages(pages)
 
 
-def test_the_command_lists_what_it_can_read_in_time(settings, capsys):
+def test_the_command_lists_what_it_can_read_in_time(settings, capsys, monkeypatch):
+    monkeypatch.setattr(reading, "ANSWER_WITHIN", WITHIN)
     table = "distlock_app.backends.database.DatabaseBackend"
     settings.DISTLOCK = {"many": {"BACKEND": table, "LOCATION": "default"}}
     in_the_table()

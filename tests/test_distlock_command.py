@@ -31,7 +31,7 @@ from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Claim, Grant
 from distlock_app.core.registry import registry
 from distlock_app.models import DistLock
-from distlock_app.operations import run, tethered
+from distlock_app.operations import reading, run, tethered
 from distlock_app.primitives import identity
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
@@ -325,6 +325,19 @@ def test_list_tells_which_engine_is_down_and_shows_the_rest(memory, capsys):
     assert code == 69
     assert "broken is down: no route to db7" in err
     assert out.splitlines()[1].startswith("a")
+
+
+def test_list_keeps_what_it_has_read_if_the_rest_does_not_come(memory, capsys, monkeypatch):
+    monkeypatch.setattr(reading, "MOST", 2)
+    memory("tiring", "tests.failing_engines.TiringBackend")
+    for name in "abc":
+        taken(name, alias="tiring")
+
+    code, out, err = say(capsys, "list")
+
+    assert code == 0
+    assert "tiring: the first 2 of 3 locks" in err
+    assert len(out.splitlines()) == 3
 
 
 def test_an_engine_that_breaks_is_logged_and_one_that_is_down_is_not(memory, capsys, caplog):

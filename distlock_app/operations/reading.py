@@ -104,14 +104,17 @@ def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
 
 
 def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
-    """Return `reading` with as many locks of these aliases as can be read in so many seconds."""
+    """Return `reading` with as many locks of these aliases as can be read in so many seconds.
+
+    An alias that does not answer now keeps what `reading` has of it.
+    """
     more = _read("more", dict.fromkeys(aliases, partial(_within, seconds)))
     backends = {backend.alias: backend for backend in reading.backends}
-    for backend in more.backends:
-        if backend.up and backend.total is None:  # cut short again
-            backend = replace(backend, total=backends[backend.alias].total)
-        backends[backend.alias] = backend
-    kept = [held for held in reading.holdings if held.alias not in set(aliases)]
+    read_again = {backend.alias: backend for backend in more.backends if backend.known}
+    for alias, backend in read_again.items():
+        total = backends[alias].total if backend.total is None else backend.total  # cut short again
+        backends[alias] = replace(backend, total=total)
+    kept = [held for held in reading.holdings if held.alias not in read_again]
     return Reading([*kept, *more.holdings], list(backends.values()))
 
 
