@@ -452,6 +452,19 @@ def test_an_extension_heals_emptied_nodes_and_fails_without_a_majority(backend, 
     assert nodes.holding(grant.claim.key) == [0, 4]  # and nothing was taken again
 
 
+def test_an_extension_tells_emptied_nodes_the_fence(backend, nodes):
+    """They would give one by their own clocks, which may be behind."""
+    grant = held_everywhere(backend, nodes)
+    lock = f"distlock:redlock:{grant.claim.key}"
+
+    for client in nodes.clients:
+        client.flushall()
+        assert backend.extend(grant, 30) is True
+        until(lambda: len(nodes.holding(grant.claim.key)) == 5)
+
+    until(lambda: {int(one.get(lock).split()[1]) for one in nodes.clients} == {grant.fence})
+
+
 def test_an_extension_heals_nodes_although_others_wait_for_the_lock(backend, nodes):
     grant = held_everywhere(backend, nodes)
     waiter = Waiter(backend, "a")
@@ -659,6 +672,20 @@ def test_holders_are_what_a_majority_says(backend, nodes):
     assert backend.clear(grant.claim.key, "1") == 0
     assert backend.clear(grant.claim.key, held.version) == 1
     assert backend.extend(grant, 30) is False
+
+
+def test_a_holder_is_shown_with_the_fence_of_the_majority(backend, nodes):
+    """Not with one that a node gave which was asked late."""
+    grant = held_everywhere(backend, nodes)
+    lock = f"distlock:redlock:{grant.claim.key}"
+    for later, client in enumerate(nodes.clients[:4]):
+        token, _, rest = client.get(lock).split(" ", 2)
+        client.set(lock, f"{token} {grant.fence + 3 - later} {rest}", px=30_000)
+    nodes.clients[4].flushall()
+
+    [held] = backend.holders(grant.claim.key)
+
+    assert held.fence == grant.fence
 
 
 def test_each_lock_of_an_owner_is_listed(backend):

@@ -118,11 +118,14 @@ class RedlockBackend(ForPeople):
         fence = max(fences)
         if fences.count(fence) >= self._quorum.majority:
             return fence
-        request = self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
+        request = self._raising(claim, fence)
         self._ask_or_undo(request, claim, KEEP if claim.stable else stamp)
         if not request.won:
             raise self._quorum.failure(request)
         return fence
+
+    def _raising(self, claim: Claim, fence: int) -> QuorumRequest:
+        return self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
 
     def _ask_or_undo(
         self, request: QuorumRequest, claim: Claim, stamp: int, *waiting: bytes
@@ -183,6 +186,7 @@ class RedlockBackend(ForPeople):
                     stamp = grant.session or self._clock.stamp()
                     again = self._taking(grant.claim, ttl, stamp, b"", b"again")
                     connections.broadcast(again, but=have)
+                    connections.broadcast(self._raising(grant.claim, grant.fence or 0), but=have)
                     if _acquisition(grant) in self._released:  # it crossed the release
                         connections.broadcast(self._releasing(grant.claim, grant.session or 0))
 

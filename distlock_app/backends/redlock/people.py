@@ -67,7 +67,8 @@ class ForPeople(BaseLockBackend):
 
     def _holding(self, key: str, copies: list[Copy]) -> Holding:
         one = sorted(copies)[-min(len(copies), self._quorum.majority)]
-        fence, _ = Counter(copy.fence for copy in copies).most_common(1)[0]
+        # A node that was asked late gave a later one of its own.
+        fence, _ = Counter(sorted(copy.fence for copy in copies)).most_common(1)[0]
         waiters = max(copy.waiters for copy in copies)
         held = f"{fence} 1 {one.about}".encode()
         return holding_of(self.alias, key, held, one.left, waiters, one.now)
