@@ -18,8 +18,9 @@ Two clones, with servers of their own and another seed each, take half the time:
 files of both. `learn` leaves the database of the tests in place, which the other runs use again.
 
 `learn` notes which tests run which line, so that each change is shown to those only that could
-notice, the fastest first. A survivor is a change that no test noticed: a missing test, or code that
-does the same.
+notice, the fastest first, for at most a minute. A test notices a change if it fails twice with it
+and passes without. A survivor is a change that none noticed: a missing test, code that does the
+same, or one for the tests that the minute left out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import coverage
@@ -45,6 +47,7 @@ PYTEST = [sys.executable, "-W", "error", "-m", "pytest", "-q", "--no-header", "-
 KNOWN = "mutation.coverage"
 SECONDS = Path("mutation.seconds")
 seconds: dict[str, float] = defaultdict(float)  # of each test
+ENOUGH = 60.0  # seconds of tests for one change
 CHANGED = re.compile(r"^\+\+\+ b/(?P<file>.*)\n@@ -(?P<line>\d+)", re.MULTILINE)
 
 
@@ -82,23 +85,28 @@ def check() -> int:
             tests = set().union(*lines.values())
     names = {test.rpartition("|")[0] for test in tests} - {""}
     took = json.loads(SECONDS.read_text())
-    return show(sorted(names, key=lambda name: took.get(name, 0.0)))
+    fastest = sorted(names, key=lambda name: took.get(name, 0.0))
+    until = accumulate(took.get(name, 0.0) for name in fastest)
+    return show([name for name, end in zip(fastest, until, strict=True) if end <= ENOUGH])
 
 
 def show(tests: list[str]) -> int:
-    """Run the tests until one fails that does not fail by itself without the change."""
+    """Run the tests until one fails, again and again, that does not without the change."""
     chosen = Path("mutation.tests")
+    run = [*PYTEST, f"@{chosen}"]
     failed = Path(".pytest_cache/v/cache/lastfailed")
     while tests:
         chosen.write_text("\n".join(tests))
         failed.unlink(missing_ok=True)
-        status = subprocess.call([*PYTEST, "-x", f"@{chosen}"])
+        status = subprocess.call([*run, "-x"])
         if status == 0 or not failed.exists():
             return status
         culprits = json.loads(failed.read_text())
-        with unchanged():
-            if subprocess.call([*PYTEST, "--lf", "--lfnf=none", f"@{chosen}"]) != 1:
-                return status
+        chosen.write_text("\n".join(culprits))
+        if subprocess.call(run) != 0:
+            with unchanged():
+                if subprocess.call(run) == 0:
+                    return status
         tests = [test for test in tests if test not in culprits]
     return 0
 
