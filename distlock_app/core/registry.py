@@ -91,7 +91,8 @@ class Registry:
         except KeyError:
             pass
         except TypeError:  # no hash
-            raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r}.") from None
+            message = f"using={alias!r}: give an alias or a tuple of them."
+            raise ImproperlyConfigured(message) from None
         # Not under a mutex: it imports a module, which may create locks or be imported by another
         # thread. If two threads create the entry, neither has connected yet.
         return self._entries.setdefault(alias, self._make(alias))
