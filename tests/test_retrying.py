@@ -98,6 +98,22 @@ def test_the_change_is_applied_again_to_a_fresh_row(account: Account, conflicts:
     assert conflicts == [(1, 1, 2), (2, 2, 3)]
 
 
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_change_may_delete_the_row(account: Account, times: int) -> None:
+    class Delete(Interrupted):
+        def __call__(self, account: Any) -> None:
+            super().__call__(account)
+            account.delete()
+
+    other = Account.objects.create(owner="Bob")
+
+    gone = Account.objects.retrying(account.pk, Delete(times), **QUICK)
+    other.save_retrying(Delete(times), **QUICK)
+
+    assert gone.pk is None and other.pk is None
+    assert not Account.objects.exists()
+
+
 def test_save_retrying_drops_unsaved_values_with_and_without_a_conflict(account: Account) -> None:
     for times in (0, 1):
         account.owner, account.balance = "unsaved", 0

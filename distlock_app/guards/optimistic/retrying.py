@@ -116,7 +116,8 @@ class Retrying(Generic[M]):
                 seen = _version_of(obj)
                 obj._state.attempt = attempt
                 refuse_undone(self.change(obj), self.change, UNMADE)
-                obj.save(using=self.using)
+                if obj.pk is not None:  # the change may have deleted it
+                    obj.save(using=self.using)
             return obj, None
         except StopIteration as error:  # a future of asyncio refuses it, and would never be done
             raise RuntimeError("the change raised StopIteration") from error
