@@ -282,7 +282,10 @@ def test_a_wrong_history_is_an_error_and_keeps_none(settings, history):
 def test_a_name_that_is_no_alias_is_told_where_it_is_written(settings):
     settings.DISTLOCK = {"default": {}}
 
-    for wrong, why in (("rdeis", "no alias 'rdeis'"), (["redis"], "or a tuple of them")):
+    for wrong, why in (
+        ("rdeis", r"no alias 'rdeis' \(it has: default\)"),
+        (["redis"], "or a tuple of them"),
+    ):
         with pytest.raises(ImproperlyConfigured, match=why):
             locked("invoice", using=wrong)
 

@@ -124,6 +124,8 @@ def test_long_waits_are_noted_whatever_came_of_them(engine, log, monkeypatch):
 
     [timeout], [slow] = log.of("timeout"), log.of("slow_wait")
     assert timeout["lock_waited"] >= 0.1
+    assert timeout["message"].startswith("gave up waiting for the lock 'slow' (alias 'default')")
+    assert slow["message"].startswith("got the lock 'slow' (alias 'default') after ")
     assert slow["lock_waited"] >= 0.05
     assert slow["lock_fence"]
 
