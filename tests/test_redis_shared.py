@@ -419,6 +419,12 @@ def test_a_guarded_script_runs_with_its_own_keys_and_arguments(name, server, opt
     server.delete(*keys)
 
 
+@pytest.mark.parametrize("one_text", [("stock", [1]), (["stock"], "1"), (b"stock",)], ids=str)
+def test_the_keys_and_arguments_of_a_guarded_script_are_no_letters_of_one_text(name, one_text):
+    with Lock(name, using="redis") as hold, pytest.raises(TypeError, match="takes lists"):
+        hold.guarded_script("return #KEYS + #ARGV", *one_text)
+
+
 @pytest.mark.parametrize("options", [{}, *KINDS], ids=str)
 def test_a_guarded_script_of_a_lost_hold_is_not_run(name, server, options):
     key = f"{name}:written"

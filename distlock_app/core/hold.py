@@ -224,6 +224,8 @@ class Hold(Ending):
         this returns. Raise LockLost if the lock is gone, LockError for a mistake in the script, and
         BackendError if the answer was lost: the script may have run then. It is never sent twice.
         """
+        if isinstance(keys, (str, bytes)) or isinstance(args, (str, bytes)):
+            raise TypeError("guarded_script() takes lists of keys and of args, not one text")
         backend = self._guarding("guarded_script()")
         answer = backend.guarded_script(self._lease.grant, script, keys, args)
         if answer is None:
