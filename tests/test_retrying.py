@@ -716,6 +716,12 @@ def test_a_change_that_is_not_made_is_refused(account: Account) -> None:
 
 
 @pytest.mark.parametrize("decorator", [retry_on_conflict, retry_on_deadlock])
+def test_an_option_without_its_name_is_refused_where_it_stands(decorator: Any) -> None:
+    with pytest.raises(TypeError, match="3 is not a function: name the option, attempts=3"):
+        decorator(3)
+
+
+@pytest.mark.parametrize("decorator", [retry_on_conflict, retry_on_deadlock])
 def test_a_coroutine_that_nobody_would_call_again_is_refused(decorator: Any) -> None:
     async def pay() -> None:
         raise AssertionError

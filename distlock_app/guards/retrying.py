@@ -148,10 +148,11 @@ def _calling_again(
     `begin()` is called first. `raise_final(error, attempt)` raises if the caller is to get an
     error. Between the calls full-jitter pauses, in seconds, double from `pause` to `max_pause`.
     """
+    if not callable(function):
+        raise TypeError(f"{function!r} is not a function: name the option, attempts={function!r}")
     if attempts < 1:
         raise ValueError("attempts must be at least 1")
-    if isgeneratorfunction(function) or isasyncgenfunction(function):
-        raise TypeError(f"{path_of(function)}() is a generator, which cannot be retried")
+    _check_function(function)
 
     def seconds_after(error: Exception, attempt: int) -> float:
         _refuse_after_commit(error)
@@ -180,6 +181,13 @@ def _calling_again(
             await asyncio.sleep(seconds)
 
     return acall if is_async(function) else call
+
+
+def _check_function(function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"{function!r} is not a function: name the option, attempts={function!r}")
+    if isgeneratorfunction(function) or isasyncgenfunction(function):
+        raise TypeError(f"{path_of(function)}() is a generator, which cannot be retried")
 
 
 def _refuse_after_commit(error: Exception) -> None:
