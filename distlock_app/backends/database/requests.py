@@ -80,8 +80,11 @@ class Requests(BaseLockBackend):
         return answer
 
     def _says(self, error: BaseException | str) -> str:
-        hint = f" (run: manage.py migrate distlock_app --database={self.using})"
-        return f"lock table on {self.using!r}: {error}" + hint * bool(NO_TABLE.search(str(error)))
+        text = str(error)
+        if NO_TABLE.search(text):  # PostgreSQL quotes the statement below
+            hint = f"run: manage.py migrate distlock_app --database={self.using}"
+            text = f"{text.splitlines()[0]} ({hint})"
+        return f"lock table on {self.using!r}: {text}"
 
     def _unless_contended(self, work: Callable[[Session], int]) -> int:
         try:
