@@ -185,9 +185,16 @@ def test_waiting_for_ever_is_inf():
         call_command("lock_nap", "--lock-wait=inf", stdout=io.StringIO())
 
 
-@pytest.mark.parametrize("option", ["--lock-wait=-1", "--lock-ttl=0", "--lock-ttl=x"])
-def test_options_that_make_no_sense_are_refused(option):
-    with pytest.raises(CommandError, match="--lock-"):
+@pytest.mark.parametrize(
+    "option, told",
+    [
+        ("--lock-wait=-1", "--lock-wait: wait must be 0 .* or more seconds, not -1"),
+        ("--lock-ttl=0", "--lock-ttl: ttl must be 0.1 to .* seconds, not 0"),
+        ("--lock-ttl=x", "--lock-ttl: invalid seconds value: 'x'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(option, told):
+    with pytest.raises(CommandError, match=told):
         call_command("lock_nap", option)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -155,7 +156,10 @@ def _add_options(parser: CommandParser) -> Any:
 def _checked(check: Callable[[Any], float | None]) -> Callable[[str], float]:
     def seconds(text: str) -> float:
         value = float(text)
-        check(value)
+        try:
+            check(value)
+        except ValueError as error:
+            raise ArgumentTypeError(error) from None
         return value
 
     return seconds
