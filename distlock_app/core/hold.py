@@ -160,7 +160,10 @@ class Hold(Ending):
                 " transaction under manual management ends"
             )
         if not transactions.in_own_block(connection):
-            raise LockError(f"pin() needs a transaction: open atomic() on {backend.using!r} first")
+            raise LockError(
+                f"pin() needs a transaction: open atomic() on {backend.using!r} first, where the"
+                " lock table is" + transactions.elsewhere()
+            )
         if not transactions.is_open(connection):  # in a TestCase, which ends too late
             self.extend()
             return

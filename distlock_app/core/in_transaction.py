@@ -71,10 +71,9 @@ def begun_under_lock(
     connection: Any = connections[database]
     blocks = [b for b in connection.atomic_blocks if not getattr(b, "_from_testcase", False)]
     if not blocks:
-        others = ", ".join(repr(other.alias) for other in transactions.open_blocks())
         raise TransactionManagementError(
             f"open atomic() on {database!r} first, where alias {using!r} has its lock table"
-            + (f": the open transaction is on {others}" if others else "")
+            + transactions.elsewhere()
         )
     connection.validate_no_broken_transaction()
     attempt = Attempt(lock, UNSET)

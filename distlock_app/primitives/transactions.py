@@ -49,6 +49,12 @@ def open_blocks() -> list[Any]:
     return [connection for connection in _used() if is_open(connection)]
 
 
+def elsewhere() -> str:
+    """Return where a transaction is open, to end the message about one that is not."""
+    others = ", ".join(repr(other.alias) for other in open_blocks())
+    return f": the open transaction is on {others}" if others else ""
+
+
 def _used() -> list[Any]:
     """Return what `connections.all(initialized_only=True)` does, in a tenth of the time."""
     ours: Any = connections._connections  # type: ignore[attr-defined]
