@@ -233,6 +233,15 @@ def test_the_fence_of_a_parents_table_guards_the_child() -> None:
     assert not Shelf.objects.exists()
 
 
+@pytest.mark.parametrize("wrong", [True, Lock("a"), "3", 3.5], ids=str)
+def test_what_is_no_hold_and_no_number_of_one_is_refused(shelf: Shelf, wrong: Any) -> None:
+    for write in (shelf.save, shelf.delete):
+        with pytest.raises(TypeError, match="takes a hold, or its number, not "):
+            write(fence=wrong)
+    with pytest.raises(TypeError, match="takes a hold, or its number, not "):
+        Shelf.objects.fenced(wrong)
+
+
 def test_a_hold_without_a_fence_or_of_the_past_is_refused(shelf: Shelf, monkeypatch: Any) -> None:
     with Lock("a", using="dummy") as hold, monkeypatch.context() as without:
         without.setattr(type(hold), "fence", None)

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 def fence_of(hold: Any) -> int:
     """Return the fencing token of a hold that is still trusted, or the given number.
 
-    Raise LockLost or NotHeld, and LockError if the hold has no token.
+    Raise LockLost or NotHeld, LockError if the hold has no token, TypeError for anything else.
     """
-    if isinstance(hold, int):
+    if isinstance(hold, int) and not isinstance(hold, bool):
         return hold
     if hold is None:  # perhaps the `hold.fence` of a hold without a token
         raise LockError("there is no fencing token: fence= takes a hold, or its number")
+    if not hasattr(hold, "check"):  # True, or a Lock
+        raise TypeError(f"a fenced write takes a hold, or its number, not {hold!r}")
     hold.check()
     if hold.fence is None:
         raise LockError(f"{hold!r} has no fencing token: its backend does not provide them")
