@@ -71,6 +71,23 @@ def test_a_second_version_field_is_an_error() -> None:
 
 
 @isolate_apps("tests.app")
+def test_a_plain_field_in_the_place_of_the_version_is_an_error() -> None:
+    class Counted(VersionedModel):
+        version = models.IntegerField(default=0)
+
+        class Meta:
+            app_label = "testapp"
+
+    class Bare(VersionedModel):
+        version = None
+
+        class Meta:
+            app_label = "testapp"
+
+    assert ids(Counted) == ids(Bare) == {"distlock_app.E025"}
+
+
+@isolate_apps("tests.app")
 def test_a_version_that_may_be_null_is_an_error() -> None:
     class Old(VersionedModel):
         version = None

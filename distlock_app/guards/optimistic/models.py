@@ -11,7 +11,7 @@ from django.db.models.fields.related import lazy_related_operation
 from django.db.models.signals import class_prepared
 from django.dispatch import receiver
 
-from .fields import VersionField
+from .fields import AnyVersionField, VersionField
 from .querysets import VersionedManager, VersionedQuerySet, with_versions
 from .retrying import Retrying
 from .rollbacks import watch, watch_read
@@ -43,6 +43,10 @@ class VersionedModel(GuardedSave):
             )
             hint = "Derive it from VersionedManager, or its queryset from VersionedQuerySet."
             found.append(checks.Warning(text, hint=hint, obj=cls, id="distlock_app.W023"))
+        if not any(isinstance(field, AnyVersionField) for field in cls._meta.concrete_fields):
+            text = f"{cls.__name__} has no version: its stale saves are not refused."
+            hint = "Remove a `version` of another kind, or make it a VersionField."
+            found.append(checks.Error(text, hint=hint, obj=cls, id="distlock_app.E025"))
         return found
 
     def save_retrying(self, change: Callable[[Self], Any], **options: Any) -> Self:
