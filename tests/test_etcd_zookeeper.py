@@ -374,6 +374,24 @@ def test_a_server_that_goes_silent_is_left_by_a_process_that_goes_on_asking(zook
             own().close()
 
 
+def test_an_answer_that_never_comes_costs_no_session(engine):
+    """The next one is taken for it, by a thread of kazoo's that ended with an error of its own."""
+    if engine.name == "etcd":
+        return  # a connection has one request at a time
+    with Lock("a", using="own", ttl=TTL, renew=False) as hold:
+        session, number = own()._session, own()._session.id()
+        engine.proxy.swallow = "silent"
+        sent = [session.send("exists", "/")]
+        until(lambda: not engine.proxy.swallow)
+        sent.append(session.send("exists", "/"))
+        for one in sent:
+            with pytest.raises(BackendError):
+                session.answer(one)
+
+        hold.extend()
+        assert session.id() == number
+
+
 def test_a_server_that_accepts_and_says_nothing_does_not_keep_us_from_the_next(engine, monkeypatch):
     if engine.name == "etcd":
         return  # see the frozen one below

@@ -178,7 +178,7 @@ class Session:
         except KazooTimeoutError as error:
             self._leave_silent()
             raise BackendError(f"ZooKeeper {self._alias!r} did not answer in time.") from error
-        except exceptions.KazooException as error:
+        except (exceptions.KazooException, RuntimeError) as error:  # see read_and_note()
             raise BackendError(f"ZooKeeper {self._alias!r}: {type(error).__name__}.") from error
 
     def close(self) -> None:
@@ -263,7 +263,10 @@ class Session:
 
         def read_and_note(timeout: float) -> Any:
             self._heard_at = monotonic()
-            return read(timeout)
+            try:
+                return read(timeout)
+            except RuntimeError as error:  # an answer to another request: it ends kazoo's thread
+                raise ConnectionError(str(error)) from error
 
         connection._invoke, connection._read_socket = invoke_and_note, read_and_note
 
