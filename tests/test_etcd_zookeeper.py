@@ -42,7 +42,7 @@ from tests.conftest import certified
 from tests.engines import DEADLINE, closing_loop, interrupted_at, until
 from tests.launching import free_port
 from tests.proxy import ended_by_a_signal, proxy_to
-from tests.servers import EtcdServer, ZooKeeperEnsemble, ZooKeeperServer
+from tests.servers import EtcdServer, RedisServer, ZooKeeperEnsemble, ZooKeeperServer
 
 BACKENDS = {
     "etcd": "distlock_app.backends.etcd.EtcdBackend",
@@ -1227,6 +1227,21 @@ def refused(engine, location, option="PREFIX", value="x"):
     setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": location, "OPTIONS": {option: value}}
     with override_settings(DISTLOCK={"default": setting}):
         return registry["default"]
+
+
+def test_an_error_says_why_a_certificate_is_refused(private_server, tmp_path):
+    certificate, key = certified(tmp_path)
+    config = {"tls-port": str(free_port()), "tls-cert-file": str(certificate)}
+    config |= {"tls-key-file": str(key), "tls-auth-clients": "no"}
+    with private_server(RedisServer, config=config):  # speaks TLS, which is all it takes
+        setting = {
+            "BACKEND": BACKENDS["etcd"],
+            "LOCATION": f"https://127.0.0.1:{config['tls-port']}",
+        }
+        with override_settings(DISTLOCK={"own": setting}):
+            with pytest.raises(BackendError, match="certificate verify failed: self.signed"):
+                own().ping()
+            own().close()
 
 
 def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):

@@ -179,7 +179,9 @@ class Gateway:
             self.close()
 
     def _unreachable(self, error: Exception | None) -> BackendError:
-        return BackendError(f"etcd {self._alias!r} did not answer: {type(error).__name__}.")
+        # Of TLS: what is wrong with which certificate.
+        said = error.strerror if isinstance(error, ssl.SSLError) else None
+        return BackendError(f"etcd {self._alias!r} did not answer: {said or type(error).__name__}.")
 
 
 def _answer_of(status: int, text: bytes) -> dict[str, Any]:
