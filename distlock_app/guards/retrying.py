@@ -148,11 +148,9 @@ def _calling_again(
     `begin()` is called first. `raise_final(error, attempt)` raises if the caller is to get an
     error. Between the calls full-jitter pauses, in seconds, double from `pause` to `max_pause`.
     """
-    if not callable(function):
-        raise TypeError(f"{function!r} is not a function: name the option, attempts={function!r}")
+    _check_function(function)
     if attempts < 1:
         raise ValueError("attempts must be at least 1")
-    _check_function(function)
 
     def seconds_after(error: Exception, attempt: int) -> float:
         _refuse_after_commit(error)
