@@ -115,7 +115,7 @@ def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
     with pytest.raises(Exception, match="NULL"):
         backend.acquire(wanted, 0)
 
-    assert (wanted.owner, wanted.key) not in backend._taken
+    assert (wanted.key, wanted.owner) not in backend._taken
 
 
 def test_a_wait_outlasts_the_limit_that_the_server_has_for_statements(backend, short_statements):

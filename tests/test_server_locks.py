@@ -395,7 +395,7 @@ def test_a_fence_stays_with_its_lock_when_that_is_released_as_it_is_granted(back
 
         def __exit__(self, *exc_info):
             mutex.release()
-            session = backend._taken.get((first.owner, first.key))
+            session = backend._taken.get((first.key, first.owner))
             if session and not session.waits:  # just granted: another thread comes between
                 monkeypatch.setattr(backend, "_mutex", mutex)
                 assert backend.release(Grant(first))
@@ -512,7 +512,7 @@ def test_a_cancelled_task_leaves_the_queue_at_once(backend, kept):
 
     asyncio.run(main())
 
-    until(lambda: not backend._taken.keys() - {(holder.claim.owner, holder.claim.key)})
+    until(lambda: not backend._taken.keys() - {(holder.claim.key, holder.claim.owner)})
     assert backend.release(holder)
     assert free("a")
 

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
-from ...claims import Grant
+from ...claims import Claim, Grant
 from ...errors import BackendError
 from ..base import BaseLockBackend
 from .link import ANSWER_WAIT, ReplyTimeout, ServerError
 from .lock_session import LockSession, LockSessions
 from .pool import database_of
-from .queues import ASKING, FairSemaphore
+from .queues import ASKING, ClaimKey, FairSemaphore
 
 T = TypeVar("T")
 
@@ -44,13 +44,16 @@ class SessionsBackend(BaseLockBackend, ABC):
     def _begin(self) -> None:
         # Reentrant: a signal handler may lock or release in the middle of our own call.
         self._mutex = threading.RLock()
-        # By owner and key: held, or waited for.
-        self._taken: dict[tuple[str, str], LockSession] = {}
+        self._taken: dict[ClaimKey, LockSession] = {}  # held, or waited for
         self._semaphore = FairSemaphore(ASKING)
 
     def _session_of(self, grant: Grant) -> LockSession | None:
-        session = self._taken.get((grant.claim.owner, grant.claim.key))
+        session = self._taken.get((grant.claim.key, grant.claim.owner))
         return session if grant.session in (None, session) else None
+
+    def _serves(self, session: LockSession, claim: Claim) -> bool:
+        """Return whether the session has this claim: not given up, nor lent to another since."""
+        return self._taken.get((claim.key, claim.owner)) is session
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -88,8 +91,8 @@ class SessionsBackend(BaseLockBackend, ABC):
         """Close a session, and forget what it held."""
         claim = session.claim
         with self._mutex:
-            if claim and self._taken.get((claim.owner, claim.key)) is session:
-                del self._taken[claim.owner, claim.key]
+            if claim and self._serves(session, claim):
+                del self._taken[claim.key, claim.owner]
         session.close()
 
     def _says(self, error: Any) -> str:

@@ -13,7 +13,7 @@ from .extending import Extending
 from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
 from .people import ForPeople
-from .queues import WaiterQueues
+from .queues import ClaimKey, WaiterQueues
 
 # The longest wait on the server in one statement, in seconds: a longer wait starts again behind
 # others. A statement that never ends keeps PostgreSQL from cleaning up behind it.
@@ -42,7 +42,7 @@ class SessionLocksBackend(Extending, ForPeople):
     def _begin(self) -> None:
         super()._begin()
         # When claims were given up that nobody has yet: their thread may still be connecting.
-        self._given_up: dict[tuple[str, str], float] = {}
+        self._given_up: dict[ClaimKey, float] = {}
         # Keys that one thread waits for ahead of the queue, which needs none then.
         self._ahead: set[str] = set()
         # The first of a queue waits in a thread of its own, and says nothing until it has waited.
@@ -50,7 +50,7 @@ class SessionLocksBackend(Extending, ForPeople):
         self._waiting: deque[None] = deque([None] * self.sessions_waiting)
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | None:
-        session = self._taken.get((claim.owner, claim.key))
+        session = self._taken.get((claim.key, claim.owner))
         if session is not None:
             fence = session.fence  # once asked, it may be lent to another claim
             if self._ask(session, claim, claim.ttl):
@@ -71,10 +71,10 @@ class SessionLocksBackend(Extending, ForPeople):
 
     def _wait_in_queue(self, claim: Claim, deadline: Deadline) -> Grant | None:
         """Enter the queue of this process: its first waits on the server for all."""
-        attempt, gate = 0, Gate()
+        attempt, gate, claim_key = 0, Gate(), (claim.key, claim.owner)
         with self._mutex:
-            self._refuse_what_was_given_up(claim)
-            waiter = self._queues.enqueue((claim.key, claim.owner), lambda _: gate.open())
+            self._refuse_what_was_given_up(claim_key)
+            waiter = self._queues.enqueue(claim_key, lambda _: gate.open())
         try:
             while True:
                 pause = SLICE
@@ -110,18 +110,18 @@ class SessionLocksBackend(Extending, ForPeople):
             return self._take(claim, 0.0)
 
     def release(self, grant: Grant) -> bool:
-        claim = grant.claim
+        claim, claim_key = grant.claim, (grant.claim.key, grant.claim.owner)
         with self._mutex:
-            session = self._taken.get((claim.owner, claim.key))
+            session = self._taken.get(claim_key)
             if session is None or grant.session not in (None, session):
-                waiter = self._queues.waiter_of((claim.key, claim.owner))
+                waiter = self._queues.waiter_of(claim_key)
                 if grant.session is None:
-                    self._note_given_up(claim)
+                    self._note_given_up(claim_key)
                 if waiter is not None:
                     self._queues.leave(waiter)
                     waiter.wake()
                 return False
-            del self._taken[claim.owner, claim.key]
+            del self._taken[claim_key]
             waits = session.waits
             if waits:
                 session.hang_up()  # the thread that waits on it closes it
@@ -157,11 +157,12 @@ class SessionLocksBackend(Extending, ForPeople):
 
     def _take(self, claim: Claim, timeout: float) -> Grant | None:
         """Take the lock on a session of its own; on another one if an idle one had died."""
-        end, session, claim_key = monotonic() + timeout, self._lend(), (claim.owner, claim.key)
+        end, claim_key = monotonic() + timeout, (claim.key, claim.owner)
+        session = self._lend()
         try:
             with self._mutex:
                 if self._given_up:
-                    self._refuse_what_was_given_up(claim)
+                    self._refuse_what_was_given_up(claim_key)
                 session.claim, session.waits = claim, True
                 self._taken[claim_key] = session  # before it is asked: release() has to find it
         except BackendError:
@@ -189,7 +190,7 @@ class SessionLocksBackend(Extending, ForPeople):
 
     def _fail(self, session: LockSession, claim: Claim, error: BaseException) -> None:
         """Close the session; raise what became of it, unless it may have died while it was idle."""
-        given_up = self._taken.get((claim.owner, claim.key)) is not session
+        given_up = not self._serves(session, claim)
         refused = isinstance(error, ServerError)
         self._drop(session)
         if given_up or not refused:
@@ -201,12 +202,12 @@ class SessionLocksBackend(Extending, ForPeople):
         if not refused:
             raise error
 
-    def _refuse_what_was_given_up(self, claim: Claim) -> None:
-        if self._given_up.pop((claim.owner, claim.key), None) is not None:
+    def _refuse_what_was_given_up(self, claim_key: ClaimKey) -> None:
+        if self._given_up.pop(claim_key, None) is not None:
             raise BackendError(self._says("the wait was given up"))
 
-    def _note_given_up(self, claim: Claim) -> None:
+    def _note_given_up(self, claim_key: ClaimKey) -> None:
         now = monotonic()
         while self._given_up and next(iter(self._given_up.values())) <= now - SLICE:
             del self._given_up[next(iter(self._given_up))]
-        self._given_up[claim.owner, claim.key] = now
+        self._given_up[claim_key] = now

@@ -89,10 +89,6 @@ class Extending(SessionsBackend):
             raise
         return result_of(answer)
 
-    def _serves(self, session: LockSession, claim: Claim) -> bool:
-        """Return whether the session, whose mutex we have, was not lent to another claim since."""
-        return self._taken.get((claim.owner, claim.key)) is session
-
     def _begin_beat(
         self, session: LockSession, claim: Claim, now: float
     ) -> bool | BackendError | None:
