@@ -59,7 +59,7 @@ class SessionsBackend(BaseLockBackend, ABC):
     def _asking(self) -> Iterator[None]:
         """Wait for the turn of the calling thread among those that ask."""
         if not self._semaphore.acquire(ANSWER_WAIT):
-            raise BackendError(self._says("all sessions of this process are busy"))
+            raise self._pool.error("all sessions of this process are busy")
         try:
             yield
         finally:
@@ -77,7 +77,7 @@ class SessionsBackend(BaseLockBackend, ABC):
                     if not isinstance(error, (ServerError, ReplyTimeout)):
                         raise
                     if not session.kept:
-                        raise BackendError(self._says(error)) from error
+                        raise self._pool.error(error) from error
                 else:
                     self._pool.give_back(session)
                     return answer
@@ -94,6 +94,3 @@ class SessionsBackend(BaseLockBackend, ABC):
             if claim and self._serves(session, claim):
                 del self._taken[claim.key, claim.owner]
         session.close()
-
-    def _says(self, error: Any) -> str:
-        return f"{self._pool.title}: {error}"

@@ -25,6 +25,8 @@ SLICE = 30.0
 WAITING = 8
 POLL = 0.5
 
+GIVEN_UP = "the wait was given up"  # by a release() of the claim
+
 
 class SessionLocksBackend(Extending, ForPeople):
     """LOCATION is an alias of DATABASES; each lock has a session of its own while it is held.
@@ -86,7 +88,7 @@ class SessionLocksBackend(Extending, ForPeople):
                     attempt += not self._waiting
                 gate.wait(deadline.cap(pause))
                 if waiter.queue is None:
-                    raise BackendError(self._says("the wait was given up"))
+                    raise self._pool.error(GIVEN_UP)
                 if deadline.remaining() == 0:
                     return None
         finally:
@@ -139,7 +141,7 @@ class SessionLocksBackend(Extending, ForPeople):
         except ServerError:
             pass  # a session that is gone took its lock with it
         except ReplyTimeout as error:
-            raise BackendError(self._says(error)) from error
+            raise self._pool.error(error) from error
         finally:
             if was_ours:
                 session.claim = None
@@ -181,7 +183,7 @@ class SessionLocksBackend(Extending, ForPeople):
             return self._take(claim, max(0.0, end - monotonic()))
         if given_up:
             session.close()
-            raise BackendError(self._says("the wait was given up"))
+            raise self._pool.error(GIVEN_UP)
         if granted is None:
             session.claim = None
             self._pool.give_back(session)
@@ -196,15 +198,15 @@ class SessionLocksBackend(Extending, ForPeople):
         if given_up or not refused:
             self._stop(session)  # before another one is opened
         if given_up and refused:  # release() hung up: it is not to line up again
-            raise BackendError(self._says("the wait was given up")) from error
+            raise self._pool.error(GIVEN_UP) from error
         if isinstance(error, ReplyTimeout) or (refused and not session.kept):
-            raise BackendError(self._says(error)) from error
+            raise self._pool.error(error) from error
         if not refused:
             raise error
 
     def _refuse_what_was_given_up(self, claim_key: ClaimKey) -> None:
         if self._given_up.pop(claim_key, None) is not None:
-            raise BackendError(self._says("the wait was given up"))
+            raise self._pool.error(GIVEN_UP)
 
     def _note_given_up(self, claim_key: ClaimKey) -> None:
         now = monotonic()

@@ -61,7 +61,7 @@ class Extending(SessionsBackend):
                 answers[index] = self._finish_beat(session, now)
                 session.mutex.release()
         for index, session in asked.values():
-            answers[index] = BackendError(self._says("no answer"))
+            answers[index] = self._pool.error("no answer")
             session.mutex.release()
         return answers
 
@@ -83,7 +83,7 @@ class Extending(SessionsBackend):
             finally:
                 session.mutex.release()
         except ReplyTimeout as error:
-            raise BackendError(self._says(error)) from error
+            raise self._pool.error(error) from error
         except BaseException:
             self._drop(session)
             raise
@@ -99,7 +99,7 @@ class Extending(SessionsBackend):
             heard = session.heard(0)
             if session.awaiting_reply:
                 if not heard:
-                    return BackendError(self._says("still no answer"))
+                    return self._pool.error("still no answer")
                 session.receive()  # it comes too late to be worth anything
             elif not heard and now < session.asked_at + min(claim.ttl / 3, ASK_EVERY):
                 return None
@@ -127,7 +127,7 @@ class Extending(SessionsBackend):
             return False
         except ReplyTimeout:
             pass
-        return BackendError(self._says(trouble))
+        return self._pool.error(trouble)
 
     def _confirmed(self, session: LockSession, rows: Any) -> bool:
         if bool(rows) and rows[0][0] == 1:

@@ -102,8 +102,12 @@ class LockSessions(Pool[LockSession]):
     def __init__(self, using: str, kind: type[LockSession], title: str) -> None:
         """Open sessions of this `kind`; errors begin with `title`."""
         self._kind = kind
-        self.title = title
+        self._title = title
         super().__init__(using)
+
+    def error(self, why: object) -> BackendError:
+        """Return the error that says what went wrong, and where."""
+        return BackendError(f"{self._title}: {why}")
 
     def _closed_at_the_end(self) -> Iterable[LockSession]:
         return self._open
@@ -112,7 +116,7 @@ class LockSessions(Pool[LockSession]):
         try:
             return self._kind(wrapper, self._epoch)
         except (DatabaseError, ServerError, ReplyTimeout) as error:
-            raise BackendError(f"{self.title}: {error}") from error
+            raise self.error(error) from error
 
     def _tidy(self) -> None:
         self._tidy_above = inf  # as long as the thread runs
