@@ -222,7 +222,7 @@ def test_a_clear_ends_no_session_of_another_application(backend, stranger, kind)
     assert list(backend.holders(KEY)) == []
     assert backend.clear(KEY) == backend.clear(KEY, shown) == 0
 
-    session = backend._lend()
+    session = backend._pool.lend()
     assert session.kill(KEY, stranger.connection.info.backend_pid) is False
     backend._pool.give_back(session)
     assert alive(stranger)
@@ -291,7 +291,7 @@ def test_a_session_whose_statements_the_server_keeps_to_itself_can_be_cleared(ba
 
 
 def test_a_lock_of_another_user_is_seen_and_what_that_user_said_is_not(backend):
-    grant, session = backend.acquire(a_claim("a"), 0), backend._lend()
+    grant, session = backend.acquire(a_claim("a"), 0), backend._pool.lend()
     session.ask(f"CREATE ROLE {FEW}")
     session.ask(f"SET ROLE {FEW}")
 
@@ -316,7 +316,7 @@ def test_a_note_that_the_server_cut_off_still_tells_the_key(backend):
 
 
 def test_a_session_runs_one_statement_at_a_time_and_binds_values(backend):
-    session = backend._lend()
+    session = backend._pool.lend()
 
     value = "'\\\"$1; -- /*é"
     assert session.ask("SELECT $1::text", value) == [(value,)]

@@ -80,7 +80,7 @@ def test_the_server_ends_a_session_that_says_nothing_and_only_ours(backend):
 
 def test_on_mysql_the_statement_has_the_exact_limit(backend):
     """MySQL rounds GET_LOCK's seconds; the hint is MySQL's own."""
-    line = backend._lend()
+    line = backend._pool.lend()
     line.is_mariadb = False
 
     statement = line._locking(a_claim("a"), 0.3)
@@ -94,7 +94,7 @@ def test_on_mysql_the_statement_has_the_exact_limit(backend):
 def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
     """As MAX_EXECUTION_TIME does it on MySQL."""
     held = backend.acquire(a_claim("a"), 0)
-    line, answers = backend._lend(), []
+    line, answers = backend._pool.lend(), []
     line.is_mariadb = False
 
     with running(lambda: answers.append(line.take(a_claim("a"), 20))):
@@ -204,7 +204,7 @@ def test_no_engine_takes_another_text_for_a_key(backend, verb):
 
 
 def test_a_session_runs_one_statement_at_a_time_and_quotes_values(backend):
-    session = backend._lend()
+    session = backend._pool.lend()
 
     value = "'\\\"%s; -- /*\x00é"
     assert session.ask("SELECT %s", value) == [(value,)]
@@ -216,7 +216,7 @@ def test_a_session_runs_one_statement_at_a_time_and_quotes_values(backend):
 
 def test_a_clear_ends_no_session_that_got_the_lock_since_it_was_seen(backend):
     grant = backend.acquire(a_claim("a"), 0)
-    session, number = backend._lend(), grant.session.number
+    session, number = backend._pool.lend(), grant.session.number
 
     assert session.kill(grant.claim.key, number + 100_000) is False
     assert session.kill("0" * 40, number) is False
@@ -226,12 +226,12 @@ def test_a_clear_ends_no_session_that_got_the_lock_since_it_was_seen(backend):
 
 
 def test_a_lock_that_only_begins_as_ours_is_not_listed(backend):
-    session, prefix = backend._lend(), backend._lend().prefix
+    session, prefix = backend._pool.lend(), backend._pool.lend().prefix
     for end in ("<script>", "A" * 20, "0" * 39):
         assert session.ask(f"SELECT GET_LOCK('{prefix}{end}', 0)") == [(1,)]
 
     waits = f"SELECT GET_LOCK('{prefix}{'0' * 39}', 20)"
-    other = backend._lend()
+    other = backend._pool.lend()
     with running(lambda: other.wait(waits, 30)):
         waiting = "SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE INFO = %s"
         with connection.cursor() as cursor:

@@ -519,7 +519,7 @@ def test_a_cancelled_task_leaves_the_queue_at_once(backend, kept):
 
 def test_a_task_cancelled_while_its_thread_connects_does_not_line_up(backend, monkeypatch):
     holder = backend.acquire(a_claim("a"), 0)
-    lend, connects, go_on = backend._lend, threading.Event(), threading.Event()
+    lend, connects, go_on = backend._pool.lend, threading.Event(), threading.Event()
 
     def lend_late():
         connects.set()
@@ -533,10 +533,10 @@ def test_a_task_cancelled_while_its_thread_connects_does_not_line_up(backend, mo
         with pytest.raises(asyncio.CancelledError):
             await waiter
 
-    monkeypatch.setattr(backend, "_lend", lend_late)
+    monkeypatch.setattr(backend._pool, "lend", lend_late)
     asyncio.run(main())
     releaser.drain()  # the release came before the thread has lined up
-    monkeypatch.setattr(backend, "_lend", lend)
+    monkeypatch.setattr(backend._pool, "lend", lend)
     go_on.set()
 
     def waiting_threads():

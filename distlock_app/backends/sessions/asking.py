@@ -38,7 +38,6 @@ class SessionsBackend(BaseLockBackend, ABC):
             )
         title = f"{type(self).__name__} on {self.using!r}"
         self._pool = LockSessions(self.using, self.session_type, title)
-        self._lend = self._pool.lend
         self._begin()
 
     def _begin(self) -> None:
@@ -69,7 +68,7 @@ class SessionsBackend(BaseLockBackend, ABC):
         """Do `work` on a session that holds nothing."""
         with self._asking():
             while True:
-                session = self._lend()
+                session = self._pool.lend()
                 try:
                     answer = work(session)
                 except BaseException as error:

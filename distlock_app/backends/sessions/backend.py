@@ -160,7 +160,7 @@ class SessionLocksBackend(Extending, ForPeople):
     def _take(self, claim: Claim, timeout: float) -> Grant | None:
         """Take the lock on a session of its own; on another one if an idle one had died."""
         end, claim_key = monotonic() + timeout, (claim.key, claim.owner)
-        session = self._lend()
+        session = self._pool.lend()
         try:
             with self._mutex:
                 if self._given_up:
