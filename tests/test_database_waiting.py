@@ -427,6 +427,27 @@ def test_threads_that_share_an_owner_wait_at_one_place(sessions):
     assert not queues.by_key
 
 
+def test_a_waiter_may_look_as_another_thread_with_its_owner_gets_the_lock(
+    backend, sessions, monkeypatch
+):
+    held, wanted = grab(backend, "a"), a_claim("a")
+    waits, leads = registry["locks"].backend, sessions.queues.leads
+    assert not waits.acquire(wanted, 30)
+    in_queue()
+
+    def another_thread_comes_between(waiter):
+        answer = leads(waiter)
+        monkeypatch.setattr(sessions.queues, "leads", leads)
+        assert backend.release(held)
+        until(lambda: isinstance(waits.acquire(wanted, 30), Grant))
+        return answer
+
+    monkeypatch.setattr(sessions.queues, "leads", another_thread_comes_between)
+    assert waits.look(wanted) is None  # it is worthwhile to try
+
+    assert waits.release(Grant(wanted))
+
+
 def test_waiters_of_closed_event_loops_are_passed_over_however_many(sessions):
     def closed(_):
         raise RuntimeError("Event loop is closed")

@@ -94,12 +94,12 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         queues = self._sessions.queues
         waiter = queues.waiter_of(claim_key_of(claim))
         waits = False  # on the server
-        if waiter is not None and waiter.queue is not None:
+        if waiter is not None:
             if waiter.connection is not None:
                 return None  # another one leads, or did: it is not to wait for that one
             if not queues.leads(waiter):
                 return Busy()
-            queued = waiter.queue.connection
+            queued = queues.connection_of(waiter)
             waits = queued is not None and queued.wake_fd is not None
             if not waiter.asked or (waits and queued.called()):
                 return None
