@@ -73,7 +73,7 @@ class Session(PooledSession):
             raise OperationalError(str(error)) from error
 
     @cached_property
-    def queues(self) -> bool:
+    def can_queue(self) -> bool:
         """Whether the server can queue the waiters of this session."""
         return self.dialect.can_queue(self.wrapper, self.cursor)
 

@@ -67,7 +67,7 @@ class ForPeople(Queueing, Purgeable):
         """Read live rows."""
         dialect, cursor = session.dialect, session.cursor
         rows = dialect.holders(cursor, first, last, **page)
-        if not (rows and self._queue and session.queues):  # waiters poll: nobody knows of them
+        if not (rows and self._queue and session.can_queue):  # waiters poll: nobody knows of them
             return [(row, None) for row in rows]
         waiting = dict(dialect.waiting(cursor))
         return [(row, waiting.get(dialect.queue_of(row.key), 0)) for row in rows]

@@ -27,7 +27,7 @@ class Queueing(Requests):
     _queue: int  # so many connections of this process stay with claims
 
     @cached_property
-    def _queues(self) -> bool:
+    def _may_queue(self) -> bool:
         """Whether connections may stay with claims: there are some, and it is of use."""
         return self._queue > 0 and self._sessions.dialect.queues
 
@@ -48,7 +48,7 @@ class Queueing(Requests):
 
     def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; by polling if no connection may stay."""
-        if not self._queues:
+        if not self._may_queue:
             return self._ask(lambda s: _try(s, claim, wait), within=wait)
         sessions = self._sessions
         queued = QueuedConnection(sessions.slots if monotonic() >= sessions.polls_until else NONE)
@@ -68,7 +68,7 @@ class Queueing(Requests):
         session: Session,
     ) -> Grant | Busy:
         # Where a free lock comes by, what _try() and kind_of() do is written out: each call counts.
-        if queued.slots is None or not session.queues or claim.shared or claim.limit > 1:
+        if queued.slots is None or not session.can_queue or claim.shared or claim.limit > 1:
             answer = _try(session, claim, wait)
         else:
             step: Step = "join" if wait == 0 else "wait"
@@ -77,7 +77,7 @@ class Queueing(Requests):
                 queued.keep(session)
                 self._sessions.queued[claim.key, claim.owner] = queued
                 return Grant(claim, fence=answer.fence, session=queued)
-        if isinstance(answer, Grant) or wait == 0 or not session.queues:
+        if isinstance(answer, Grant) or wait == 0 or not session.can_queue:
             return answer
         queues = self._sessions.queues
         waiter = waiter or queues.enqueue(claim_key_of(claim), claim.wake)
