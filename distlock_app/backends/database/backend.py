@@ -148,8 +148,10 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         """Release after a first attempt that may have arrived, although its answer did not."""
         if _release(grant.claim, session):
             return True
-        if grant.fence is None or session.dialect.released(session.cursor, grant):
-            return grant.fence is not None
+        if grant.fence is None:  # it may never have been granted
+            return False
+        if session.dialect.released(session.cursor, grant):
+            return True
         raise BackendError(f"lock table on {self.using!r}: the answer to a release was lost")
 
 
