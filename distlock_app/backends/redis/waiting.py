@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
-from ...primitives.timing import monotonic
+from ...primitives.timing import DRIFT_FACTOR, monotonic
 from . import listening
 from .link import Broken
 from .pool import Pool
 
-# What the clocks of two hosts may differ in rate (as in `timing.drift`).
-RATE_DRIFT = 0.01
 # Seconds to look once more whether there is something to read.
 AGAIN = 0.001
 # Messages kept that came before their waiters had their answers; more are those of no waiter.
@@ -60,7 +58,7 @@ class Waiter(listening.Waiter):
         """
         asked_at = self.asked
         if self.server is not None:
-            asked_at += (message.began - self.server) / 1e6 * (1 - RATE_DRIFT)
+            asked_at += (message.began - self.server) / 1e6 * (1 - DRIFT_FACTOR)
         asked_at = min(asked_at, message.heard)
         return Grant(self.claim, fence=message.fence, asked_at=asked_at, ttl=message.ttl or None)
 
