@@ -186,7 +186,7 @@ class Gateway:
 
 def _answer_of(status: int, text: bytes) -> dict[str, Any]:
     """Read an answer, which has an "error" if it is one; raise OSError, ValueError."""
-    answer = result_of(json.loads(text))  # keepalive is a stream of one
+    answer = unwrapped(json.loads(text))  # keepalive is a stream of one
     if status >= 500 or answer.get("code") in UNAVAILABLE:
         raise ConnectionError(f"HTTP {status}")
     if status >= 400:  # since 3.6 there is no "error" beside the message
@@ -196,8 +196,8 @@ def _answer_of(status: int, text: bytes) -> dict[str, Any]:
     return answer
 
 
-def result_of(message: Any) -> dict[str, Any]:
-    """Return the answer in a message of a stream, or one that is alone; raise ValueError."""
+def unwrapped(message: Any) -> dict[str, Any]:
+    """Return an answer, which in a stream is wrapped in a message; raise ValueError."""
     answer = message.get("result", message) if isinstance(message, dict) else None
     if not isinstance(answer, dict):
         raise ValueError("not an etcd response")

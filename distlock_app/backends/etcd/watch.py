@@ -11,7 +11,7 @@ from typing import Any
 from ...primitives.threads import Worker
 from ...primitives.timing import monotonic
 from .entries import Waiters
-from .gateway import Gateway, decoded, result_of
+from .gateway import Gateway, decoded, unwrapped
 from .http import Link
 
 # A stream that said nothing for so long may be dead, and is replaced; or it is not needed.
@@ -72,7 +72,7 @@ class Watch:
             self._link = link
             needed_at = monotonic()
             for message in link.messages():
-                answer = result_of(message)
+                answer = unwrapped(message)
                 if "canceled" in answer or "error" in answer or self._ended.is_set():
                     return False
                 if "created" in answer:
