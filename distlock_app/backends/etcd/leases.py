@@ -96,7 +96,7 @@ class Leases:
     def remaining(self, id: int) -> float | None:
         """Return the seconds of a lease that are left to its claim; None: it has ended."""
         answer = self._gateway.ask("/v3/lease/timetolive", {"ID": id})
-        left = int(answer["TTL"]) if "TTL" in answer else 0
+        left = int(answer.get("TTL", 0))
         granted = int(answer.get("grantedTTL", 0))
         return None if left < 0 or not granted else max(0.0, left - granted * SPARE / (1 + SPARE))
 
