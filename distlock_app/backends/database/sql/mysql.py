@@ -118,6 +118,11 @@ class MySQL(Dialect):
     # Deadlock, lock wait timeout, NOWAIT, and (MariaDB 11.6) a row changed since the snapshot.
     crowded = frozenset({1213, 1205, 3572, 1020})
 
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self._takes = self.by_step(self.TAKE, self.JOIN)
+        self._known: set[str] = set()  # keys that had a row when we asked last
+
     def adapt(self, wrapper: Any) -> None:
         options = wrapper.settings_dict["OPTIONS"]
         options["isolation_level"] = "read committed"
@@ -135,11 +140,6 @@ class MySQL(Dialect):
             self.database = cursor.fetchone()[0]
         ours = hasattr(wrapper.connection, "send_query")  # not PyMySQL's
         return MySQLCursor(wrapper.connection) if ours else cursor
-
-    def __init__(self, connection: Any) -> None:
-        super().__init__(connection)
-        self._takes = self.by_step(self.TAKE, self.JOIN)
-        self._known: set[str] = set()  # keys that had a row when we asked last
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         cursor.execute(self._takes[step], asked)

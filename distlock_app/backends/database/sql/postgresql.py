@@ -171,6 +171,11 @@ class PostgreSQL(Dialect):
                           AND key BETWEEN %(first)s AND %(last)s
                           FOR UPDATE SKIP LOCKED)"""
 
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self._takes = self.by_step(self.TAKE, self.JOIN)
+        self._inserts = self.by_step(self.INSERT, self.TRY_QUEUE)
+
     def adapt(self, wrapper: Any) -> None:
         adapt_to_postgresql(wrapper)
 
@@ -193,11 +198,6 @@ class PostgreSQL(Dialect):
         if not pooled:
             cursor.execute(SETTINGS, None)
         return PooledCursor(cursor, around, BEGIN) if pooled else cursor
-
-    def __init__(self, connection: Any) -> None:
-        super().__init__(connection)
-        self._takes = self.by_step(self.TAKE, self.JOIN)
-        self._inserts = self.by_step(self.INSERT, self.TRY_QUEUE)
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         cursor.execute(self._takes[step], asked)
