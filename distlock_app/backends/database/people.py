@@ -85,8 +85,9 @@ class ForPeople(Queueing, Purgeable):
         found = self._ask(partial(members.find, key, version))
         if found is None:
             return False
-        owner, shared = found
-        claim = Claim(name="", key=key, owner=owner, ttl=ttl, holder="", shared=shared)
+        owner, is_member = found
+        # A permit is extended as a reader is.
+        claim = Claim(name="", key=key, owner=owner, ttl=ttl, holder="", shared=is_member)
         return self.extend(Grant(claim), ttl)
 
     def left_over(self, older_than: float) -> tuple[int, int]:
