@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
@@ -185,19 +186,18 @@ class PostgreSQL(Dialect):
         return client(wrapper.connection) if client else super().cursor(wrapper)
 
     def begin(self, wrapper: Any) -> Any:
-        # DISABLE_SERVER_SIDE_CURSORS is how Django is told of a pooler that lends sessions by
-        # the transaction: neither settings nor prepared statements may be left on those.
-        pooled = wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-        cursor: Any
-        around: Any
-        if hasattr(wrapper.connection, "pgconn"):
-            cursor, around = (PostgreSQLCursor(wrapper.connection) for _ in range(2))
-            cursor.prepares = not pooled
-        else:  # psycopg2
-            cursor, around = (wrapper.connection.cursor() for _ in range(2))
-        if not pooled:
+        connection = wrapper.connection
+        ours = hasattr(connection, "pgconn")  # not psycopg2's
+        new_cursor: Any = partial(PostgreSQLCursor, connection) if ours else connection.cursor
+        cursor = new_cursor()
+        if not wrapper.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS"):
             cursor.execute(SETTINGS, None)
-        return PooledCursor(cursor, around, BEGIN) if pooled else cursor
+            return cursor
+        # That is how Django is told of a pooler that lends sessions by the transaction: neither
+        # settings nor prepared statements may be left on those.
+        if ours:
+            cursor.prepares = False
+        return PooledCursor(cursor, new_cursor(), BEGIN)
 
     def take(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> Grant | Busy | None:
         cursor.execute(self._takes[step], asked)
