@@ -102,7 +102,6 @@ class Dialect(Statements):
     def __init__(self, connection: Any) -> None:
         self.table_name = apps.get_model("distlock_app", "DistLock")._meta.db_table
         super().__init__(connection.ops.quote_name(self.table_name))
-        self.database = str(connection.settings_dict["NAME"])
         self._named = lru_cache(maxsize=4096)(lambda name, key: (shown(name), self.queue_of(key)))
 
     def by_step(self, statement: str, joining: str) -> dict[Step, str]:

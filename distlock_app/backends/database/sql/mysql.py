@@ -120,6 +120,7 @@ class MySQL(Dialect):
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
+        self.database = str(connection.settings_dict["NAME"])
         self._takes = self.by_step(self.TAKE, self.JOIN)
         self._known: set[str] = set()  # keys that had a row when we asked last
 
