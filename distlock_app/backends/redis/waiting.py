@@ -72,8 +72,8 @@ class Listener(listening.Listener[Waiter]):
         server: Pool,
         refused: Callable[[Grant], Any],
         *,
-        alias: str = "",
-        grants: bool = True,
+        alias: str,
+        grants: bool,
     ) -> None:
         """`refused` gets a grant that its caller failed to take.
 
