@@ -1,1 +1,1 @@
-"""What every floor uses: names, clocks, identity, threads, transactions, log fields."""
+"""What every layer uses: names, clocks, identity, threads, transactions, log fields."""

@@ -60,7 +60,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         if claim.latch:
             return Grant(claim, fence=0) if self.counted(claim.key) >= claim.limit else Busy()
-        # Where an uncontended lock comes by, small functions are written out: each call counts.
+        # Every uncontended lock passes here, so small functions are written out: each call counts.
         sessions, claim_key = self._sessions, (claim.key, claim.owner)
         queues = sessions.queues
         waiter = queues.waiter_of(claim_key) if queues.by_key else None

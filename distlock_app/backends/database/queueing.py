@@ -67,7 +67,7 @@ class Queueing(Requests):
         wait: float | None,
         session: Session,
     ) -> Grant | Busy:
-        # Where a free lock comes by, what _try() and kind_of() do is written out: each call counts.
+        # Every free lock passes here, so _try() and kind_of() are written out: each call counts.
         if queued.slots is None or not session.can_queue or claim.shared or claim.limit > 1:
             answer = _try(session, claim, wait)
         else:

@@ -110,7 +110,7 @@ class Cluster(Servers):
         return pool
 
     def _learn(self, old: Slots, order: Mapping[Pool, int] | None = None) -> Slots:
-        """Return another map than `old`, or the same news; ask the nodes in this order."""
+        """Return a newer map than `old`: of another thread, or of the first node that answers."""
         with self._lock:
             if self._map and self._map is not old:  # another thread was faster
                 return self._map

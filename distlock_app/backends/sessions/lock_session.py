@@ -37,7 +37,7 @@ class LockSession(PooledSession, Link):
 
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
         """Connect; raises Django's database errors, ServerError and ReplyTimeout."""
-        self.mutex = threading.Lock()  # of the thread that asks, unless it was lent the session
+        self.mutex = threading.Lock()  # to ask, for all but the thread that was lent the session
         self.ttl = 0.0  # the server keeps the session so long without a question, and GRACE
         self.claim: Claim | None = None  # what it holds, or waits for
         self.fence: int | None = None
@@ -79,10 +79,11 @@ class LockSession(PooledSession, Link):
 
     @abstractmethod
     def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yield what the server shows of locks: fields of a Holding, and
+        """Yield the fields of a Holding for each lock that the server shows, and what they rest on.
 
-        `number` (of the session), `now_us` (its clock), `since_us`, `note` (what the session said
-        last), `named` (what a waiter said). `ours`: keys to ask for, if it shows no others.
+        That is `number` (the session's), `now_us` (the server's clock), `since_us`, `note` (what
+        the session said last), `named` (what a waiter said). `ours`: keys to ask for, if the
+        server shows no others.
         """
 
     @abstractmethod

@@ -21,8 +21,8 @@ from .session import Gone, Session, unsigned
 
 # A waiter looks at the queue again after so many seconds, even if its watch says nothing.
 LOOK_AGAIN = 10.0
-# A waiter that looks at the queue proves that its session lives, unless that was proved so little
-# of the ttl before.
+# A waiter that looks at the queue first proves that its session lives, unless that was proved less
+# than this part of its ttl ago.
 PROVED_BEFORE = 0.1
 
 
@@ -137,7 +137,7 @@ class ZooKeeperBackend(ForPeople):
         own = self._nodes.get(claim.owner)
         if own is None:  # nothing was sent, or it was released
             return False
-        # Otherwise it ended with that session, or will.
+        # A session that we closed takes its nodes along.
         deleted = not self._session.closed(own.session) and self._remove(claim, own)
         self._forget(claim, own)  # only now: what failed is tried again
         return deleted
