@@ -138,16 +138,16 @@ class RedlockBackend(ForPeople):
         def undo_unless_won(connections: NodeConnections) -> None:
             if request.won:
                 return
-            but, place = set(request.no), waiting
+            every = set(range(len(self._nodes)))
+            those, place = every - set(request.no), waiting
             if len(request.yes) + len(request.no) < request.majority:
                 # Out of reach of a majority it leaves the queues, or keeps out who is not.
-                but, place = set(), ()
+                those, place = every, ()
             if claim.stable:
                 fresh = {at for at, line in request.yes.items() if not line.endswith(HAD_IT)}
-                kept = self._releasing(claim, KEEP, *place)
-                connections.broadcast(kept, but=but | fresh)
-                but = set(range(len(self._nodes))) - fresh
-            connections.broadcast(self._releasing(claim, stamp, *place), but=but)
+                connections.broadcast(self._releasing(claim, KEEP, *place), those - fresh)
+                those = fresh
+            connections.broadcast(self._releasing(claim, stamp, *place), those)
 
         grace = ANSWER_GRACE if claim.stable else 0
         self._quorum.ask([request], undo_unless_won, grace=grace)
@@ -180,13 +180,13 @@ class RedlockBackend(ForPeople):
             # that never lost it proves that no other owner can have had it meanwhile.
             for request, (grant, ttl) in zip(requests, work, strict=True):
                 if request.no and request.won:
-                    have = set(range(len(self._nodes))) - set(request.no)
+                    forgot = set(request.no)
                     # That of the grant: a process that resumes the hold has no greater one to
                     # release it.
                     stamp = grant.session or self._clock.stamp()
                     again = self._taking(grant.claim, ttl, stamp, b"", b"again")
-                    connections.broadcast(again, but=have)
-                    connections.broadcast(self._raising(grant.claim, grant.fence or 0), but=have)
+                    connections.broadcast(again, forgot)
+                    connections.broadcast(self._raising(grant.claim, grant.fence or 0), forgot)
                     if _acquisition(grant) in self._released:  # it crossed the release
                         connections.broadcast(self._releasing(grant.claim, grant.session or 0))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import select
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -252,9 +252,9 @@ class NodeConnections(Links):
             for at in request.absent:
                 self._nodes[at].remember(request)
 
-    def broadcast(self, request: QuorumRequest, *, but: Container[int] = ()) -> None:
-        """Send a request to all nodes but these, whatever they answer."""
-        self._send([request], [at for at in range(len(self._nodes)) if at not in but])
+    def broadcast(self, request: QuorumRequest, to: Iterable[int] | None = None) -> None:
+        """Send a request to these nodes, or to all, whatever they answer."""
+        self._send([request], range(len(self._nodes)) if to is None else to)
         self.close_vote([request])
 
     def _send(self, requests: Sequence[QuorumRequest], nodes: Iterable[int]) -> None:
