@@ -84,7 +84,8 @@ class Queueing(Requests):
         if not queues.leads(waiter):
             return Busy(will_wake=True)
         waiter.asked = True
-        if queued.slots is not None and waiter.queue and waiter.queue.connection is None:
+        queue = waiter.queue  # None: another thread with its owner got the lock just now
+        if queued.slots is not None and queue is not None and queue.connection is None:
             self._line_up(queued, waiter, session)
         return Busy(answer.free_in, wake_fd=queued.wake_fd)
 
