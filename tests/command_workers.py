@@ -64,3 +64,28 @@ def _run_until_terminated(child: int, told: int, *, seconds: float) -> None:
         code = end.code if isinstance(end.code, int) else 98
     finally:
         os._exit(code)
+
+
+@locked_command("forking", using="locmem")
+class Forking(BaseCommand):
+    """Fork a child that would survive an exception, and terminate it."""
+
+    requires_system_checks = []
+
+    def handle(self, *args: Any, **options: Any) -> str:
+        ready, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(told, b"x")
+                time.sleep(60)
+            finally:
+                os._exit(0)
+        os.read(ready, 1)
+        os.kill(pid, signal.SIGTERM)
+        return str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def terminate_child_of_command() -> str:
+    """Return how a child ends that a locked command forked."""
+    return str(call_command(Forking()))

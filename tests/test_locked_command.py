@@ -392,6 +392,12 @@ def test_a_sigterm_that_the_command_swallows_still_ends_the_run():
     assert holders("locmem") == []
 
 
+def test_a_child_of_the_command_ends_by_sigterm_as_without_the_lock(processes):
+    worker = processes.start("tests.command_workers:terminate_child_of_command")
+
+    assert worker.result() == "-15"
+
+
 def test_handlers_of_the_project_are_left_alone():
     came = []
     before = signal.signal(signal.SIGTERM, lambda *args: came.append(1))

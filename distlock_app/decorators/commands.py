@@ -20,6 +20,7 @@ from ..core.limits import checked_ttl, checked_wait
 from ..core.lock import Lock
 from ..errors import BackendError, LockBusy, Terminated
 from ..primitives import identity
+from ..primitives.forks import in_child
 from ..primitives.names import shown
 from .atomic_requests import databases_in, in_transactions
 from .naming import Named, NameTemplate
@@ -258,6 +259,15 @@ class _Termination:
         self._came = True
         if not self.shielded:
             raise Terminated(TERMINATED)
+
+
+def _end_as_others() -> None:
+    """Let SIGTERM end a child: the lock is its parent's, and pools catch the exception."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), _Termination):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+in_child(_end_as_others)
 
 
 def held_by(lock: Lock) -> str:
