@@ -540,8 +540,14 @@ def test_a_task_whose_module_is_imported_again_can_be_sent():
 
 
 def test_it_goes_above_the_decorator_of_the_queue():
-    with pytest.raises(TypeError, match="above the decorator"):
-        unique_task("a")(index.run)
+    def job_of_rq():
+        pass
+
+    job_of_rq.enqueue = job_of_rq.delay = lambda: None
+
+    for function in (index.run, job_of_rq):
+        with pytest.raises(TypeError, match="above the decorator"):
+            unique_task("a")(function)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def unique_task(
             _when_made(task, partial(_in_celery, unique))
         elif hasattr(task, "apply_async"):
             _in_celery(unique, task)
-        elif hasattr(task, "enqueue"):
+        elif hasattr(task, "takes_context"):  # not a function that RQ gave an enqueue()
             return _in_django(unique, task)
         else:
             raise TypeError(f"unique_task goes above the decorator of Celery or Django: {task!r}")
