@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,9 +14,11 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
+import django
 from django.db import connection, transaction
 from django.test import override_settings
 
@@ -213,6 +216,21 @@ def end_the_transaction_in_a_child():
         answers.append(in_child(work))
         held = bool(list(backend.holders()))
     return {"children": answers, "held": held, "free": not list(backend.holders())}
+
+
+def roll_back_at_the_end_of_a_child(method):
+    """Return whether the lock is free when the child of multiprocessing has ended."""
+    child = multiprocessing.get_context(method).Process(target=roll_back)
+    child.start()
+    child.join(CHILD_DEADLINE)
+    return child.exitcode or not Lock("rolled back").locked()
+
+
+def roll_back():
+    django.setup()
+    weakref.finalize(releaser, lambda: releaser._under_way and os._exit(3))
+    with suppress(ValueError), transaction.atomic(), Lock("rolled back", wait=0):
+        raise ValueError
 
 
 def modules_of_the_first_lock(using):

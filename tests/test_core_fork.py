@@ -54,6 +54,13 @@ def test_a_child_that_ends_a_transaction_releases_nothing_of_its_parent(processe
     assert answer == {"children": [[], []], "held": True, "free": True}
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_of_multiprocessing_releases_what_it_rolled_back_last(processes, method):
+    worker = processes.start("tests.core_workers:roll_back_at_the_end_of_a_child", method=method)
+
+    assert worker.result() is True
+
+
 def test_a_child_forked_while_other_threads_lock_does_not_hang(processes):
     worker = processes.start("tests.core_workers:fork_while_threads_lock", forks=15)
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.util import Finalize, register_after_fork
 from time import sleep
 from typing import Any
 
@@ -174,4 +175,7 @@ class Releaser:
 
 releaser = Releaser()
 in_child(releaser.__init__)  # type: ignore[misc]
+weakref.finalize(releaser, int)  # before the next line: finalizers close connections after it
 atexit.register(releaser.drain)
+# A child of multiprocessing ends without atexit.
+register_after_fork(releaser, lambda own: Finalize(None, own.drain, exitpriority=0))
