@@ -61,7 +61,7 @@ ONCE = (
     *("test_core_settings", "test_core_waiting", "test_etags", "test_history"),
     *("test_demo", "test_docs", "test_faults_history", "test_fuzz", "test_integrations"),
     *("test_locmem", "test_log_records", "test_metrics", "test_override_locks", "test_packaging"),
-    *("test_race", "test_permission_matrix", "test_redis_", "test_rooms", "test_statements"),
+    *("test_race", "test_permission_matrix", "test_redis_", "test_readability", "test_statements"),
     *(
         *("test_gevent", "test_lanes", "test_private_parts"),
         "test_servers",

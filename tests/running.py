@@ -306,7 +306,7 @@ class LaneRun:
             ],
         }
         if pair.version == "3.10":
-            self._run.skipped.append("types and import floors: their checkers need Python 3.11")
+            self._run.skipped.append("types and import layers: their checkers need Python 3.11")
             del checks["types"], checks["pyright"], checks["imports"]
         elif not has(str(programs / "pyright")) or not self._run.run(
             programs / "pyright", "--version", out=self._out

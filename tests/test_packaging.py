@@ -1,4 +1,4 @@
-"""What users install: the package's files, its floors, its migrations."""
+"""What users install: the package's files, its layers, its migrations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How readable the package is, in numbers: `python -m tests.rooms [--names] [--check]`.
+"""How readable the package is, in numbers: `python -m tests.readability [--names] [--check]`.
 
 Without options: lines of code (without blanks, comments and docstrings), functions, the longest
-of them and the mean cyclomatic complexity, of each room and each file. `--names` prints what a
+of them and the mean cyclomatic complexity, of each package and each file. `--names` prints what a
 reader sees first, each file with its first line; `--check` exits with 1 if a limit is broken.
 """
 
@@ -40,8 +40,8 @@ class File:
     functions: list[tuple[str, int, int]]  # name, lines of code, complexity
 
     @property
-    def room(self) -> str:
-        """The folder, where "" is the package itself."""
+    def folder(self) -> str:
+        """Where it lies in the package; "" is the package itself."""
         parent = self.path.parent.as_posix()
         return "" if parent == "." else parent
 
@@ -106,7 +106,7 @@ def package() -> list[File]:
     """Measure every module and script except migrations, which Django writes."""
     paths = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.lua")]
     paths = [path for path in paths if "migrations" not in path.parts]
-    return sorted(map(measured, paths), key=lambda file: (file.room, file.path))
+    return sorted(map(measured, paths), key=lambda file: (file.folder, file.path))
 
 
 def print_names(files: Iterable[File]) -> None:
@@ -117,11 +117,11 @@ def print_names(files: Iterable[File]) -> None:
 
 
 def print_sizes(files: list[File]) -> None:
-    """Print each room with its files, then the whole."""
+    """Print each package with its files, then the whole."""
     print(f"{'':40}{'lines':>6}{'functions':>11}{'longest':>9}{'complexity':>12}")
-    for room in sorted({file.room for file in files}):
-        here = [file for file in files if file.room == room]
-        print_size(f"{room or 'distlock_app'}/", here)
+    for folder in sorted({file.folder for file in files}):
+        here = [file for file in files if file.folder == folder]
+        print_size(f"{folder or 'distlock_app'}/", here)
         for file in here:
             if file.lines:
                 print_size(f"    {file.path.name}", [file])
@@ -140,8 +140,8 @@ def print_size(title: str, files: list[File]) -> None:
 
 
 def at_root(files: Iterable[File]) -> list[File]:
-    """Return the modules that lie in no room."""
-    return [file for file in files if not file.room]
+    """Return the modules that lie in no package."""
+    return [file for file in files if not file.folder]
 
 
 def longest(files: Iterable[File]) -> tuple[str, int, int]:
@@ -173,7 +173,7 @@ def broken_limits(files: list[File]) -> Iterator[str]:
 
 def main() -> int:
     """Print what is asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.rooms", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.readability", description=__doc__)
     parser.add_argument("--names", action="store_true", help="each file with its first line")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is broken")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""The figures of `python -m tests.rooms` count what they say."""
+"""The figures of `python -m tests.readability` count what they say."""
 
 from __future__ import annotations
 
 import ast
 
-from tests.rooms import PACKAGE, complexity, lines_of_code, measured
+from tests.readability import PACKAGE, complexity, lines_of_code, measured
 
 
 def test_blanks_comments_and_docstrings_are_no_code():
