@@ -176,6 +176,20 @@ def test_a_waiter_that_died_is_waited_for_no_longer_than_a_moment(backend, monke
     assert backend.extend(inside, 30) is True
 
 
+def test_a_waiter_that_has_come_in_keeps_nobody_out(backend, monkeypatch):
+    monkeypatch.setattr(members, "NEXT_US", 60_000_000)
+    inside = [take(backend, limit=2) for _ in range(2)]
+    waiter = a_claim("a", limit=2)
+    assert backend.look(waiter) is not None
+
+    assert backend.release(inside[0])
+    assert not take(backend, limit=2)
+    assert backend.acquire(waiter, 0)
+
+    assert backend.release(inside[1])
+    assert take(backend, limit=2)
+
+
 def test_a_try_that_does_not_wait_keeps_nobody_out(backend):
     assert take(backend, **READER)
 
