@@ -325,6 +325,22 @@ def test_a_row_in_somebodys_transaction_is_waited_for_once(backend, monkeypatch,
 
 
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
+def test_a_failure_of_the_server_is_met_once_for_all_that_it_was_to_extend(backend, monkeypatch):
+    work = [(grab(backend, name), 20.0) for name in "abc"]
+    asked = []
+
+    def fail(cursor, pairs, *_, **how):
+        asked.append(pairs)
+        cursor.execute("SELECT 1 FROM nothing")
+
+    monkeypatch.setattr(backend._sessions.dialect, "extend", fail)
+    results = backend.extend_many(work)
+
+    assert [type(result) for result in results] == [BackendError] * 3
+    assert len(asked) == 1
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite locks files, not rows")
 def test_after_it_was_locked_a_row_is_extended_by_the_ttl_of_each_stable_owner(backend):
     short, claim = grab(backend, "a", ttl=5), a_claim("a", ttl=40)
     long = backend.acquire(replace(claim, owner=short.claim.owner), 0)

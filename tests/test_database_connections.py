@@ -14,7 +14,9 @@ from django.db import connection, connections, transaction
 
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database import connections as table_connections
-from distlock_app.backends.sessions.link import ServerError
+from distlock_app.backends.database.connections import Contended
+from distlock_app.backends.database.sql.cursors import PooledCursor
+from distlock_app.backends.sessions.link import ConnectionLost, ServerError
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -412,6 +414,12 @@ def test_a_transaction_pooler_that_the_settings_do_not_name_is_an_error(known, m
     backend.close()
 
 
+@on_server
+def test_a_driver_s_cursor_behind_a_pooler_has_read_each_answer():
+    with connection.cursor() as cursor:
+        assert not PooledCursor(cursor, cursor, "BEGIN").awaiting_reply
+
+
 @pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite needs a file of its own")
 def test_a_server_may_keep_locks_beside_other_data():
     assert DatabaseBackend(alias="default", location="default").check() == []
@@ -435,3 +443,24 @@ def test_a_missing_table_is_an_error_that_says_so(backend, monkeypatch):
         backend.look(a_claim("a"))
 
     assert isinstance(raised.value.__cause__, (ServerError, connection.Database.Error))
+
+
+@on_mysql
+@pytest.mark.parametrize(
+    ("kind", "codes"),
+    [
+        (Contended, [1020, 1205, 1213, 3572]),
+        (ConnectionLost, [1053, 1927, 3169, 4031]),
+        (BackendError, [1146]),
+    ],
+)
+def test_the_code_of_an_error_says_whether_others_were_there_or_the_session_has_ended(
+    backend, monkeypatch, kind, codes
+):
+    for code in codes:
+        refusal = f"SIGNAL SQLSTATE '45000' SET MYSQL_ERRNO = {code}"
+        monkeypatch.setattr(backend._sessions.dialect, "HOLDERS", refusal)
+        with pytest.raises(BackendError) as raised:
+            list(backend.holders())
+
+        assert type(raised.value) is kind, code
