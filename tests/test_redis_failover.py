@@ -307,6 +307,23 @@ def test_an_old_master_that_lives_is_left_before_its_sentinel_tells_it(private_s
         server.close()
 
 
+def test_the_sentinels_are_not_asked_at_each_request(private_server):
+    master = private_server(RedisServer)
+    sentinel = private_server(SentinelServer, master)
+    backend = backend_at("redis://locks/0", **BY_SENTINEL, SENTINELS=[("127.0.0.1", sentinel.port)])
+    sentinels = backend._pool._recipe.sentinel_manager
+    asked, discover = [], sentinels.discover_master
+    sentinels.discover_master = lambda service: asked.append(service) or discover(service)
+
+    for _ in range(50):
+        assert backend.release(backend.acquire(a_claim("a"), 0))
+
+    assert len(asked) < 50  # two as it connects, and one a second
+    backend.close()
+    for server in (sentinel, master):
+        server.close()
+
+
 def test_a_master_that_lost_its_place_while_it_was_connected_to_is_left(private_server):
     old, new = private_server(RedisServer), private_server(RedisServer)
     sentinel = private_server(SentinelServer, new)

@@ -64,6 +64,20 @@ def test_the_lock_is_handed_over_in_order_of_arrival(backend):
     assert [len(waiter.woken) for waiter in waiters] == [1] * 5
 
 
+def test_the_first_waiter_of_a_process_stands_behind_those_of_others(backend, redis_url, prefix):
+    grant = backend.acquire(a_claim("a"), 0)
+    first = Waiter(backend, "a")
+    first.ask()
+
+    with closing(backend_at(redis_url, prefix=prefix)) as other:
+        second = Waiter(other, "a")
+        other.acquire(second.claim, 30)  # without a subscription until then
+        backend.release(grant)
+
+        assert backend.release(first.granted())
+        assert other.release(second.granted())
+
+
 def test_one_message_wakes_one_waiter_and_costs_two_requests_each(own):
     backend, server = own
     backend.release(wait_for(backend, 5, "a"))
