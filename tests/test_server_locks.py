@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -638,8 +639,10 @@ def test_threads_share_the_sessions_and_idle_ones_are_closed(backend, monkeypatc
     assert len(backend._pool._open) <= 9
 
     until(lambda: not backend._pool._open)
+    until(lambda: backend._pool._tidy_above < math.inf)  # who closes them has ended
     with lock("a"):
         pass
+    until(lambda: not backend._pool._open)
 
 
 def test_nothing_stays_on_a_persistent_connection_of_django(monkeypatch):
@@ -680,6 +683,18 @@ def test_the_locks_of_a_parent_survive_its_child(backend, processes, at_exit):
 
 
 # What people see and do.
+
+
+def test_locks_that_are_released_while_they_are_listed_are_shown(backend):
+    grants = [backend.acquire(a_claim(name), 0) for name in ("a", "b")]
+
+    listed = backend.holders()
+    found = [next(listed)]
+    for grant in grants:
+        assert backend.release(grant)
+    found += listed
+
+    assert {holding.key for holding in found} == {key_of("a"), key_of("b")}
 
 
 def test_the_holder_in_another_process_is_shown_and_cleared(processes):
