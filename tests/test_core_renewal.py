@@ -608,6 +608,17 @@ def test_many_releases_that_an_engine_owes_do_not_ask_it_all_the_time(engine):
     until(lambda: engine.asked.count("release") >= asked + 500)
 
 
+def test_a_lock_that_was_released_is_not_kept_until_its_renewal_was_due(engine):
+    hold = Lock("a").acquire()
+    lease = hold._lease
+    timer.wake_at(0.0)
+    until(lambda: lease.due is not None)
+
+    hold.release()
+
+    assert lease not in timer.scheduled()
+
+
 def test_the_end_of_the_process_waits_for_releases_under_way():
     code = """
 import os, sys, django

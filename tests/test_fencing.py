@@ -606,6 +606,19 @@ def test_the_commit_of_a_pinned_transaction_asks_for_no_renewal_before_it_is_due
     assert asked == []
 
 
+@pytest.mark.parametrize("renew", [True, False])
+def test_a_pin_renews_a_lock_that_is_renewed_and_no_other(renew: bool) -> None:
+    backend: Any = registry["default"].backend
+    with Lock("shelf", ttl=60, renew=renew) as hold:
+        assert backend.end_in(hold._lease.grant, 30)
+
+        with transaction.atomic():
+            hold.pin()
+
+        [holding] = Lock("shelf").holders()
+        assert ((holding.expires_in or 0) > 30) is renew
+
+
 def test_a_rollback_of_its_savepoint_ends_the_pin(shelf: Shelf) -> None:
     with Lock("shelf", ttl=30) as hold:
         with transaction.atomic():

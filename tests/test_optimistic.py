@@ -226,6 +226,17 @@ def test_a_row_that_was_deleted_meanwhile_is_not_inserted_again(account: Account
     assert not Account.objects.exists()
 
 
+def test_a_stale_save_in_a_transaction_locks_no_row(account: Account) -> None:
+    stale = Account.objects.get(pk=account.pk)
+    other_saves(account)
+
+    with transaction.atomic(), CaptureQueriesContext(connection) as queries:
+        with pytest.raises(StaleObjectError):
+            stale.save()
+
+    assert not any("FOR UPDATE" in query["sql"] for query in queries)
+
+
 @pytest.mark.parametrize("options", [{"force_update": True}, {"update_fields": ["balance"]}])
 def test_a_forced_update_of_a_stale_or_deleted_row_is_a_conflict(
     account: Account, options: dict[str, Any]
