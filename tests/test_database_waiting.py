@@ -875,6 +875,7 @@ def test_waiters_poll_as_often_as_the_options_say():
 def test_pauses_that_are_none_are_refused(poll):
     with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*POLL_M"):
         DatabaseBackend(alias="x", **poll)
+    DatabaseBackend(alias="x", poll_min=0.2, poll_max=0.2)
 
 
 def test_a_server_that_cannot_queue_is_polled(backend, sessions, monkeypatch):

@@ -86,7 +86,9 @@ def test_what_doctor_says_is_missing(backend):
 def test_a_clock_in_another_time_zone_is_told(backend, options, zone, ids):
     options["init_command"] = f"SET SESSION time_zone = '{zone}'"
 
-    assert [m.id for m in backend.check(ask=True)[1:]] == [f"distlock_app.{id}" for id in ids]
+    found = backend.check(ask=True)[1:]
+    assert [m.id for m in found] == [f"distlock_app.{id}" for id in ids]
+    assert all("+120 minutes from UTC" in m.msg for m in found)
     held = grab(backend, "a")
     assert 20 < next(iter(backend.holders())).expires_in <= 30
     assert backend.release(held) is True

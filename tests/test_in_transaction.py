@@ -339,6 +339,15 @@ def test_refusals_come_in_time(elsewhere: Callable[..., Any]) -> None:
         assert 0.3 <= monotonic() - asked_at < 0.3 + 1 + 5  # a second, and a busy machine
 
 
+def test_what_an_inner_block_locked_is_locked_until_the_outermost_ends() -> None:
+    with transaction.atomic():
+        with transaction.atomic():
+            fence = lock_in_transaction("invoice:9")
+
+        assert_locked("invoice:9")
+        assert lock_in_transaction("invoice:9") == fence
+
+
 def test_after_a_rollback_to_a_savepoint_it_is_asked_for_again() -> None:
     in_own_transaction("invoice:9", 5)
     with transaction.atomic():

@@ -160,6 +160,7 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
 
         assert self.backend.extend(grant, 30) is True
         assert self.backend.extend(grant, 0.2) is True
+        assert self.backend.extend_many([(grant, 0.2)]) == [True]
         sleep(1.2)
 
         assert not self.take(name)
