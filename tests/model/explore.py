@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 NAMES = "ABC"  # of processes
@@ -24,9 +25,10 @@ class Step(NamedTuple):
 
 
 def with_process(state: Any, i: int, changes: dict[str, Any]) -> Any:
-    """Return the state with one of its processes changed."""
-    changed = state.processes[i]._replace(**changes)
-    return state._replace(processes=(*state.processes[:i], changed, *state.processes[i + 1 :]))
+    """Return the state with one of its processes, which come first in it, changed."""
+    processes, *others = state  # a fifth of the time of a search, if it were by _replace()
+    changed = processes[i]._replace(**changes)
+    return state._make(((*processes[:i], changed, *processes[i + 1 :]), *others))
 
 
 class Model(ABC):
@@ -96,6 +98,7 @@ def explore(model: Model) -> Result:
     each of them is made that is possible again and again.
     """
     numbers: dict[Any, int] = {model.normal(model.start()): 0}
+    normal = cache(model.normal)  # more than half of the steps lead where others did
     came_from = [0]
     leads_here: list[list[int]] = [[]]  # by sure steps
     resting: list[int] = []
@@ -113,7 +116,7 @@ def explore(model: Model) -> Result:
         quiet.append(number)
         for _, after, sure in model.steps(state):
             steps += 1
-            after = model.normal(after)
+            after = normal(after)
             other = numbers.setdefault(after, len(numbers))
             if other == len(came_from):
                 came_from.append(number)

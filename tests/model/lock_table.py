@@ -85,6 +85,8 @@ class LockTable(Model):
             return s.processes[i], s.owner == i, s.commits == i, at
 
         order = sorted(range(len(s.processes)), key=key)
+        if order == list(range(len(order))):
+            return s
         new = {i: at for at, i in enumerate(order)} | {FREE: FREE, NO_ROW: NO_ROW}
         return s._replace(
             processes=tuple(s.processes[i] for i in order),

@@ -86,6 +86,8 @@ class RedisHandover(Model):
             return s.processes[i], s.owner == i, places.get(i, -1)
 
         order = sorted(range(len(s.processes)), key=key)
+        if order == list(range(len(order))):
+            return s
         new = {i: at for at, i in enumerate(order)} | {NOBODY: NOBODY}
         return s._replace(
             processes=tuple(s.processes[i] for i in order),
