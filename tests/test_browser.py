@@ -109,6 +109,7 @@ def browser(chromium, site):
         return chromium
 
     yield login
+    chromium.execute_script("sessionStorage.clear()")  # else the next list refreshes, too
     assert violations(chromium) == []
 
 
@@ -290,6 +291,81 @@ def test_the_button_says_what_it_does_and_the_text_beside_it_what_happens(browse
     button.click()
     assert button.text == "Auto-refresh" and button.get_attribute("aria-pressed") == "false"
     assert "Reload the page to ask" in text(page)
+
+
+# Answers wait in the page until `letGo()`; `timers` are those for the next reading.
+HOLD_BACK = """
+    const [later, cancel, real] = [window.setTimeout, window.clearTimeout, window.fetch];
+    window.timers = new Set();
+    window.rounds = 0;
+    window.setTimeout = (what, after) => {
+        const timer = later(() => { window.timers.delete(timer); what(); }, after);
+        if (after === 3000) { window.timers.add(timer); window.rounds += 1; }
+        return timer;
+    };
+    window.clearTimeout = (timer) => { window.timers.delete(timer); cancel(timer); };
+    window.fetch = (where, options) => new Promise((resolve, reject) => {
+        options.signal?.addEventListener("abort", () => reject(options.signal.reason));
+        window.letGo = () => resolve(real(where, options));
+    });
+"""
+
+
+def reading_again(browser, button):
+    """Press the button of the list; return when an answer is on its way."""
+    browser.execute_script(HOLD_BACK)
+    button.click()
+    wait_until(browser, lambda b: b.execute_script("return !!window.letGo"))
+
+
+def test_a_row_that_is_chosen_while_the_list_is_read_stays_chosen(browser):
+    taken("a1")
+    page = browser("view_livelock", "clear_lock")
+    reading_again(page, page.find_element(By.CSS_SELECTOR, "button.dl-refresh"))
+
+    page.find_element(By.CSS_SELECTOR, "input.action-select").click()
+    page.execute_script("window.letGo()")
+    wait_until(page, lambda b: b.execute_script("return window.rounds") == 2)
+
+    assert page.find_element(By.CSS_SELECTOR, "input.action-select").is_selected()
+    assert "1 of 1 selected" in text(page)
+
+
+def test_the_keyboard_stays_at_its_row_while_the_list_is_read(browser):
+    taken("a1")
+    page = browser("view_livelock", "clear_lock")
+    button = page.find_element(By.CSS_SELECTOR, "button.dl-refresh")
+    box = page.find_element(By.CSS_SELECTOR, "input.action-select")
+    name = box.get_attribute("value")
+
+    button.click()
+    page.execute_script("arguments[0].focus()", box)
+    taken("a2")
+    shows(page, "a2")
+
+    assert page.switch_to.active_element.get_attribute("value") == name
+
+
+def test_pressed_twice_the_list_is_read_no_more_often(browser):
+    taken("a1")
+    page = browser("view_livelock")
+    button = page.find_element(By.CSS_SELECTOR, "button.dl-refresh")
+    reading_again(page, button)
+
+    button.click()
+    button.click()
+    page.execute_script("window.letGo()")
+    wait_until(page, lambda b: b.execute_script("return window.rounds") == 3)
+
+    assert page.execute_script("return window.timers.size") == 1
+
+
+def test_a_server_that_does_not_answer_is_said_to_be_silent(browser):
+    taken("a1")
+    page = browser("view_livelock")
+    reading_again(page, page.find_element(By.CSS_SELECTOR, "button.dl-refresh"))
+
+    shows(page, "not refreshed")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 "use strict";
 (function () {
   const EVERY = 3000;
+  const PATIENCE = 10000;
   const KEY = "distlock-refresh";
   const PARTS = [".dl-backends > ul", ".dl-read", ".dl-notes", "#result_list", ".paginator"];
 
@@ -12,13 +13,15 @@
       location.reload(); // the first lock came, the last went, or the session ended
       return;
     }
-    const focused = document.activeElement && document.activeElement.getAttribute("href");
+    const focused = document.activeElement;
     for (const [old, next] of pairs) {
       if (old) old.replaceWith(document.adoptNode(next));
     }
-    if (focused) {
-      const again = document.querySelector('a[href="' + CSS.escape(focused) + '"]');
-      if (again) again.focus();
+    if (focused && !focused.isConnected) {
+      const name = ["id", "href", "value"].find((known) => focused.hasAttribute(known));
+      const value = CSS.escape(focused.getAttribute(name));
+      const again = document.querySelector("[" + name + '="' + value + '"]');
+      if (again) again.focus({ preventScroll: true });
     }
     // Django's own script for the boxes of the rows knows those that were there before.
     const counters = [document, fresh].map((page) => page.querySelector(".action-counter"));
@@ -29,14 +32,22 @@
     if (boxes.length && window.Actions) window.Actions(boxes);
   }
 
+  function chosen() {
+    return document.querySelector("input.action-select:checked");
+  }
+
   async function refresh(failed) {
     // Nothing that the user works on: not while rows are chosen, not in a hidden tab.
-    if (document.hidden || document.querySelector("input.action-select:checked")) return;
+    if (document.hidden || chosen()) return;
     try {
-      const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
+      const answer = await fetch(location.href, {
+        headers: { Accept: "text/html" },
+        signal: AbortSignal.timeout(PATIENCE),
+      });
       const came = performance.now();
       if (!answer.ok) throw new Error(String(answer.status));
       const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      if (chosen()) return; // meanwhile
       document.documentElement.dataset.dlCame = String(came);
       swap(fresh);
       failed.hidden = true;
@@ -53,7 +64,9 @@
 
     async function again() {
       await refresh(failed);
-      if (timer) timer = setTimeout(again, EVERY);
+      if (!timer) return;
+      clearTimeout(timer); // of a second press meanwhile
+      timer = setTimeout(again, EVERY);
     }
     function turn(on) {
       button.setAttribute("aria-pressed", String(on));
