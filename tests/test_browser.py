@@ -432,7 +432,9 @@ def test_filters_and_search_pick_locks(browser):
     shows(page, "0 live locks")
 
 
-def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, settings, monkeypatch):
+@pytest.fixture
+def used(settings, monkeypatch):
+    """A lock that is held, and has a history."""
     monkeypatch.setattr(history, "EVERY", 0.01)
     settings.DISTLOCK_HISTORY = 50
     for _ in range(3):
@@ -440,6 +442,9 @@ def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, settings, monke
             Lock("invoice:42", wait=0.05).acquire()
     history.writer.flush(30)
     taken("invoice:42")
+
+
+def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, used):
     page = browser("view_livelock")
 
     page.find_element(By.LINK_TEXT, "invoice:42").click()
@@ -448,6 +453,20 @@ def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, settings, monke
     bars = page.find_elements(By.CSS_SELECTOR, "svg.dl-waiting rect, svg.dl-holding rect")
     assert bars and all(bar.size["height"] > 0 for bar in bars)
     assert "gave up (busy)" in text(page)
+
+
+def test_a_page_from_right_to_left_has_a_chart_with_its_begin_at_the_left(browser, settings, used):
+    page = browser("view_livelock")
+    page.add_cookie({"name": settings.LANGUAGE_COOKIE_NAME, "value": "ar"})
+
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+
+    shows(page, "Recent events")
+    assert page.find_element(By.TAG_NAME, "html").get_attribute("dir") == "rtl"
+    begin, end = page.find_elements(By.CSS_SELECTOR, ".dl-axis span")
+    assert begin.location["x"] < end.location["x"]
+    cell = page.find_element(By.CSS_SELECTOR, ".dl-past td")
+    assert cell.value_of_css_property("text-align") == "start"
 
 
 def test_a_lock_is_extended(browser):
