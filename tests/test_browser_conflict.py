@@ -14,7 +14,7 @@ from django.test import Client
 from selenium.webdriver.common.by import By
 
 from tests.app.versioned_models import Extra, Offer, Tag
-from tests.test_browser import chromium, shows, text, violations, wait_until  # noqa: F401
+from tests.test_browser import chromium, shows, text, violations, wait_until, width  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
@@ -128,6 +128,19 @@ def test_the_second_window_shows_the_conflict_and_merges_it(windows, offer, lang
     wait_until(page, lambda b: "/change/" not in b.current_url)
     offer.refresh_from_db()
     assert (offer.name, offer.price, offer.text) == ("White tea", Decimal("12"), mine)
+
+
+def test_a_phone_shows_both_values_to_choose_from(windows, offer, width):  # noqa: F811
+    use, ann, bob = windows
+    page = use(bob, change(offer))
+    width(390)
+    Offer.objects.update(name="White tea of the hills of Boseong, first flush", text="A mild tea.")
+    write(page, name="Black tea of the hills of Boseong, second flush", text="A strong tea.")
+    save(page)
+    shows(page, "Discard mine and reload")
+
+    table = page.find_element(By.CSS_SELECTOR, ".dl-conflict .dl-scroll")
+    assert table.get_property("scrollWidth") <= table.get_property("clientWidth")
 
 
 def test_a_reload_discards_what_one_typed(windows, offer):
