@@ -24,7 +24,7 @@ from django.test import Client
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
 from tests.app.admin import ArticleAdmin, LeafletAdmin, NoteInline, OfferAdmin
-from tests.app.versioned_models import Article, Extra, Leaflet, Note, Offer
+from tests.app.versioned_models import Article, Extra, Leaflet, Note, Offer, Tag
 
 pytestmark = pytest.mark.django_db
 
@@ -262,6 +262,20 @@ def test_what_was_typed_for_a_deleted_object_is_shown(ann: Client, offer: Offer)
     assert "A new &lt;name&gt;" in response.content.decode()
     assert "A note" in response.content.decode()
     assert ann.get(address).status_code == 302
+
+
+def test_what_was_chosen_for_a_deleted_object_is_shown_by_its_name(
+    ann: Client, offer: Offer
+) -> None:
+    tags = [Tag.objects.create(name=name) for name in ("green", "new")]
+    data = fields(ann.get(url(offer)))
+    offer.delete()
+
+    response = ann.post(url(offer), {**data, "tags": [tag.pk for tag in tags]})
+
+    assert response.status_code == 410
+    assert "green, new" in response.content.decode()
+    assert "[" not in response.content.decode().split("<table")[1]
 
 
 def test_a_password_typed_for_a_deleted_object_is_not_shown(ann: Client, monkeypatch: Any) -> None:

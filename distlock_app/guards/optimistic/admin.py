@@ -18,7 +18,7 @@ from django.template.response import TemplateResponse
 from django.utils.translation import gettext
 
 from ...errors import StaleObjectError
-from .form_values import withheld
+from .form_values import typed, withheld
 from .forms import VERSION, BesideKey, VersionedModelForm
 
 if TYPE_CHECKING:
@@ -224,8 +224,8 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
     def _typed(self, request: Any) -> list[tuple[Any, Any]]:
         """Return the labels and values of the submitted form, then the names of inline fields."""
         form = self.get_form(request)(request.POST, request.FILES)
-        typed = [
-            (form[name].label, form[name].value())
+        values = [
+            (form[name].label, typed(form, name))
             for name, field in form.fields.items()
             if name != VERSION and not withheld(field)
         ]
@@ -234,7 +234,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
             for name, value in request.POST.items()
             if value and re.search(r"-\d+-(?!id$|distlock_)", name)
         ]
-        return typed + inlines
+        return values + inlines
 
 
 class VersionedAdmin(VersionedAdminMixin, _Concrete):

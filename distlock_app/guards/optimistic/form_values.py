@@ -118,6 +118,15 @@ def shown(form: Any, name: str, key: Any) -> str:
     return _plain(form, name, key)
 
 
+def typed(form: Any, name: str) -> Any:
+    """Return what was typed into a field, valid or not, as people read it."""
+    field, value = form.fields[name], form[name].value()
+    if isinstance(value, bool) or (value and isinstance(field, forms.ChoiceField)):
+        return shown(form, name, value)
+    # Of several inputs, such as a date and a time.
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
 def _plain(form: Any, name: str, key: Any) -> str:
     if key in ("", None):
         return ""
