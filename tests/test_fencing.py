@@ -661,6 +661,17 @@ def test_a_lock_that_is_gone_cannot_be_pinned() -> None:
         hold.release()
 
 
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="one file, one writer")
+def test_a_pinned_lock_does_not_keep_others_from_theirs() -> None:
+    """MariaDB locked all rows of the lock table in such a transaction."""
+    with Lock("other"):
+        pass
+    with Lock("shelf", ttl=30) as hold, ThreadPoolExecutor() as pool, repeatable_read():
+        hold.pin()
+
+        assert pool.submit(lambda: Lock("other", wait=2).acquire().release()).result() is None
+
+
 def test_a_release_at_once_waits_for_the_pinned_transaction() -> None:
     lock = Lock("shelf", release="now")
 

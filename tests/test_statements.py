@@ -32,6 +32,7 @@ MAY = {
     "Statements.RELEASE": "constant",
     "may": "constant: the dialect's own condition",
     "marks": "placeholders",
+    "keys": "placeholders",
     "n": "the number of a placeholder",
     "str(wait_ms)": "a number",
     "'NOWAIT' * (wait == 0)": "constant",

@@ -264,14 +264,19 @@ class Dialect(Statements):
         Nobody had such a row in between: taking it over would have changed the owner.
         """
         numbers = range(len(pairs))
-        marks = self.written(", ".join([f"(%(key{n})s, %(owner{n})s)" for n in numbers]))
+        keys = ", ".join([f"%(key{n})s" for n in numbers])
+        marks = ", ".join([f"(%(key{n})s, %(owner{n})s)" for n in numbers])
         asked: dict[str, Any] = {"ttl_us": round(ttl * 1e6), "exactly": exactly}
         for n, (key, owner) in enumerate(pairs):
             asked |= {f"key{n}": key, f"owner{n}": owner}
-        extended = self.execute(cursor, self.EXTEND.replace("{marks}", marks), asked).rowcount
+        extend, ours = (
+            self.written(statement.replace("{marks}", marks).replace("{keys}", keys))
+            for statement in (self.EXTEND, self.OURS)
+        )
+        extended = self.execute(cursor, extend, asked).rowcount
         if extended in (0, len(pairs)):  # also in a transaction whose snapshot is older
             return set(pairs if extended else ())
-        return set(self.execute(cursor, self.OURS.replace("{marks}", marks), asked).fetchall())
+        return set(self.execute(cursor, ours, asked).fetchall())
 
     def release(self, cursor: Cursor, claim: Claim) -> bool:
         """Free the row if it is still ours."""

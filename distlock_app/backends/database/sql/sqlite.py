@@ -35,7 +35,7 @@ class SQLite(Dialect):
         "long_free": "{now}",
         "at_acquired": "strftime('%Y-%m-%d %H:%M:%f', %(acquired_us)s / 1e6, 'unixepoch')",
         "at_expiry": "strftime('%Y-%m-%d %H:%M:%f', %(expiry_us)s / 1e6, 'unixepoch')",
-        "pairs": "VALUES {marks}",
+        "ours": "(key, owner) IN (VALUES {marks})",
     }
     TAKE = """
         INSERT INTO {table} (key, owner, fence, name, holder, acquired_at, expiry)

@@ -21,7 +21,7 @@ class Statements:
 
     `key` is the column; `..._us` are microseconds, of a time since 1970; `in_ttl`, `age_ago`,
     `at_acquired` and `at_expiry` are times, computed from a parameter; `long_free` is the expiry
-    of a row that was cleared; `pairs` takes {marks} for so many keys and owners.
+    of a row that was cleared; `ours` takes {marks} for so many keys and owners, or {keys}, too.
     """
 
     words: Mapping[str, str] = {}
@@ -38,9 +38,9 @@ class Statements:
     EXTEND = """
         UPDATE {table}
            SET expiry = {extended}
-         WHERE ({key}, owner) IN ({pairs})"""
+         WHERE {ours}"""
     OURS = """
-        SELECT {key}, owner FROM {table} WHERE ({key}, owner) IN ({pairs})"""
+        SELECT {key}, owner FROM {table} WHERE {ours}"""
     RELEASE = """
         UPDATE {table}
            SET owner = '', expiry = {now}
