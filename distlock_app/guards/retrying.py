@@ -44,9 +44,11 @@ UNREPEATED = (
 def code_of(error: BaseException) -> Any:
     """Return the driver's code for a database error."""
     cause = error.__cause__ or error
-    # psycopg 3, psycopg 2, MySQLdb and SQLite.
-    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    return code or (cause.args[0] if cause.args else None)
+    first = cause.args[0] if cause.args else None
+    if isinstance(first, int):  # MySQL's; PyMySQL has a sqlstate, too
+        return first
+    # psycopg 3, psycopg 2 and SQLite.
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or first
 
 
 def was_sacrificed(error: BaseException) -> bool:

@@ -348,5 +348,7 @@ def refused(left_us: int) -> Busy:
 
 def code_of(error: Any) -> Any:
     """Return the server's code for an error of ours, or of a driver."""
+    if error.args and isinstance(error.args[0], int):  # MySQL's; PyMySQL has a sqlstate, too
+        return error.args[0]
     codes = (getattr(error, name, None) for name in ("code", "sqlstate", "pgcode"))
     return next((code for code in codes if code is not None), None) or next(iter(error.args), None)
