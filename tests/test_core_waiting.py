@@ -15,6 +15,7 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
+from distlock_app.core import wakers
 from distlock_app.core.waiting import acquired, acquiring, arun, run
 from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
@@ -107,6 +108,19 @@ def test_one_try_asks_once_and_leaves_nothing_behind(engine):
     assert engine.asked.count("acquire") == 2
     held.release()
     assert engines.free(engine)
+
+
+@pytest.mark.parametrize(("woken", "sleeps"), [(False, 30.0), (True, 0.0)])
+def test_who_was_woken_before_it_sleeps_does_not_sleep(monkeypatch, woken, sleeps):
+    slept = []
+    monkeypatch.setattr(wakers.Gate, "wait", lambda gate, seconds: slept.append(seconds))
+    waker = Waker()
+    if woken:
+        waker.wake(None)
+
+    waker.wait(30.0)
+
+    assert slept == [sleeps]
 
 
 def test_a_timeout_is_no_busy_and_comes_at_the_deadline(engine):

@@ -124,6 +124,22 @@ def test_the_thread_ends_when_nobody_waits_for_long(backend, server, prefix, mon
     assert third.granted().claim is third.claim
 
 
+def test_the_thread_counts_from_when_a_task_last_waited(backend, monkeypatch):
+    monkeypatch.setattr(redis_listener, "HEARTBEAT", 0.01)
+    grant, seen = backend.acquire(a_claim("a"), 0), []
+    listener = backend._listener(grant.claim.key)
+    ends = listener._thread_ends
+    monkeypatch.setattr(listener, "_thread_ends", lambda idle: seen.append(idle) or ends(idle=idle))
+    waiter = Waiter(backend, "a")
+    waiter.ask()
+
+    until(lambda: len(seen) > 50)
+
+    assert seen != sorted(seen)
+    backend.release(grant)
+    assert backend.release(waiter.granted())
+
+
 def test_a_waiter_whose_process_died_is_skipped_at_once(backend, server, processes, prefix):
     grant = backend.acquire(a_claim("a"), 0)
     dead = processes.start_many("tests.redis_workers:wait_once", count=3, prefix=prefix, name="a")

@@ -293,6 +293,17 @@ def test_an_idle_session_that_died_is_not_noticed_by_who_locks_next(backend):
         assert number(hold) != session
 
 
+def test_one_try_is_not_a_wait_if_an_idle_session_had_died(backend):
+    held, idle = (backend.acquire(a_claim(name), 0) for name in "ab")
+    session = idle.session.number
+    assert backend.release(idle)
+    kill(session)
+
+    assert not backend.acquire(a_claim("a"), 0)
+
+    assert backend.release(held)
+
+
 def test_a_hold_lives_on_by_its_heartbeats_alone():
     hold = lock("a", ttl=2).acquire()
 
