@@ -414,6 +414,18 @@ def test_a_transaction_pooler_that_the_settings_do_not_name_is_an_error(known, m
     backend.close()
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="about psycopg")
+def test_what_is_asked_for_again_and_again_is_prepared(backend):
+    assert backend.release(grab(backend, "a"))
+    session = backend._sessions.lend()
+
+    session.cursor.execute("SELECT statement FROM pg_prepared_statements", None)
+    prepared = [statement for (statement,) in session.cursor.fetchall()]
+    backend._sessions.give_back(session)
+
+    assert any("UPDATE" in statement for statement in prepared)
+
+
 @on_server
 def test_a_driver_s_cursor_behind_a_pooler_has_read_each_answer():
     with connection.cursor() as cursor:

@@ -19,7 +19,8 @@ from django.test import override_settings
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.backends.sessions import backend as session_backend
 from distlock_app.backends.sessions import extending as session_extending
-from distlock_app.backends.sessions import link, lock_session
+from distlock_app.backends.sessions import link, lock_session, pool
+from distlock_app.backends.sessions.link import ReplyTimeout, ServerError
 from distlock_app.claims import Grant
 from distlock_app.core.limits import MAX_TTL
 from distlock_app.core.registry import registry
@@ -654,6 +655,17 @@ def test_threads_share_the_sessions_and_idle_ones_are_closed(backend, monkeypatc
     with lock("a"):
         pass
     until(lambda: not backend._pool._open)
+
+
+def test_a_process_that_ends_says_goodbye_on_its_own_sessions(backend):
+    session = backend._pool.lend()
+
+    pool._close_all([session], os.getppid())
+    assert session.ask("SELECT 1") == [(1,)]
+
+    pool._close_all([session], os.getpid())
+    with pytest.raises((ServerError, ReplyTimeout)):
+        session.ask("SELECT 1")
 
 
 def test_nothing_stays_on_a_persistent_connection_of_django(monkeypatch):
