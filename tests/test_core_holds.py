@@ -641,3 +641,24 @@ def test_a_release_that_a_signal_handler_breaks_off_is_made_all_the_same(engine,
         hold.release()
 
     assert not Lock("a").locked()
+
+
+def test_an_interrupt_as_one_of_two_withs_ends_releases_that_one(monkeypatch):
+    lock = Lock("a", using="locmem")
+
+    def held():
+        with lock as hold:
+            yield hold
+
+    def interrupted(*args):
+        monkeypatch.setattr(entered, "entered", find)
+        raise KeyboardInterrupt
+
+    find, (first, second) = entered.entered, (held(), held())
+    holds = [next(first), next(second)]
+    monkeypatch.setattr(entered, "entered", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(first)
+
+    assert [hold.released for hold in holds] == [True, False]
+    second.close()
