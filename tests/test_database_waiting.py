@@ -424,7 +424,8 @@ def test_threads_that_share_an_owner_wait_at_one_place(sessions):
     queues.leave(head)
     assert woken == ["other"]
     queues.withdraw(("key", "owner"), other)
-    assert not queues.by_key and not queues._waiters
+    assert not queues.by_key
+    assert ("key", "owner") not in queues._waiters
 
 
 def test_a_waiter_may_look_as_another_thread_with_its_owner_gets_the_lock(
