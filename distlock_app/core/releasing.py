@@ -175,7 +175,9 @@ class Releaser:
 
 releaser = Releaser()
 in_child(releaser.__init__)  # type: ignore[misc]
-weakref.finalize(releaser, int)  # before the next line: finalizers close connections after it
+# The first finalizer registers the exit hook of all, and hooks run in reverse: drain() has to come
+# before the finalizers that close connections. This one does nothing.
+weakref.finalize(releaser, int)
 atexit.register(releaser.drain)
-# A child of multiprocessing ends without atexit.
+# A forked child of multiprocessing ends without atexit.
 register_after_fork(releaser, lambda own: Finalize(None, own.drain, exitpriority=0))

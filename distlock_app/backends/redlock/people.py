@@ -67,7 +67,7 @@ class ForPeople(BaseLockBackend):
 
     def _holding(self, key: str, copies: list[Copy]) -> Holding:
         one = sorted(copies)[-min(len(copies), self._quorum.majority)]
-        # A node that was asked late gave a later one of its own.
+        # Of those that are as frequent the first: a node that was asked late gave a later one.
         fence, _ = Counter(sorted(copy.fence for copy in copies)).most_common(1)[0]
         waiters = max(copy.waiters for copy in copies)
         held = f"{fence} 1 {one.about}".encode()

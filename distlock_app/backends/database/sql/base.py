@@ -269,14 +269,15 @@ class Dialect(Statements):
         asked: dict[str, Any] = {"ttl_us": round(ttl * 1e6), "exactly": exactly}
         for n, (key, owner) in enumerate(pairs):
             asked |= {f"key{n}": key, f"owner{n}": owner}
-        extend, ours = (
-            self.written(statement.replace("{marks}", marks).replace("{keys}", keys))
-            for statement in (self.EXTEND, self.OURS)
-        )
-        extended = self.execute(cursor, extend, asked).rowcount
+
+        def ask(statement: str) -> Cursor:
+            statement = statement.replace("{marks}", marks).replace("{keys}", keys)
+            return self.execute(cursor, self.written(statement), asked)
+
+        extended = ask(self.EXTEND).rowcount
         if extended in (0, len(pairs)):  # also in a transaction whose snapshot is older
             return set(pairs if extended else ())
-        return set(self.execute(cursor, ours, asked).fetchall())
+        return set(ask(self.OURS).fetchall())
 
     def release(self, cursor: Cursor, claim: Claim) -> bool:
         """Free the row if it is still ours."""
