@@ -16,6 +16,7 @@ from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database import connections as table_connections
 from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.database.sql.cursors import PooledCursor
+from distlock_app.backends.sessions import link, one_server
 from distlock_app.backends.sessions.link import ConnectionLost, ServerError
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
@@ -412,6 +413,19 @@ def test_a_transaction_pooler_that_the_settings_do_not_name_is_an_error(known, m
 
     assert found == ([] if known else ["distlock_app.E018"])
     backend.close()
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="PgBouncer is for PostgreSQL")
+def test_a_check_does_not_wait_for_a_pooler_that_has_no_session_left(monkeypatch):
+    monkeypatch.setattr(link, "ANSWER_WAIT", 0.2)
+    began = time.monotonic()
+
+    assert one_server._asked_at_once("locks", "SELECT pg_sleep(60)") == []
+    assert time.monotonic() - began < 30
+    with connection.cursor() as cursor:  # which does not notice that nobody listens
+        cursor.execute("""
+            SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+             WHERE query = 'SELECT pg_sleep(60)'""")
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="about psycopg")

@@ -18,13 +18,12 @@ from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest
 from django.test import RequestFactory, TestCase
 
-from distlock_app.backends.database.sql.base import code_of as code_of_table
 from distlock_app.errors import RetriesExhausted, StaleObjectError
 from distlock_app.etags import PreconditionFailed, require_match
 from distlock_app.guards.optimistic import retrying
-from distlock_app.guards.retrying import code_of as code_of_rows
 from distlock_app.optimistic import retry_on_conflict
 from distlock_app.pessimistic import retry_on_deadlock
+from distlock_app.primitives.drivers import code_of
 from distlock_app.signals import version_conflict
 from tests.app.versioned_models import Account, GuardedNamed, SavingsAccount
 from tests.processes import Processes
@@ -694,8 +693,7 @@ def test_every_driver_of_postgresql_tells_of_a_deadlock(attribute: str) -> None:
     assert pay() == "paid"
 
 
-@pytest.mark.parametrize("code_of", [code_of_rows, code_of_table])
-def test_a_number_of_mysql_counts_before_the_sqlstate_that_pymysql_adds(code_of: Any) -> None:
+def test_a_number_of_mysql_counts_before_the_sqlstate_that_pymysql_adds() -> None:
     error = OperationalError(1205, "Lock wait timeout exceeded")
     error.sqlstate = "HY000"  # type: ignore[attr-defined]
 

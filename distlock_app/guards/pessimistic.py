@@ -12,8 +12,9 @@ from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError
 
 from ..errors import LockBusy, LockTimeout
+from ..primitives.drivers import code_of
 from ..primitives.timing import Deadline, full_jitter
-from .retrying import M, code_of
+from .retrying import M
 
 WAIT = 3.0
 # Pauses between tries, in seconds, where the timeouts of the server are whole seconds.

@@ -17,6 +17,7 @@ from django.db.transaction import TransactionManagementError
 
 from ..errors import RetriesExhausted, StaleObjectError
 from ..primitives.calls import is_async, path_of, refuse_undone
+from ..primitives.drivers import code_of
 from ..primitives.timing import full_jitter
 from ..primitives.transactions import in_own_block
 
@@ -39,16 +40,6 @@ UNREPEATED = (
     "would not be called again: do the work before it returns, or decorate the async function "
     "itself"
 )
-
-
-def code_of(error: BaseException) -> Any:
-    """Return the driver's code for a database error."""
-    cause = error.__cause__ or error
-    first = cause.args[0] if cause.args else None
-    if isinstance(first, int):  # MySQL's; PyMySQL has a sqlstate, too
-        return first
-    # psycopg 3, psycopg 2 and SQLite.
-    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or first
 
 
 def was_sacrificed(error: BaseException) -> bool:

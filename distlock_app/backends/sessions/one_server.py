@@ -10,6 +10,9 @@ from django.core.checks import CheckMessage, Warning
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
+from .link import PostgreSQLLink, ReplyTimeout, ServerError
+from .pool import adapt_to_mysql, adapt_to_postgresql
+
 # What tells one server from another, by vendor; and how to show it.
 SERVER = {
     "mysql": "SELECT CONCAT_WS(':', @@hostname, @@port, @@server_id)",
@@ -43,14 +46,22 @@ def lends_by_transaction(using: str) -> bool:
 
 
 def _asked_at_once(using: str, question: str) -> list[Any]:
-    """Return what several connections answer that are open at once."""
-    answers = []
-    with suppress(DjangoDatabaseError), ExitStack() as stack:  # another check reports an error
-        for _ in range(CONNECTIONS):
-            connection = connections[using].copy()
-            connection.settings_dict["OPTIONS"].pop("pool", None)
-            stack.callback(connection.close)
-            cursor = stack.enter_context(connection.cursor())
-            cursor.execute(question)
-            answers.append(cursor.fetchone())
+    """Return what several connections answer that are open at once, as far as they do in time."""
+    answers: list[Any] = []
+    with suppress(DjangoDatabaseError, ServerError, ReplyTimeout), ExitStack() as stack:
+        for _ in range(CONNECTIONS):  # another check reports an error
+            wrapper: Any = connections[using].copy()
+            stack.callback(wrapper.close)
+            if wrapper.vendor == "mysql":
+                adapt_to_mysql(wrapper.settings_dict["OPTIONS"])
+            else:
+                adapt_to_postgresql(wrapper)
+            cursor = stack.enter_context(wrapper.cursor())
+            if hasattr(wrapper.connection, "pgconn"):  # a pooler may have no session for it
+                link = PostgreSQLLink()
+                link.connect(wrapper.connection)
+                answers += link.ask(question)
+            else:
+                cursor.execute(question)
+                answers.append(cursor.fetchone())
     return answers

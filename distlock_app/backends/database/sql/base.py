@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from django.apps import apps
 
 from ....claims import Busy, Claim, Grant
+from ....primitives.drivers import code_of
 from ....primitives.names import shown
 from ...sessions.link import ServerError
 from .statements import Statements
@@ -345,11 +346,3 @@ def busy(left_us: int) -> Busy:
 def refused(left_us: int) -> Busy:
     """Say the same to a try; a row that is free already is kept for the queue."""
     return busy(left_us) if left_us > 0 else Busy()
-
-
-def code_of(error: Any) -> Any:
-    """Return the server's code for an error of ours, or of a driver."""
-    if error.args and isinstance(error.args[0], int):  # MySQL's; PyMySQL has a sqlstate, too
-        return error.args[0]
-    codes = (getattr(error, name, None) for name in ("code", "sqlstate", "pgcode"))
-    return next((code for code in codes if code is not None), None) or next(iter(error.args), None)

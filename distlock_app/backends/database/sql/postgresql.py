@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
+from ....primitives.drivers import code_of
 from ....primitives.names import key_of
 from ....primitives.timing import Deadline
 from ...sessions.link import ANSWER_WAIT
 from ...sessions.pool import adapt_to_postgresql
-from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, code_of, refused
+from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, refused
 from .cursors import PooledCursor, PostgreSQLCursor
 
 # The longest statement_timeout, in seconds: 24 days.
