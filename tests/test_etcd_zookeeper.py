@@ -1229,15 +1229,18 @@ def refused(engine, location, option="PREFIX", value="x"):
         return registry["default"]
 
 
-def test_an_error_says_why_a_certificate_is_refused(private_server, tmp_path):
+@pytest.mark.filterwarnings("ignore:unclosed <ssl:ResourceWarning")  # kazoo leaves them
+@pytest.mark.parametrize("name", ["etcd", "zookeeper"])
+def test_an_error_says_why_a_certificate_is_refused(private_server, tmp_path, name):
     certificate, key = certified(tmp_path)
     config = {"tls-port": str(free_port()), "tls-cert-file": str(certificate)}
     config |= {"tls-key-file": str(key), "tls-auth-clients": "no"}
     with private_server(RedisServer, config=config):  # speaks TLS, which is all it takes
+        place = f"127.0.0.1:{config['tls-port']}"
         setting = {
-            "BACKEND": BACKENDS["etcd"],
-            "LOCATION": f"https://127.0.0.1:{config['tls-port']}",
-        }
+            "etcd": {"BACKEND": BACKENDS[name], "LOCATION": f"https://{place}"},
+            "zookeeper": {"BACKEND": BACKENDS[name], "LOCATION": place, "OPTIONS": {"TLS": True}},
+        }[name]
         with override_settings(DISTLOCK={"own": setting}):
             with pytest.raises(BackendError, match="certificate verify failed: self.signed"):
                 own().ping()
@@ -1376,6 +1379,9 @@ def test_a_user_logs_in(running_server, private_server):
             until(lambda: [h.waiters for h in own().holders(key_of("a"))] == [1])
             with pytest.raises(BackendError) as raised:
                 Lock("a", using="other", ttl=TTL).acquire(wait=0)
+            own().ping()
+            with pytest.raises(BackendError):
+                other().ping()
             hold.release()
             waiter.result(30).release()
         for entry in registry.made():
@@ -1384,6 +1390,23 @@ def test_a_user_logs_in(running_server, private_server):
     assert "wrong" not in str(raised.value)
     if name == "etcd":
         server.close()
+
+
+def test_a_check_finds_a_user_that_may_only_read(private_server):
+    server = private_server(EtcdServer)
+    login = {"USER": "locks", "PASSWORD": "opensesame", "PREFIX": "secured"}
+    setting = {"BACKEND": BACKENDS["etcd"], "LOCATION": server.url}
+    anybody, reader = ({"OPTIONS": {"PREFIX": "secured"}}, {"OPTIONS": login})
+    with override_settings(DISTLOCK={"own": setting | anybody, "other": setting | reader}):
+        own().ping()
+        with Lock("a", using="own", ttl=TTL):
+            pass
+        own().close()
+        protect_etcd(server.url, may="READ")
+        [found] = other().check(ask=True)
+        other().close()
+
+    assert "permission denied" in found.msg
 
 
 @pytest.mark.parametrize("says", ["error and message", "message"])
@@ -1432,7 +1455,7 @@ def ask_etcd(url, path, token="", **body):
         return json.load(response)
 
 
-def protect_etcd(url):
+def protect_etcd(url, may="READWRITE"):
     """Let only the user `locks` at the keys that begin with "secured", and only there."""
     ask = partial(ask_etcd, url)
     ask("user/add", name="root", password="secret")
@@ -1441,6 +1464,6 @@ def protect_etcd(url):
     ask("user/add", name="locks", password="opensesame")
     ask("role/add", name="locks")
     keys = {"key": encoded("secured"), "range_end": encoded("securee")}
-    ask("role/grant", name="locks", perm={"permType": "READWRITE", **keys})
+    ask("role/grant", name="locks", perm={"permType": may, **keys})
     ask("user/grant", user="locks", role="locks")
     ask("enable")

@@ -312,6 +312,12 @@ def tls_context(alias: str, ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
     return context
 
 
+def said_by(error: Exception | None) -> str:
+    """Return what an error of a connection says: of TLS, what is wrong with which certificate."""
+    said = error.strerror if isinstance(error, ssl.SSLError) else None
+    return said or type(error).__name__
+
+
 def readable(file: Any, seconds: float) -> bool:
     """Return whether something comes within so many seconds, be it the end of file."""
     poll = select.poll()  # of its own: several threads may look

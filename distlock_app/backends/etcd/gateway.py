@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN, close_all, readable
+from ..base import FINISH_WITHIN, close_all, readable, said_by
 from .http import Link
 
 # Called when a request was repeated or its answer lost: it may be carried out late, too.
@@ -179,9 +179,7 @@ class Gateway:
             self.close()
 
     def _unreachable(self, error: Exception | None) -> BackendError:
-        # Of TLS: what is wrong with which certificate.
-        said = error.strerror if isinstance(error, ssl.SSLError) else None
-        return BackendError(f"etcd {self._alias!r} did not answer: {said or type(error).__name__}.")
+        return BackendError(f"etcd {self._alias!r} did not answer: {said_by(error)}.")
 
 
 def _answer_of(status: int, text: bytes) -> dict[str, Any]:

@@ -143,7 +143,8 @@ class ZooKeeperBackend(ForPeople):
         return deleted
 
     def ping(self) -> None:
-        self._session.ask("exists", self._root)
+        self._session.read_epoch(self._root)  # makes the directory
+        self._session.try_write(f"{self._root}/ping")
 
     def close(self) -> None:
         self._session.close()

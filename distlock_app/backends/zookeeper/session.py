@@ -9,6 +9,7 @@ import select
 import socket
 import ssl
 import threading
+import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,7 @@ from kazoo.retry import KazooRetry
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
+from ..base import said_by
 
 # How much of a session is left after a write, at least. To the leader a write that a follower
 # passed on is no sign of life: the follower tells whom it has heard half a tick later at most, if
@@ -50,8 +52,15 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     A server that does not answer costs `CONNECT` seconds, not a whole session.
     """
 
+    trouble = ""  # of the last try to connect
+
     def create_connection(self, *args: Any, timeout: float = CONNECT, **kwargs: Any) -> Any:
-        return super().create_connection(*args, timeout=min(timeout, CONNECT), **kwargs)
+        try:
+            return super().create_connection(*args, timeout=min(timeout, CONNECT), **kwargs)
+        except Exception as error:
+            self.trouble = f": {said_by(error)}"
+            traceback.clear_frames(error.__traceback__)  # kazoo does not close its socket
+            raise
 
     def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
         poll = select.poll()
@@ -152,10 +161,20 @@ class Session:
         sent_at = monotonic()
         write = self._connected().transaction()
         write.check(path, -1)
-        for outcome in self.answer(write.commit_async()):  # kazoo raises none of these errors
-            if isinstance(outcome, exceptions.SessionExpiredError):
-                raise BackendError(f"ZooKeeper {self._alias!r}: {type(outcome).__name__}.")
+        self._commit(write, exceptions.SessionExpiredError)
         self.proved_at = max(self.proved_at, sent_at)
+
+    def try_write(self, path: str) -> None:
+        """Make and delete that node in one step: this user may; else raise BackendError."""
+        write = self._connected().transaction()
+        write.create(path, ephemeral=True)
+        write.delete(path)
+        self._commit(write, exceptions.KazooException)
+
+    def _commit(self, write: Any, trouble: type[Exception]) -> None:
+        for outcome in self.answer(write.commit_async()):  # kazoo raises none of these errors
+            if isinstance(outcome, trouble):
+                raise BackendError(f"ZooKeeper {self._alias!r}: {type(outcome).__name__}.")
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Send one request and return its answer; raise Gone or BackendError."""
@@ -214,7 +233,8 @@ class Session:
                 # The session is over. A server that lost its data would refuse this client for
                 # ever, which has seen later changes than there are: a new one has seen none.
                 self.close()
-            raise BackendError(f"ZooKeeper {self._alias!r} could not be reached.")
+            why = client.handler.trouble
+            raise BackendError(f"ZooKeeper {self._alias!r} could not be reached{why}.")
         return client
 
     def _leave_silent(self) -> None:
