@@ -651,6 +651,7 @@ def test_one_waiting_thread_reads_for_all_and_is_followed_by_the_next(own, monke
     backend.poll_max = DEADLINE  # it has to be woken
     # Else a server that a busy machine lets wait for a second would be taken for dead.
     monkeypatch.setattr(redis_link, "HEARTBEAT", DEADLINE)
+    monkeypatch.setattr(redis_listener, "ABSENT", DEADLINE)
     backend.release(wait_for(backend, 5, "a"))  # the scripts are loaded
     names = "abcde"
     held = {name: backend.acquire(a_claim(name), 0) for name in names}
