@@ -72,6 +72,20 @@ except ImproperlyConfigured as error:
 print(json.dumps([*seen, Lock("a", using=using).locked()]))
 """
 
+LEAD = """
+from django.core.exceptions import ImproperlyConfigured
+from distlock_app import Leader
+def lead():
+    try:
+        Leader("a", lambda ended: ended.wait(), using=using).run()
+    except ImproperlyConfigured as error:
+        seen.append(str(error))
+leader = gevent.spawn(lead)
+while not (seen or Lock("a", using=using).locked()):
+    time.sleep(0.01)
+print(json.dumps(seen))
+"""
+
 WAIT_FOR_A_SILENT_SERVER = """
 import os, signal
 from distlock_app import BackendError
@@ -133,6 +147,12 @@ def test_a_lock_is_refused_if_threads_became_greenlets_after_the_import_of_the_a
 
     assert [type(each) for each in seen] == [str, bool] and not seen[1]
     assert "patch_all() first" in seen[0]
+
+
+def test_a_leader_is_refused_among_greenlets():
+    # Its event loop would run in all of them: Django refuses the database to a thread with a loop.
+    (told,), _ = greenlets(LEAD, "locmem")
+    assert told.startswith("gevent has patched threads")
 
 
 def test_a_silent_server_blocks_only_the_greenlet_that_asks_and_not_forever(own_redis):

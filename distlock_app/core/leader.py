@@ -9,12 +9,14 @@ from threading import Event
 from typing import Any
 
 from asgiref.sync import iscoroutinefunction
+from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from ..errors import BackendError, LockLost
 from ..primitives.calls import refuse_undone
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
+from ..primitives.threads import threads_are_greenlets
 from ..primitives.timing import full_jitter
 from .hold import Hold
 from .limits import UNSET
@@ -63,6 +65,11 @@ class Leader:
 
         Exceptions of the work pass through. A backend that does not answer is retried.
         """
+        if threads_are_greenlets():  # to Django, the loop would run in all of them
+            raise ImproperlyConfigured(
+                "gevent has patched threads: a Leader needs a process without gevent, for example"
+                " a management command"
+            )
         asyncio.run(self.arun())
 
     async def arun(self) -> None:
