@@ -12,6 +12,8 @@ from importlib.util import find_spec
 
 import pytest
 from celery import Celery, group, shared_task
+from celery.app.task import Context
+from celery.signals import task_revoked
 from celery.worker.state import revoked
 from django.db import transaction
 from kombu.exceptions import OperationalError
@@ -417,6 +419,22 @@ def test_a_task_that_will_not_run_gives_up_its_lock(worker, how):
 
     until(lambda: not Lock("index:1").locked())
     assert ran.empty()
+
+
+@pytest.mark.parametrize(("task", "left"), [(index, 0), (bill, 30)])
+def test_a_task_that_is_terminated_before_it_begins_does_not_keep_its_lock(task, left):
+    task.delay(1)
+    name = f"{task.name.rpartition('.')[2]}:1"
+    with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
+        message = queue.get(timeout=DEADLINE)
+        message.ack()
+    assert expires_in(name) > 30
+
+    # What the main process of a worker with child processes sends.
+    request = Context(message.headers)
+    task_revoked.send(sender=task, request=request, terminated=True, signum=15, expired=False)
+
+    assert sum(holding.expires_in for holding in Lock(name).holders()) <= left
 
 
 @pytest.mark.django_db(transaction=True)

@@ -206,10 +206,14 @@ def _resumed(text: str) -> Hold:
         return Lock._not_resumed(text, error)
 
 
-def discard(text: str) -> None:
-    """Release the lock of a task that will not run; if the backend is down, when it is back."""
+def discard(text: str, *, ending: bool = False) -> None:
+    """Release the lock of a task that will not run; if the backend is down, when it is back.
+
+    `ending`: the task may still run until it is killed, so leave its lock for the TTL instead.
+    """
     with suppress(LockError):
-        _resumed(text).leave(None)
+        hold = _resumed(text)
+        hold._dumped() if ending else hold.leave(None)
 
 
 # Celery
@@ -274,8 +278,8 @@ def _in_celery(unique: Unique, task: Any) -> None:
         return request.get(CARRIER) or (request.headers or {}).get(CARRIER)
 
     def revoked(request: Any, terminated: bool, **_: Any) -> None:
-        if not terminated and (text := carried(request)):
-            discard(text)
+        if text := carried(request):
+            discard(text, ending=terminated and not unique.until_start)
 
     setattr(enqueue, CARRIER, unique)
     task.apply_async, task.run = enqueue, run
