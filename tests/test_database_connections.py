@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import warnings
@@ -490,3 +491,35 @@ def test_the_code_of_an_error_says_whether_others_were_there_or_the_session_has_
             list(backend.holders())
 
         assert type(raised.value) is kind, code
+
+
+@pytest.fixture
+def latin1():
+    """Have `locks` mean a database of PostgreSQL in LATIN1, with a lock table."""
+    name = f"distlock_latin1_{os.getpid()}"
+    cursor = connections["default"].cursor()
+    cursor.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'LATIN1' LOCALE 'C'")
+    with patch.dict(connections["locks"].settings_dict, NAME=name):
+        connections["locks"].close()
+        with connections["locks"].schema_editor() as editor:
+            editor.create_model(DistLock)
+        yield
+        connections["locks"].close()
+    cursor.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="tables of MySQL are in utf8mb4")
+@pytest.mark.parametrize("name", ["é日本", "a" * 300, "é" + "日" * 300])
+@pytest.mark.parametrize("how", [{}, {"shared": True}])
+def test_a_database_may_lack_letters_of_a_name(latin1, name, how):
+    backend = DatabaseBackend(alias="default", location="locks")
+    try:
+        grant = backend.acquire(a_claim(name, **how), 0)
+        (held,) = backend.holders(grant.claim.key)
+        released = backend.release(grant)
+    finally:
+        backend.close()
+
+    shortened = "a" * 199 + r"\u2026", "é" + (r"\u65e5" * 198 + r"\u2026")[:254]
+    assert held.name in (r"é\u65e5\u672c", *shortened)
+    assert released is True

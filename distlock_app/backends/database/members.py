@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ...claims import Busy, Claim, Grant
-from ...primitives.names import shown
 from ...primitives.timing import Deadline
 from .connections import Contended, Session
 from .sql.base import NO_ROW, ROW_WAIT, Decide, LockRow, T, busy
@@ -72,15 +71,15 @@ class Members:
         member[1] = end if exactly else max(member[1], end)
         return True
 
-    def add(self, claim: Claim) -> int:
-        """Let a claim in; return its fence."""
+    def add(self, claim: Claim, name: str) -> int:
+        """Let a claim in, on the lock of that name; return its fence."""
         fence = self._row.next_fence
         self.about = fields_of(claim.holder)
         self.live[claim.owner] = [fence, _end(self._row, claim.ttl), dict(self.about)]
         self.kind = kind_of(claim)
         if self.next == claim.owner:
             self.next_until = 0
-        self._row = self._row._replace(name=shown(claim.name), acquired_us=self.now)
+        self._row = self._row._replace(name=name, acquired_us=self.now)
         return fence
 
     def reserve(self, owner: str, pause: float) -> bool:
@@ -114,13 +113,15 @@ class Members:
 def acquire(claim: Claim, session: Session) -> Grant | Busy:
     """Let a reader or a permit in, or say what is in the way."""
 
+    name = session.dialect.text_of(claim.name)
+
     def decide(row: LockRow) -> tuple[Grant | Busy, LockRow | None]:
         members = Members(row)
         if members.kind == kind_of(claim) and members.keep(claim.owner, claim.ttl):
             return Grant(claim, fence=members.live[claim.owner][0]), members.row()
         if (refusal := members.refusal(claim)) is not None:
             return refusal, None
-        return Grant(claim, fence=members.add(claim)), members.row()
+        return Grant(claim, fence=members.add(claim, name)), members.row()
 
     return _changed(session, claim.key, decide, claim)
 

@@ -103,12 +103,18 @@ class Dialect(Statements):
     def __init__(self, connection: Any) -> None:
         self.table_name = apps.get_model("distlock_app", "DistLock")._meta.db_table
         super().__init__(connection.ops.quote_name(self.table_name))
-        self._named = lru_cache(maxsize=4096)(lambda name, key: (shown(name), self.queue_of(key)))
+        self._named = lru_cache(maxsize=4096)(
+            lambda name, key: (self.text_of(name), self.queue_of(key))
+        )
 
     def by_step(self, statement: str, joining: str) -> dict[Step, str]:
         """Return a statement for each step; if one joins, the row may be taken if `joining`."""
         always, joins = (statement.replace("{may}", may) for may in ("true", joining))
         return {"try": always, "join": joins, "wait": joins}
+
+    def text_of(self, name: str) -> str:
+        """Return what people see of the name of a lock, in letters that the table can keep."""
+        return shown(name)
 
     def adapt(self, wrapper: Any) -> None:
         """Change our copy of the alias before it connects."""
@@ -175,7 +181,8 @@ class Dialect(Statements):
 
     def make(self, cursor: Cursor, claim: Claim) -> None:
         """Make a free row, unless there is one meanwhile."""
-        free = {"key": claim.key, "owner": "", "name": shown(claim.name), "holder": "", "ttl_us": 0}
+        name = self.text_of(claim.name)
+        free = {"key": claim.key, "owner": "", "name": name, "holder": "", "ttl_us": 0}
         self.insert(cursor, claim, free, "try")
 
     def read(self, cursor: Cursor, key: str) -> LockRow | None:

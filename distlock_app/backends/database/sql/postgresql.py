@@ -5,6 +5,7 @@ clock_timestamp(), never now(): the latter is the start of the transaction, whic
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 from ....claims import Busy, Claim, Grant
 from ....primitives.drivers import code_of
-from ....primitives.names import key_of
+from ....primitives.names import key_of, shown
 from ....primitives.timing import Deadline
 from ...sessions.link import ANSWER_WAIT
 from ...sessions.pool import adapt_to_postgresql
@@ -21,6 +22,9 @@ from .cursors import PooledCursor, PostgreSQLCursor
 
 # The longest statement_timeout, in seconds: 24 days.
 LONGEST_WAIT = 2_147_483.0
+
+# So many characters the column of names takes.
+LONGEST_NAME = 255
 
 # For a session of our own. What else the server says while we wait would look like its answer, and
 # a session that waits in a queue is to detect that its client has died. (Not on Windows.)
@@ -51,6 +55,7 @@ class PostgreSQL(Dialect):
     """
 
     queues = True
+    codec = "utf-8"  # of the database
     # Serialization failure, deadlock, lock timeout or NOWAIT.
     crowded = frozenset({"40001", "40P01", "55P03"})
 
@@ -178,6 +183,10 @@ class PostgreSQL(Dialect):
         self._takes = self.by_step(self.TAKE, self.JOIN)
         self._inserts = self.by_step(self.INSERT, self.TRY_QUEUE)
 
+    def text_of(self, name: str) -> str:
+        text = shown(name).encode(self.codec, "backslashreplace").decode(self.codec)
+        return text[:LONGEST_NAME]
+
     def adapt(self, wrapper: Any) -> None:
         adapt_to_postgresql(wrapper)
 
@@ -188,6 +197,7 @@ class PostgreSQL(Dialect):
 
     def begin(self, wrapper: Any) -> Any:
         connection = wrapper.connection
+        self.codec = codec_of(connection.info.parameter_status("server_encoding"))
         ours = hasattr(connection, "pgconn")  # not psycopg2's
         new_cursor: Any = partial(PostgreSQLCursor, connection) if ours else connection.cursor
         cursor = new_cursor()
@@ -280,3 +290,13 @@ class PostgreSQL(Dialect):
         keys, owners = ("{" + ",".join(column) + "}" for column in zip(*pairs, strict=True))
         asked = {"keys": keys, "owners": owners, "ttl_us": round(ttl * 1e6), "exactly": exactly}
         return set(self.execute(cursor, self.EXTEND, asked).fetchall())
+
+
+def codec_of(encoding: str | None) -> str:
+    """Return Python's name of an encoding of PostgreSQL's; if it has none, a part of it."""
+    if encoding in (None, "UTF8", "SQL_ASCII"):  # which takes any bytes
+        return "utf-8"
+    try:
+        return codecs.lookup(str(encoding).replace("WIN", "cp")).name
+    except LookupError:
+        return "ascii"
