@@ -197,6 +197,25 @@ def test_waiters_whose_process_died_get_nothing(backend, server, prefix, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_server_that_evicts_what_it_knew_of_members_answers_and_heals(
+    backend, server, prefix, kind
+):
+    mine = a_claim("a", ttl=30, **kind)
+    first, other = backend.acquire(mine, 0), backend.acquire(a_claim("a", **kind), 0)
+    writer = Waiter(backend, "a")
+    writer.ask()
+
+    server.delete(f"{prefix}:{{0}}:{mine.key}:w")
+
+    assert not backend.acquire(a_claim("a", **kind), 0)  # nobody knows beside whom it would be
+    assert backend.release(other)
+    assert backend.acquire(mine, 0).fence > first.fence
+    assert not backend.acquire(a_claim("a"), 0)
+    assert backend.release(first)
+    assert isinstance(writer.ask(), Grant)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_one_message_wakes_each_and_costs_two_requests(own, kind):
     backend, server = own
     backend.release(wait_for(backend, 5, "a"))  # the server has the scripts now

@@ -26,7 +26,7 @@ if mine then
   return {ok = '1 ' .. string.match(held, '^%S+ (%d+)')}
 elseif not held and is_member() then
   extend_to(ttl)
-  return {ok = '1 ' .. fence_of(token)}
+  return {ok = '1 ' .. (fence_of(token) or take(token, ttl, limit, about))}  -- evicted: anew
 end
 
 if not held then drop_expired() end

@@ -29,6 +29,7 @@ local function fits(limit)
   if beside == 0 then return true end
   if limit == '1' then return false end
   local other = redis.call('HGET', entries, redis.call('ZRANGE', members, 0, 0)[1])
+  if not other then return false end  -- evicted: readers or permits, nobody knows
   local readers = string.match(other, '^%d+ (%d+)') == '0'
   if limit == '0' then return readers end
   return not readers and beside < tonumber(limit)
