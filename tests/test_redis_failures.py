@@ -304,6 +304,20 @@ def test_a_database_that_the_server_refuses_is_no_server_that_cannot_be_reached(
         limited.ping()
 
 
+def test_a_server_without_room_for_another_client_says_so(own):
+    backend, server = own
+
+    def failure():
+        with pytest.raises(BackendError) as raised:
+            backend.ping()
+        return str(raised.value)
+
+    server.config_set("maxclients", 1)
+
+    # Now and then the connection is gone before its reason is read.
+    until(lambda: failure().endswith("max number of clients reached."))
+
+
 def test_no_error_shows_the_password(private_server):
     with private_server(RedisServer, config={"requirepass": "correct-horse"}) as server:
         right = backend_at(server.url)

@@ -29,6 +29,8 @@ HEARTBEAT = 0.5
 MOST_LOADS = 3
 
 PING = pack(b"PING")
+# What Redis says, and redis-py as a ConnectionError without a cause.
+TOO_MANY = "max number of clients reached"
 
 
 class Broken(ConnectionError):
@@ -209,6 +211,8 @@ class Link:
 
 def reason_of(error: Exception) -> str:
     """Say why connecting failed; not by the text of redis-py, which may quote what was sent."""
+    if str(error) == TOO_MANY:
+        return TOO_MANY
     cause = error.__context__
     said = cause.strerror if isinstance(cause, OSError) else None
     return said or type(error).__name__
