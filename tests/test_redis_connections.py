@@ -152,6 +152,17 @@ def test_an_error_says_that_loading_scripts_is_not_permitted(own):
     assert backend.acquire(a_claim("a"), 0)
 
 
+@pytest.mark.parametrize("right", ["time", "pubsub|numsub"])
+def test_an_error_says_that_a_command_inside_a_script_is_not_permitted(own, right):
+    backend, server = own
+    grant = backend.acquire(a_claim("a"), 0)
+    Waiter(backend, "a").ask()
+    server.execute_command("ACL", "SETUSER", "default", f"-{right}")
+
+    with pytest.raises(BackendError, match=r"refused the request: NoPermissionError\."):
+        backend.release(grant)
+
+
 @pytest.mark.parametrize("module", [link, pool], ids=["link", "pool"])
 def test_an_interrupt_anywhere_in_an_exchange_mixes_up_no_answers(module, own):
     """The next request never reads what an interrupted exchange left behind."""

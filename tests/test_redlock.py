@@ -545,6 +545,17 @@ def test_a_stable_owner_releases_what_it_took_when_the_clocks_were_ahead(backend
     freed_everywhere(backend, nodes, resumed.claim.key)
 
 
+def test_an_error_says_that_a_command_inside_a_script_is_not_permitted(backend, nodes):
+    try:
+        for client in nodes.clients:
+            client.execute_command("ACL", "SETUSER", "default", "-set")
+        with pytest.raises(BackendError, match="NOPERM"):
+            backend.acquire(a_claim("a"), 0)
+    finally:
+        for client in nodes.clients:
+            client.execute_command("ACL", "SETUSER", "default", "+@all")
+
+
 def test_a_release_that_a_node_refuses_is_sent_again(backend, nodes):
     grant = held_everywhere(backend, nodes)
     nodes.clients[0].config_set("min-replicas-to-write", 1)

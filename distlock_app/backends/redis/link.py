@@ -31,6 +31,8 @@ MOST_LOADS = 3
 PING = pack(b"PING")
 # What Redis says, and redis-py as a ConnectionError without a cause.
 TOO_MANY = "max number of clients reached"
+# What Redis before 7.2 says, without NOPERM, when the ACL forbids what a script does.
+DENIED = "The user executing the script can't"
 
 
 class Broken(ConnectionError):

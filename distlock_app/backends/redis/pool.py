@@ -11,6 +11,7 @@ from typing import Any
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -21,7 +22,7 @@ from redis.exceptions import (
 from ...errors import BackendError, LockError
 from ...primitives.timing import monotonic
 from ..base import close_all
-from .link import Link, reason_of
+from .link import DENIED, Link, reason_of
 from .scripts import Script, pack
 
 # Connections kept after a burst of threads; each is out only for one round trip.
@@ -293,5 +294,7 @@ class Pool(Servers):
 
 def code_of(error: ResponseError) -> str:
     """Return what kind of refusal it is: "OOM", or "MovedError" where redis-py has a class."""
+    if DENIED in str(error):
+        return NoPermissionError.__name__
     code = re.match(r"[A-Z]+(?= )", str(error))
     return code[0] if code else type(error).__name__

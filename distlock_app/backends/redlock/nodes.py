@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 
 from ...primitives.timing import monotonic
 from ..base import FINISH_WITHIN
-from ..redis.link import Broken, Lines
+from ..redis.link import DENIED, Broken, Lines
 from ..redis.scripts import Script
 from .scripts import RELEASE_AND_WAIT, SCRIPTS
 
@@ -74,6 +74,8 @@ class QuorumRequest:
         else:
             code = re.match(rb"-([A-Z]+)", line)
             self.why[node] = code[1].decode() if code else "not a Redis response"
+            if DENIED.encode() in line:
+                self.why[node] = "NOPERM"
 
 
 class Link(Lines):
