@@ -112,7 +112,6 @@ class Members:
 
 def acquire(claim: Claim, session: Session) -> Grant | Busy:
     """Let a reader or a permit in, or say what is in the way."""
-
     name = session.dialect.text_of(claim.name)
 
     def decide(row: LockRow) -> tuple[Grant | Busy, LockRow | None]:
