@@ -230,6 +230,12 @@ def test_the_longest_wait_gets_what_is_free(jobs: list[Job], wait: float) -> Non
                 for_update(Job.objects.all(), wait=wrong)
 
 
+@pytest.mark.parametrize("wrong", [-1, math.nan])
+def test_a_wrong_wait_is_refused_although_the_row_is_free(jobs: list[Job], wrong: float) -> None:
+    with transaction.atomic(), pytest.raises(ValueError, match="wait must be"):
+        Job.objects.for_update(jobs[0].pk, wait=wrong)
+
+
 def test_a_server_of_whole_seconds_is_asked_again(jobs: list[Job], monkeypatch: Any) -> None:
     """As on MySQL, and wherever nobody knows better."""
     if connection.vendor != "mysql":

@@ -97,6 +97,7 @@ class LockingQuerySet(models.QuerySet[M]):
 
         Raise the model's DoesNotExist, and what the function `for_update` raises.
         """
+        wait = _bounded(wait)
         row = self.filter(pk=pk).order_by().select_related(None)
         locking = _locking(row)
         skips = _in_atomic(locking.db).features.has_select_for_update_skip_locked
