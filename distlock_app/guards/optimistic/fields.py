@@ -65,18 +65,14 @@ class AnyVersionField(models.Field):  # type: ignore[type-arg]
     def contribute_to_class(self, cls: Any, name: str, private_only: bool = False) -> None:
         super().contribute_to_class(cls, name, private_only=private_only)
         cls._version_field = self
-        self.guards: dict[str, str] = {}
 
     def guard(self, version: Any, using: str) -> ExtraWhere:
         """Return `version = ...` for a WHERE; with filter() it costs a quarter of a save."""
-        try:
-            condition = self.guards[using]
-        except KeyError:
-            quote = connections[using].ops.quote_name
-            condition = f"{quote(self.model._meta.db_table)}.{quote(str(self.column))} = %s"
-            self.guards[using] = condition
+        connection = connections[using]
+        quote = connection.ops.quote_name
+        condition = f"{quote(self.model._meta.db_table)}.{quote(str(self.column))} = %s"
         if type(version) is not int:  # which is what it is in any database
-            version = self.get_db_prep_value(version, connections[using])
+            version = self.get_db_prep_value(version, connection)
         return ExtraWhere([condition], [version])
 
     def text_of(self, obj: Any) -> str:
