@@ -102,14 +102,13 @@ class VersionedModel(GuardedSave):
         try:
             taken = self._reads_all(from_queryset) if fields is None else name in fields
             super().refresh_from_db(using=using, fields=fields, from_queryset=from_queryset)
-            if taken or self.__dict__.get(name) != before:  # read with the fields, by only()
-                watch_read(self, str(self._state.db))
         except BaseException:
-            taken = False
+            put(self, name, before)
             raise
-        finally:
-            if not taken:
-                put(self, name, before)
+        if taken or self.__dict__.get(name) != before:  # read with the fields, by only()
+            watch_read(self, str(self._state.db))
+        if not taken:
+            put(self, name, before)
 
     def _reads_all(self, rows: Any) -> bool:
         """Whether a refresh from these rows, or the default ones, reads all fields in memory."""
