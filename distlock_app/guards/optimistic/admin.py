@@ -15,20 +15,20 @@ from django.contrib.admin.utils import flatten_fieldsets
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 
 from ...errors import StaleObjectError
 from .form_values import typed, withheld
-from .forms import VERSION, BesideKey, VersionedModelForm
+from .forms import VERSION, VersionedModelForm
 
 if TYPE_CHECKING:
     _Admin = admin.ModelAdmin[Any]
     _Base = admin.options.BaseModelAdmin[Any]
     _Inline = admin.options.InlineModelAdmin[Any, Any]
-    _Concrete = admin.ModelAdmin[Any]
 else:
     _Admin = _Base = _Inline = object
-    _Concrete = admin.ModelAdmin
 
 # Another request may save between this one's read and write; then the form is compared anew.
 TRIES = 5
@@ -63,6 +63,17 @@ class _Unseen(Exception):
     def __init__(self, version: str) -> None:
         super().__init__(version)
         self.version = version
+
+
+class BesideKey(forms.HiddenInput):
+    """Renders a row's key and version: the admin's list renders no other hidden field."""
+
+    def __init__(self, form: VersionedModelForm) -> None:
+        super().__init__()
+        self.form = form
+
+    def render(self, *args: Any, **kwargs: Any) -> SafeString:
+        return format_html("{}{}", super().render(*args, **kwargs), self.form[VERSION])
 
 
 class VersionedListFormSet(forms.BaseModelFormSet):  # type: ignore[type-arg]
@@ -237,5 +248,5 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         return values + inlines
 
 
-class VersionedAdmin(VersionedAdminMixin, _Concrete):
+class VersionedAdmin(VersionedAdminMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     """A ModelAdmin in which no user overwrites what another saved meanwhile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django import forms
 from django.core import signing
@@ -14,17 +14,10 @@ from django.core.files.base import File
 from django.db.models.fields.files import FieldFile
 from django.utils.crypto import salted_hmac
 from django.utils.functional import cached_property
-from django.utils.html import format_html
-from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from .form_values import DIGEST, UPLOAD, differ, key_of, shown, withheld
-
-if TYPE_CHECKING:
-    _ModelForm = forms.ModelForm[Any]
-else:
-    _ModelForm = forms.ModelForm
 
 # The hidden field with the version, and the radio buttons of a conflict.
 VERSION = "distlock_version"
@@ -63,18 +56,7 @@ class Token(forms.CharField):
         return False
 
 
-class BesideKey(forms.HiddenInput):
-    """Renders a row's key and version: the admin's list renders no other hidden field."""
-
-    def __init__(self, form: VersionedModelForm) -> None:
-        super().__init__()
-        self.form = form
-
-    def render(self, *args: Any, **kwargs: Any) -> SafeString:
-        return format_html("{}{}", super().render(*args, **kwargs), self.form[VERSION])
-
-
-class VersionedModelForm(_ModelForm):
+class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
     """A form of a VersionedModel that detects saves while it was open.
 
     It carries what it shows, signed for this object and `user`. If another user has saved since,
