@@ -171,8 +171,8 @@ class Unique:
 
     def _text(self, name: str, seconds: float, retry: bool) -> str:
         """Take the lock for `seconds`, or pass on that of the task that runs here."""
-        with suppress(NotHeld, LockLost):
-            if retry:
+        if retry:
+            with suppress(NotHeld, LockLost):
                 hold = current_hold(name, using=self.using)
                 try:
                     return hold.dump(seconds)
@@ -248,8 +248,8 @@ def _in_celery(unique: Unique, task: Any) -> None:
     if hasattr(apply_async, CARRIER):  # its module was imported again
         return
     # Not that of `function`: autoretry_for= hides which arguments a bound task gets.
-    signature = partial(inspect.signature, getattr(task, "__wrapped__", function))
-    naming = cache(lambda: name_of_calls(unique.name, task.name, signature()))
+    written = getattr(task, "__wrapped__", function)
+    naming = cache(lambda: name_of_calls(unique.name, task.name, inspect.signature(written)))
 
     @wraps(apply_async)
     def enqueue(
@@ -265,9 +265,10 @@ def _in_celery(unique: Unique, task: Any) -> None:
         call = args or (), kwargs or {}
         of_itself = task_id is not None and task_id == task.request.id
         retry = carried(task.request) or "" if of_itself else None
-        name = _name_of_retry(naming(), task.request, call, retry) if retry else naming()(*call)
-        if name is None:
-            name, retry = naming()(*call), None
+        if retry:
+            name, retry = _retried(naming(), task.request, call, retry)
+        else:
+            name = naming()(*call)
         return unique.enqueue(publish, name, call, delay, retry)
 
     @wraps(function)
@@ -286,20 +287,21 @@ def _in_celery(unique: Unique, task: Any) -> None:
     task_revoked.connect(revoked, sender=task, weak=False)
 
 
-def _name_of_retry(naming: NameOf, request: Any, call: Call, carried: str) -> str | None:
-    """Return the name of the lock that the task carries; None: it goes on with another key.
+def _retried(naming: NameOf, request: Any, call: Call, carried: str) -> tuple[str, str | None]:
+    """Return the name of a retry's lock, and `carried`; None if it has another key by now.
 
     The arguments of a retry are those of its message: a tuple is a list by now, and its name
     may be another one, or none.
     """
     name = _carried_lock(carried)[1]
-    with suppress(Exception):
+    try:
         renamed = naming(*call)
-        with suppress(Exception):
-            if renamed == naming(request.args or (), request.kwargs or {}):
-                return name
-        return name if renamed == name else None
-    return name
+    except Exception:
+        return name, carried
+    with suppress(Exception):
+        if renamed == naming(request.args or (), request.kwargs or {}):
+            return name, carried
+    return renamed, carried if renamed == name else None
 
 
 # Django
@@ -332,10 +334,11 @@ def _in_django(unique: Unique, task: Any) -> Any:
 
     def enqueue(task: Any, publish: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         delay = (task.run_after - timezone.now()).total_seconds() if task.run_after else 0.0
-        return unique.enqueue(
-            lambda text: publish(*args, **kwargs, **{CARRIER: text}),
-            *(naming(args, kwargs), (args, kwargs), delay),
-        )
+
+        def publish_with(text: str) -> Any:
+            return publish(*args, **kwargs, **{CARRIER: text})
+
+        return unique.enqueue(publish_with, naming(args, kwargs), (args, kwargs), delay)
 
     def parts(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Call, str | None]:
         text = kwargs.pop(CARRIER, None)
