@@ -162,11 +162,12 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         try:
             return _compared_again(super().delete_view, request, object_id, extra_context)
         except _Unseen as unseen:
-            query = request.GET.copy()
-            query.pop(VERSION, None)
-            if request.method != "POST":
-                query[VERSION] = unseen.version
-                return HttpResponseRedirect(f"?{query.urlencode()}")
+            version = unseen.version
+        query = request.GET.copy()
+        query.pop(VERSION, None)
+        if request.method != "POST":
+            query[VERSION] = version
+            return HttpResponseRedirect(f"?{query.urlencode()}")
         text = gettext("Another user changed this meanwhile. Look at it before you delete it.")
         self.message_user(request, text, messages.WARNING)
         return HttpResponseRedirect(f"../change/?{query.urlencode()}".rstrip("?"))
@@ -177,16 +178,12 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         Here, because `delete()` is guarded by the version of this very object.
         """
         obj = super().get_object(request, *args, **kwargs)
-        if (
-            obj is None
-            or not hasattr(request, "distlock_deletes")
-            or not self.has_delete_permission(request, obj)
-        ):
-            return obj
-        seen = request.GET.get(VERSION)
-        by_program = seen is None and request.method == "POST"  # which was shown no page
-        if seen != (version := obj._version_field.text_of(obj)) and not by_program:
-            raise _Unseen(version)
+        deletes = hasattr(request, "distlock_deletes")
+        if deletes and obj is not None and self.has_delete_permission(request, obj):
+            version, seen = obj._version_field.text_of(obj), request.GET.get(VERSION)
+            by_program = seen is None and request.method == "POST"  # which was shown no page
+            if seen != version and not by_program:
+                raise _Unseen(version)
         return obj
 
     def render_change_form(
