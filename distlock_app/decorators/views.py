@@ -200,22 +200,20 @@ class _Guard:
     def _about(self, call: _Call) -> tuple[str, str]:
         """Return the name of the lock, and what to show of its holder."""
         request = as_the_view_sees_it(call.request, call.owner, *call.args, **call.kwargs)
-        user = getattr(request, "user", None)
-        known = bool(getattr(user, "is_authenticated", False))
-        # Not every user has get_username(): authenticators of REST framework create their own.
-        who = getattr(user, "get_username", user.__str__)() if known else "anonymous"
-        who = f"{who} {request.path}"
+        return self._name(call, request), f"{_user_of(request)} {request.path}"
+
+    def _name(self, call: _Call, request: Any) -> str:
         if callable(self.name):
-            return self.name(request, *call.args, **call.kwargs), who
+            return self.name(request, *call.args, **call.kwargs)
         if self.name is None:
-            return _default_name(call, request), who
+            return _default_name(call, request)
 
         def absent(field: str) -> str | None:
             # An anonymous user has few attributes. The view may refuse the request, but only later.
             of_user = f"{field}.".startswith("request.user.")
-            return visitor(request) if of_user and not known else None
+            return visitor(request) if of_user and not _is_known(request) else None
 
-        return self.name.fill({**call.fields(), "request": request}, absent=absent), who
+        return self.name.fill({**call.fields(), "request": request}, absent=absent)
 
     def _refused(self, call: _Call, name: str, error: LockBusy | BackendError) -> Any:
         if isinstance(error, BackendError):
@@ -223,6 +221,18 @@ class _Guard:
         elif self.busy_response is not None:
             return self.busy_response(call.request, error)
         return answer(call.request, error, methods=self.methods, status=self.status)
+
+
+def _is_known(request: Any) -> bool:
+    """Whether the user is logged in."""
+    return bool(getattr(getattr(request, "user", None), "is_authenticated", False))
+
+
+def _user_of(request: Any) -> str:
+    if not _is_known(request):
+        return "anonymous"
+    # Not every user has get_username(): authenticators of REST framework create their own.
+    return str(getattr(request.user, "get_username", request.user.__str__)())
 
 
 def _response(call: _Call) -> Any:
