@@ -108,6 +108,18 @@ def test_without_a_template_a_view_is_locked_for_each_visitor_and_what_the_url_c
     assert post(pay, order=1).content.decode() == f"{name}:order=1:address=127.0.0.1"
 
 
+@pytest.mark.parametrize("name", [None, lambda request, order: f"pay:{order}"])
+def test_the_request_may_come_by_keyword(name):
+    @on_locmem(name=name)
+    def pay(request, order):
+        return held()
+
+    request = RequestFactory().post("/")
+    by_position = pay(request, order=3)
+
+    assert pay(request=request, order=3).content == by_position.content
+
+
 def test_a_group_of_the_url_that_captured_nothing_keeps_its_place_in_the_name():
     @on_locmem()
     def pay(request, *captured):

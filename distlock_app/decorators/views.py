@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, overload
@@ -109,12 +109,11 @@ class _Call:
     def __init__(
         self, view: partial[Any], *, owner: Any, signature: Any, aliases: tuple[str, ...]
     ) -> None:
-        at, self.request = _request_in(view.args, view.keywords)
+        # The arguments are what the URL captured.
+        self.request, self.args, self.kwargs = _split(view.args, view.keywords)
         self.view = view
         self.owner = owner  # the instance of the class, or the function
         self.aliases = aliases  # databases on which the view runs in a transaction
-        # What the URL captured.
-        self.args, self.kwargs = view.args[at + 1 :], view.keywords
         self.fields = partial(arguments, signature, view.args, view.keywords)
 
 
@@ -298,13 +297,16 @@ def _around_dispatch(guard: _Guard, inner: Any) -> Any:
     return dispatch
 
 
-def _request_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Any]:
-    """Return the index of the request in `args`, perhaps after `self`, and the request."""
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the request, which may come after `self` or by keyword, and the other arguments."""
     for at, value in enumerate(args[:2]):
         if hasattr(value, "META") and hasattr(value, "method"):
-            return at, value
+            return value, args[at + 1 :], kwargs
     if "request" in kwargs:
-        return -1, kwargs["request"]
+        others = dict(kwargs)
+        return others.pop("request"), args, others
     raise TypeError("a view under locked_view must get the request as its first argument")
 
 
