@@ -43,11 +43,11 @@ class override_locks(override_settings):
         super().save_options(test_func)
 
     def _options(self, setting: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        kept = {
-            alias: {key: params[key] for key in ("TTL", "WAIT") if key in params}
-            for alias, params in setting.items()
-        }
-        return {"DISTLOCK": {alias: {"BACKEND": self._backend, **kept[alias]} for alias in kept}}
+        def replaced(params: dict[str, Any]) -> dict[str, Any]:
+            kept = {key: value for key, value in params.items() if key in ("TTL", "WAIT")}
+            return {"BACKEND": self._backend, **kept}
+
+        return {"DISTLOCK": {alias: replaced(params) for alias, params in setting.items()}}
 
 
 @contextmanager
