@@ -125,6 +125,7 @@ class FencedQuerySet(models.QuerySet[M]):
 
     def _of_one_table(self) -> bool:
         """Whether Django updates these rows with one statement that contains their conditions.
+
         If it has to read or write other tables, it updates by key alone.
         """
         query = self.query.clone()

@@ -34,12 +34,12 @@ class VersionedQuerySet(models.QuerySet[M]):
         return super().defer(*(f for f in fields if f != self._version_field.name))
 
     def update(self, **kwargs: Any) -> int:
+        if not kwargs:
+            return super().update()
         field = self._version_field
-        if kwargs:
-            kwargs = {field.name: field.next()} | kwargs
-        updated = super().update(**kwargs)
-        if kwargs:
-            watch_rows(self.model, self.db)
+        values = {field.name: field.next()} | kwargs
+        updated = super().update(**values)
+        watch_rows(self.model, self.db)
         return updated
 
     def bulk_update(
