@@ -44,16 +44,16 @@ def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M
     """
     rows = rows.order_by("pk").select_related(None)
     locking = _locking(rows)
-    connection = _in_atomic(locking.db)
+    connection = _connection_in_atomic(locking.db)
     if connection.vendor != "mysql" or connection.isolation_level != "read committed":
-        return _locked(locking, wait)
+        return _read_within(locking, wait)
     # InnoDB locks in the order of the index that it reads. So the rows are locked by key, and the
     # conditions are checked again under the lock. (At a higher isolation level the first read
     # would fix the snapshot of the later ones.)
     rows = rows.using(locking.db)
     keys = list(rows.values_list("pk", flat=True))
     by_key = _all_rows(locking).filter(pk__in=keys)
-    _locked(_locking(by_key.order_by("pk")), wait)
+    _read_within(_locking(by_key.order_by("pk")), wait)
     return list(rows.filter(pk__in=keys))
 
 
@@ -67,9 +67,9 @@ def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
     rows = rows if rows.ordered else rows.order_by("pk")
     rows = rows.select_related(None)
     locking = _locking(rows)
-    connection = _in_atomic(locking.db)
+    connection = _connection_in_atomic(locking.db)
     if not connection.features.has_select_for_update_skip_locked:
-        return _locked(locking[:n], WAIT)
+        return _read_within(locking[:n], WAIT)
     locking = _locking(rows, skip_locked=True)
     if connection.vendor != "mysql":
         return list(locking[:n])
@@ -100,7 +100,7 @@ class LockingQuerySet(models.QuerySet[M]):
         wait = _bounded(wait)
         row = self.filter(pk=pk).order_by().select_related(None)
         locking = _locking(row)
-        skips = _in_atomic(locking.db).features.has_select_for_update_skip_locked
+        skips = _connection_in_atomic(locking.db).features.has_select_for_update_skip_locked
         found: list[M] = []
         if _locks_joined(locking):
             found = for_update(row, wait=wait)
@@ -108,7 +108,7 @@ class LockingQuerySet(models.QuerySet[M]):
             if wait is not None and skips:
                 # One query instead of up to five, if the row is not locked.
                 found = list(_locking(row, skip_locked=True))
-            found = found or _locked(locking, wait)
+            found = found or _read_within(locking, wait)
         if not found:
             model: Any = self.model
             raise model.DoesNotExist(f"there is no {self.model._meta.label} {pk!r}")
@@ -135,7 +135,7 @@ def _all_rows(rows: models.QuerySet[M]) -> models.QuerySet[M]:
 
 
 def _locking(rows: models.QuerySet[M], **how: Any) -> models.QuerySet[M]:
-    """Lock the model's rows, but not rows joined by conditions, if the database can."""
+    """Return a locking queryset: of the model's rows, but not of joined ones, if possible."""
     locking = rows.select_for_update(**how)
     if connections[locking.db].features.has_select_for_update_of:
         locking = rows.select_for_update(of=tuple(_tables(rows.model)), **how)
@@ -166,7 +166,7 @@ def _locks_joined(locking: models.QuerySet[Any]) -> bool:
     return joined and connection.isolation_level == "read committed"
 
 
-def _in_atomic(using: str) -> Any:
+def _connection_in_atomic(using: str) -> Any:
     connection = connections[using]
     if not connection.in_atomic_block:
         raise TransactionManagementError(
@@ -175,12 +175,12 @@ def _in_atomic(using: str) -> Any:
     return connection
 
 
-def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
-    """Evaluate a locking queryset with a limited wait."""
+def _read_within(rows: models.QuerySet[M], wait: float | None) -> list[M]:
+    """Read a locking queryset; word what the database says if its rows are not free in time."""
     wait = _bounded(wait)
     deadline = Deadline(wait)
     try:
-        return _read_locking(rows, wait, deadline)
+        return _read_limited(rows, wait, deadline)
     except OperationalError as error:
         # PostgreSQL reports a statement that a person cancelled like one that ran out of time.
         if not _was_refused(error) or (code_of(error) == "57014" and deadline.remaining()):
@@ -192,8 +192,8 @@ def _locked(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         raise LockTimeout(f"rows of {label} were not free {limit}") from error
 
 
-def _read_locking(rows: models.QuerySet[M], wait: float | None, deadline: Deadline) -> list[M]:
-    """Limit the wait as the database can."""
+def _read_limited(rows: models.QuerySet[M], wait: float | None, deadline: Deadline) -> list[M]:
+    """Read a locking queryset; limit the wait as the database can."""
     connection: Any = connections[rows.db]
     if wait == 0 and connection.features.has_select_for_update_nowait:
         rows = _locking(rows, nowait=True)
