@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..backends.base import BaseLockBackend
-from ..claims import Claim, Grant
+from ..claims import Busy, Claim, Grant
 from ..errors import BackendError, LockBusy, LockError, LockTimeout
 from ..primitives.forks import in_child
 from ..primitives.names import shown
@@ -98,7 +98,7 @@ def acquiring(
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
     tried = False  # not if too many others try
-    refusal: Any = None  # by the last try: what to wait for
+    refusal = Busy()  # by the last try: what to wait for
     while True:
         last = (left := deadline.remaining()) == 0
         failures: list[LockError] = []
@@ -108,19 +108,19 @@ def acquiring(
             else:
                 look = tried and not (last and _keeps_place(backend))
                 asked_at, answer, was_try = yield from _asking(backend, claim, left, look, tried)
+            busy = answer if isinstance(answer, Busy) else Busy()
             if was_try:
-                tried = not isinstance(answer, Seen)
-                answer = refusal = answer if tried else answer.busy
+                tried, refusal = True, busy
             # A locked row, say: another try would take as long again.
             last = last or (deadline.remaining() == 0 and not _keeps_place(backend))
         except BackendError as error:
             if attempt == 0 or last:
                 raise
-            failures, answer, refusal = [error], None, None
-        free_in = getattr(answer, "free_in", None)
+            failures, answer = [error], None
+            busy = refusal = Busy()
         if not answer and not last:
-            pause = _seconds(backend, attempt, refusal, free_in, failed=bool(failures))
-            answer = yield Pause(deadline.cap(pause), *_wakes(refusal))
+            pause = _seconds(backend, attempt, refusal, busy.free_in, failed=bool(failures))
+            answer = yield Pause(deadline.cap(pause), refusal.wake_fd, refusal.pause)
         if answer:
             if (began := trusted(answer, asked_at)) is not None:
                 return answer, began
@@ -129,16 +129,16 @@ def acquiring(
         if last:
             yield from _withdrawing(backend, claim, wait)
             # Removed from the list: its traceback refers to this frame.
-            raise (failures or [busy_error(claim.name, wait, free_in)]).pop()
+            raise (failures or [busy_error(claim.name, wait, busy.free_in)]).pop()
         attempt += 1
 
 
 def _asking(
     backend: BaseLockBackend, claim: Claim, left: float | None, look: bool, again: bool
 ) -> Generator[Step, Any, tuple[float, Any, bool]]:
-    """Try to take the lock, with `look` only if it looks free.
+    """Try to take the lock; with `look` only if it looks free.
 
-    Return when it asked, the answer, and whether that is of a try.
+    Return when it asked, the answer, and whether that is the answer to a try.
     """
     if look:
         asked_at = monotonic()
@@ -148,6 +148,8 @@ def _asking(
     how: Begin = begin if again else begin_first
     how = begin_alone if backend.blocks and left != 0 else how
     answer = yield Call(backend.acquire, (claim, left), how)
+    if isinstance(answer, Seen):
+        return asked_at, answer.busy, False
     return asked_at, answer, True
 
 
@@ -179,16 +181,12 @@ def trusted(grant: Grant, asked_at: float) -> float | None:
     return began if monotonic() < began + trusted_for(ttl) else None
 
 
-def _wakes(refusal: Any) -> tuple[int | None, Callable[[float], Grant | None] | None]:
-    return getattr(refusal, "wake_fd", None), getattr(refusal, "pause", None)
-
-
 def _seconds(
-    backend: BaseLockBackend, attempt: int, refusal: Any, free_in: float | None, *, failed: bool
+    backend: BaseLockBackend, attempt: int, refusal: Busy, free_in: float | None, *, failed: bool
 ) -> float:
     if backend.blocks and not failed:
         return 0.0
-    if getattr(refusal, "wake_fd", None) is not None or getattr(refusal, "will_wake", False):
+    if refusal.wake_fd is not None or refusal.will_wake:
         pause = LOOK_EVERY
     elif backend.pushes:
         pause = backend.poll_max
