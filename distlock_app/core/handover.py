@@ -21,19 +21,16 @@ def packed(alias: str, grant: Grant, **options: Any) -> str:
     return signing.dumps([alias, claim, grant.fence, session], salt=SALT)
 
 
-def parts_of(text: str) -> list[str]:
-    """Return what `unpacked` takes: one part for each alias of the lock."""
+def unpacked(text: str) -> list[tuple[str, dict[str, Any], int | None, Any]]:
+    """Return alias, options, fencing token and session of the lock on each of its aliases.
+
+    Raise TypeError or ValueError for any other text.
+    """
     if not isinstance(text, str):
         raise TypeError(f"Lock.resume() takes the text of Hold.dump(), not {text!r}")
-    return text.split(" ")
-
-
-def unpacked(text: str) -> tuple[str, dict[str, Any], int | None, Any]:
-    """Return alias, options of the lock, fencing token and session, or raise ValueError."""
     try:
-        alias, claim, fence, session = signing.loads(text, salt=SALT)
+        return [signing.loads(part, salt=SALT) for part in text.split(" ")]
     except signing.BadSignature:
         raise ValueError(
             "this is not a valid text of Hold.dump(), or was signed with another SECRET_KEY"
         ) from None
-    return alias, claim, fence, session

@@ -22,7 +22,7 @@ from ..signals import asend, lock_acquired, lock_busy, lock_failed, send
 from .acquiring import Attempt
 from .entered import WithBlock
 from .groups import AllOf, one_or_all
-from .handover import parts_of, unpacked
+from .handover import unpacked
 from .hold import Hold
 from .limits import LONG_TTL, UNSET, check_max_hold, checked_ttl, checked_wait
 from .offloading import in_thread
@@ -198,13 +198,13 @@ class Lock(WithBlock[Hold]):
         Raise LockLost if it is too late, ValueError for an invalid text, and BackendError if the
         backend does not answer: then try again.
         """
-        parts = [cls._resuming(part, renew, max_hold) for part in parts_of(text)]
+        parts = cls._resuming(text, renew, max_hold)
         return _resumed(parts, [_take_over(attempt, grant) for attempt, grant in parts])
 
     @classmethod
     async def aresume(cls, text: str, *, renew: bool = True, max_hold: float | None = None) -> Hold:
         """Like `resume`, without blocking the event loop."""
-        parts = [cls._resuming(part, renew, max_hold) for part in parts_of(text)]
+        parts = cls._resuming(text, renew, max_hold)
         for lock in (attempt.lock for attempt, _ in parts):
             await transactions.check_caller(lock.name, release_now=lock.release == "now")
         answers = [
@@ -215,20 +215,26 @@ class Lock(WithBlock[Hold]):
     @classmethod
     def _not_resumed(cls, text: str, error: BackendError) -> Hold:
         """Have released what nobody will resume; raise `error`, or go on as ON_DOWN says."""
-        parts = [cls._resuming(part, True, None) for part in parts_of(text)]
+        parts = cls._resuming(text)
         for attempt, grant in parts:
             releaser.give_back(attempt.backend, grant)
         return one_or_all([attempt.opened(grant.claim, error) for attempt, grant in parts])
 
     @classmethod
-    def _resuming(cls, text: str, renew: bool, max_hold: float | None) -> tuple[Attempt, Grant]:
-        alias, known, fence, session = unpacked(text)
-        token = {field: known.pop(field) for field in ("owner", "stable")}
-        known["at_least"] = min(known.get("at_least", 0.0), max_hold or float("inf"))
-        attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
-        lock = attempt.lock
-        transactions.check_before_lock(lock.name, release_now=lock.release == "now")
-        return attempt, Grant(replace(attempt.claim(Waker()), **token), fence, session=session)
+    def _resuming(
+        cls, text: str, renew: bool = True, max_hold: float | None = None
+    ) -> list[tuple[Attempt, Grant]]:
+        """Return an attempt for each alias of the lock, and the grant that it takes over."""
+        parts = []
+        for alias, known, fence, session in unpacked(text):
+            token = {field: known.pop(field) for field in ("owner", "stable")}
+            known["at_least"] = min(known.get("at_least", 0.0), max_hold or float("inf"))
+            attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
+            lock = attempt.lock
+            transactions.check_before_lock(lock.name, release_now=lock.release == "now")
+            claim = replace(attempt.claim(Waker()), **token)
+            parts.append((attempt, Grant(claim, fence, session=session)))
+        return parts
 
     def locked(self) -> bool:
         """Ask the backend whether the lock is held."""

@@ -15,7 +15,7 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from ..core.groups import current_hold
-from ..core.handover import parts_of, unpacked
+from ..core.handover import unpacked
 from ..core.hold import Hold
 from ..core.limits import checked_ttl
 from ..core.lock import Lock
@@ -194,7 +194,7 @@ class Unique:
 
 def _carried_lock(text: str) -> tuple[str, str]:
     """Return the alias (the first of several) and the name of the lock that a task carries."""
-    alias, claim, *_ = unpacked(parts_of(text)[0])
+    alias, claim, *_ = unpacked(text)[0]
     return alias, claim["name"]
 
 
