@@ -46,10 +46,10 @@ class Together:
                 transactions.check_before_lock(lock.name, release_now=lock.release == "now")
         return cls(backend, attempts)
 
-    def hold(self, grants: Sequence[Grant] | None) -> list[Hold] | None:
-        """Return the holds of the grants; None if nothing was granted, or too late."""
+    def hold(self, grants: Sequence[Grant] | None) -> bool:
+        """Make the holds of the grants; False if nothing was granted, or too late."""
         if grants is None:
-            return None
+            return False
         trusted_grants = [
             (attempt, grant, since)
             for attempt, grant in zip(self.attempts, grants, strict=True)
@@ -57,10 +57,15 @@ class Together:
         ]
         if len(trusted_grants) < len(grants):
             self.give_back()
-            return None
+            return False
         for attempt, grant, since in trusted_grants:
             self.holds.append(attempt.hold(grant, since))
-        return self.holds
+        return True
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Return what the signals of the holds say."""
+        held = zip(self.attempts, self.holds, strict=True)
+        return [attempt.facts(fence=hold.fence) for attempt, hold in held]
 
     @property
     def asked(self) -> list[tuple[Attempt, Claim]]:
@@ -70,6 +75,10 @@ class Together:
     def failed(self, error: BackendError) -> list[dict[str, Any]]:
         """Give back what may have been granted; return what the signals of that say."""
         return [attempt.failed(claim, error) for attempt, claim in self.asked]
+
+    def opened(self, error: BackendError) -> list[Hold]:
+        """Return holds of nothing, for the backend is down; see `Attempt.opened`."""
+        return [attempt.opened(claim, error) for attempt, claim in self.asked]
 
     def give_back(self, *, at_once: bool = False) -> None:
         """Release what may have been granted; `at_once` if this process may end soon."""

@@ -217,17 +217,15 @@ class AllOf(WithBlock[Holds]):
         if together is None:
             return None
         try:
-            holds = together.hold(together.backend.acquire_all(together.claims))
-            if holds is None:
+            if not together.hold(together.backend.acquire_all(together.claims)):
                 return None
-            if lock_acquired.receivers:
-                for hold, attempt in zip(holds, together.attempts, strict=True):
-                    send(lock_acquired, attempt.facts(fence=hold.fence))
-            return Holds(holds)
+            for facts in together.facts():
+                send(lock_acquired, facts)
+            return Holds(together.holds)
         except BackendError as error:
             for facts in together.failed(error):
                 send(lock_failed, facts)
-            return Holds(each.opened(claim, error) for each, claim in together.asked)
+            return Holds(together.opened(error))
         except BaseException as error:
             together.give_back(at_once=not isinstance(error, Exception))
             raise
@@ -239,18 +237,15 @@ class AllOf(WithBlock[Holds]):
             return None
         try:
             request = begin(together.backend, together.backend.acquire_all, together.claims)
-            grants = await ended(request, together.give_back)
-            holds = together.hold(grants)
-            if holds is None:
+            if not together.hold(await ended(request, together.give_back)):
                 return None
-            if lock_acquired.receivers:
-                for hold, attempt in zip(holds, together.attempts, strict=True):
-                    await asend(lock_acquired, attempt.facts(fence=hold.fence))
-            return Holds(holds)
+            for facts in together.facts():
+                await asend(lock_acquired, facts)
+            return Holds(together.holds)
         except BackendError as error:
             for facts in together.failed(error):
                 await asend(lock_failed, facts)
-            return Holds(each.opened(claim, error) for each, claim in together.asked)
+            return Holds(together.opened(error))
         except BaseException as error:
             # If cancelled during the request, ended() gives back when the request has ended.
             if together.holds or isinstance(error, Exception):
