@@ -16,6 +16,7 @@ from django.db import connection, transaction
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockTimeout, all_of
 from distlock_app.backends.redis import RedisBackend
 from distlock_app.backends.redis.people import part_of
+from distlock_app.core.groups import Holds
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.primitives.names import key_of
@@ -344,3 +345,19 @@ def test_a_group_that_is_interrupted_is_given_back_before_the_process_can_end(na
         lock_acquired.disconnect(interrupt)
         go_on.set()
         releaser.drain()
+
+
+def test_a_group_of_a_task_that_is_interrupted_before_it_has_its_holds_is_given_back(
+    names, monkeypatch
+):
+    def interrupt(self, **options):
+        raise KeyboardInterrupt
+
+    async def main():
+        with pytest.raises(KeyboardInterrupt):
+            await all_of(*locks(names)).aacquire()
+        assert free(names)
+
+    monkeypatch.setattr(Holds, "enter", interrupt)
+
+    asyncio.run(main())

@@ -198,6 +198,7 @@ class AllOf(WithBlock[Holds]):
     async def _aacquire(self, wait: float | None = UNSET, *, entered: bool = False) -> Holds:
         deadline = Deadline(self._wait(wait))
         taken: dict[int, Hold] = {}
+        holds = None
         for lock in self.locks:
             await check_caller(lock.name, release_now=lock.release == "now")
         try:
@@ -208,7 +209,7 @@ class AllOf(WithBlock[Holds]):
                 holds.check()
             return holds.enter(inside=entered)
         except BaseException as error:
-            await Holds(taken.values()).aleave(error, unused=True)
+            await (holds or Holds(taken.values())).aleave(error, unused=True)
             raise _as_timeout(error, deadline) from error.__cause__
 
     def _at_once(self) -> Holds | None:
