@@ -49,24 +49,28 @@ class Attempt:
         `entered`: it is for a `with`.
         """
         lease = self.lease()
-        # Without a hold, it only waits for a commit, or for its release after a rollback.
-        if lease is not None and (lease.entered() or not lease.holds or self._same_owner(lease)):
-            if lease.holds > 0 and not self.lock.reentrant:
-                raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
-            hold = Hold(lease, release_now=self.lock.release == "now", released=True)
-            hold.entered = entered and next(entry_numbers)
-            try:
-                if lease.add_hold(hold):
-                    self._options(hold, lease)
-                    return hold
-            except BaseException:  # Ctrl-C: the caller never gets the hold
-                hold.abandon()
-                raise
-            releaser.drain(lease)
+        if lease is None or not self._shares(lease):
+            return None
+        if lease.holds > 0 and not self.lock.reentrant:
+            raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
+        hold = Hold(lease, release_now=self.lock.release == "now", released=True)
+        hold.entered = entered and next(entry_numbers)
+        try:
+            if lease.add_hold(hold):
+                self._options(hold, lease)
+                return hold
+        except BaseException:  # Ctrl-C: the caller never gets the hold
+            hold.abandon()
+            raise
+        releaser.drain(lease)
         return None
 
-    def _same_owner(self, lease: Lease) -> bool:
-        """Whether the backend would grant it again: one release would end two leases."""
+    def _shares(self, lease: Lease) -> bool:
+        """Whether this runner may take its lease again, instead of asking the backend."""
+        # Without a hold, it only waits for a commit, or for its release after a rollback.
+        if lease.entered_holds() or not lease.holds:
+            return True
+        # To the same owner the backend would grant it again: one release would end two leases.
         return self.lock.owner is not None and lease.grant.claim.owner == _stable_owner(self.lock)
 
     def lease(self) -> Lease | None:

@@ -290,7 +290,7 @@ def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "def
     With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
     `acquire()` does not count, and `lock_in_transaction()` has no hold.
     """
-    entered = [hold for x in identity.current_runner().held.values() for hold in x.entered()]
+    entered = [hold for x in identity.current_runner().held.values() for hold in x.entered_holds()]
     entered.sort(key=attrgetter("entered"), reverse=True)
     held: dict[Any, Hold] = {}  # the innermost of each lock, latest first
     for hold in entered:

@@ -63,7 +63,7 @@ class Lease:
     ends_by = float("inf")
     due: float | None = None  # see Timed: when the renewer checks it next
     holds = 1  # holds that need it
-    # Those that were in a `with`, see entered(). Weak, because a dropped one ends the lease.
+    # Those that were in a `with`, see entered_holds(). Weak, because a dropped one ends the lease.
     with_holds: tuple[weakref.ref[Any], ...] = ()
     pins = 0  # transactions that exclude other owners
     # The release waits for the end of these: id(connection).
@@ -185,19 +185,19 @@ class Lease:
             if self.ended:
                 return False
             if hold.entered:
-                self._show(hold)
+                self._add_entered(hold)
             # No call from here on: a signal must not separate these.
             self.holds += 1
             hold.released = False
             return True
 
-    def entered(self) -> list[Any]:
+    def entered_holds(self) -> list[Any]:
         """Return its holds that are in a `with`, where it can be taken again."""
         holds = [hold() for hold in self.with_holds]
         return [hold for hold in holds if hold and hold.entered and not hold.released]
 
-    def _show(self, hold: Any) -> None:
-        self.with_holds = tuple(map(weakref.ref, [*self.entered(), hold]))
+    def _add_entered(self, hold: Any) -> None:
+        self.with_holds = tuple(map(weakref.ref, [*self.entered_holds(), hold]))
 
     def remove_hold(self, hold: Any, *, blocks: Sequence[Any] = ()) -> bool | None:
         """Remove a hold; return whether it was the last and ended the lease.
@@ -232,7 +232,7 @@ class Lease:
             if hold.released:
                 return
             if inside and not hold.entered:
-                self._show(hold)
+                self._add_entered(hold)
             # Numbered again if it is in one: the holds of all_of() were taken in another order.
             before, hold.entered = bool(hold.entered), inside and next(entry_numbers)
             if before is inside:
@@ -242,11 +242,11 @@ class Lease:
             self.leave_runner()
             self.runner = runner
         other = runner.held.get(self.lease_key)  # another reader's or permit
-        if other is not self and (moved or inside) and not (other and other.entered()):
+        if other is not self and (moved or inside) and not (other and other.entered_holds()):
             runner.held[self.lease_key] = self
             if runner.in_call:
                 identity.keep_call(runner)
-        if not inside and not any(lease.entered() for lease in [*runner.held.values()]):
+        if not inside and not any(lease.entered_holds() for lease in [*runner.held.values()]):
             runner.call = None  # its frame may refer to the hold, which then nobody could drop
 
     def restore_hold(self) -> None:

@@ -125,7 +125,7 @@ def assert_locked(
         if held_in_transaction(name, alias):
             continue
         leases = [leases_of_runner(alias, name, shared=mode)[0] for mode in {False, shared}]
-        entered = [lease for lease in leases if lease is not None and lease.entered()]
+        entered = [lease for lease in leases if lease is not None and lease.entered_holds()]
         if not entered:
             raise NotHeld(f"this code must run under the lock {shown(name)!r}, which is not held")
         if any(lease.doubtful for lease in entered):
