@@ -159,7 +159,7 @@ class Hold(Ending):
                 f"pin() needs autocommit on {backend.using!r}: Django does not tell when a"
                 " transaction under manual management ends"
             )
-        if not transactions.in_own_block(connection):
+        if not transactions.own_blocks(connection):
             raise LockError(
                 f"pin() needs a transaction: open atomic() on {backend.using!r} first, where the"
                 " lock table is" + transactions.elsewhere()

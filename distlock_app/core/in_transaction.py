@@ -69,7 +69,7 @@ def begun_under_lock(
     lock = Lock(name, ttl=LEASE, wait=wait, renew=False, using=using)
     database = database_of(using)
     connection: Any = connections[database]
-    blocks = [b for b in connection.atomic_blocks if not getattr(b, "_from_testcase", False)]
+    blocks = transactions.own_blocks(connection)
     if not blocks:
         raise TransactionManagementError(
             f"open atomic() on {database!r} first, where alias {using!r} has its lock table"

@@ -9,7 +9,7 @@ from typing import Any
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from ..errors import LockError
-from ..primitives.transactions import in_own_block
+from ..primitives.transactions import own_blocks
 
 
 class OutOfAtomicRequests(set[str]):
@@ -59,7 +59,7 @@ def in_transactions(aliases: tuple[str, ...]) -> Iterator[None]:
 def refuse_open(aliases: tuple[str, ...]) -> None:
     """Raise LockError if a transaction that began before the lock is still open."""
     for alias in aliases:
-        if in_own_block(connections[alias]):
+        if own_blocks(connections[alias]):
             raise LockError(
                 f"locked_view was called inside a transaction of {alias!r}, which began before "
                 "the lock and would end after it. Under ATOMIC_REQUESTS a decorator outside of "

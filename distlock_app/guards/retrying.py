@@ -19,7 +19,7 @@ from ..errors import RetriesExhausted, StaleObjectError
 from ..primitives.calls import is_async, path_of, refuse_undone
 from ..primitives.drivers import code_of
 from ..primitives.timing import full_jitter
-from ..primitives.transactions import in_own_block
+from ..primitives.transactions import own_blocks
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Covariant, as in django-stubs.
@@ -210,4 +210,4 @@ def exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
 
 def _in_transaction() -> bool:
     """Whether this thread is in an `atomic()` block; those of a TestCase do not count."""
-    return any(map(in_own_block, connections.all(initialized_only=True)))
+    return any(map(own_blocks, connections.all(initialized_only=True)))

@@ -77,10 +77,9 @@ def in_testcase(connection: Any) -> bool:
     return any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
 
 
-def in_own_block(connection: Any) -> bool:
-    """Whether an `atomic()` block is open, other than those that a `TestCase` opens."""
-    blocks = connection.atomic_blocks
-    return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
+def own_blocks(connection: Any) -> list[Any]:
+    """Return the open `atomic()` blocks, without those that a `TestCase` opens around the test."""
+    return [b for b in connection.atomic_blocks if not getattr(b, "_from_testcase", False)]
 
 
 async def check_caller(name: str, *, release_now: bool) -> None:

@@ -14,7 +14,7 @@ from django.utils.http import parse_etags
 from django.utils.translation import gettext
 
 from ...errors import StaleObjectError
-from ...primitives.transactions import in_own_block
+from ...primitives.transactions import own_blocks
 
 Answer = TypeVar("Answer")
 
@@ -94,7 +94,7 @@ async def _awaited(request: Any, answer: Awaitable[Any]) -> Any:
 def _refusal(request: Any, error: Exception) -> HttpResponse:
     # Roll back the innermost transactions around the view, which see no exception.
     for connection in connections.all(initialized_only=True):
-        if in_own_block(connection):
+        if own_blocks(connection):
             connection.set_rollback(True)
     if isinstance(error, PreconditionRequired):
         status, text = 428, gettext("Say which version you are changing, in the If-Match header.")

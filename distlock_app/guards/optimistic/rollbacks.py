@@ -8,7 +8,7 @@ from typing import Any
 from django.core.exceptions import ValidationError
 from django.db import connections
 
-from ...primitives.transactions import OpenSavepoints, in_own_block, in_testcase
+from ...primitives.transactions import OpenSavepoints, in_testcase, own_blocks
 
 # In place of a version that was read from a row: what the row has after a rollback is not known.
 UNKNOWN = object()
@@ -132,7 +132,7 @@ def _latest(connection: Any) -> Undo | None:
 def _undo(using: str) -> Undo | None:
     """Return the object that observes a rollback; None if no transaction is open."""
     connection: Any = connections[using]
-    if not in_own_block(connection):
+    if not own_blocks(connection):
         return None
     # One for all saves between two savepoints: Django pops callbacks from the front of a list,
     # which takes quadratic time.
