@@ -92,16 +92,19 @@ class Latch:
 
     def left(self) -> int:
         """Return how many have yet to count down."""
-        return self._left(self._backend.counted(names.key_of(self.name, b"latch")))
+        return self._left(self._backend.counted(self._key))
 
     async def aleft(self) -> int:
         """Like `left`, without blocking the event loop."""
-        key = names.key_of(self.name, b"latch")
-        return self._left(await in_thread(self._backend, self._backend.counted, key))
+        return self._left(await in_thread(self._backend, self._backend.counted, self._key))
 
     @property
     def _backend(self) -> BaseLockBackend:
         return registry[self.using].backend
+
+    @property
+    def _key(self) -> str:
+        return names.key_of(self.name, b"latch")
 
     def _left(self, counted: int) -> int:
         return max(0, self.count - counted)
@@ -114,7 +117,7 @@ class Latch:
             raise TypeError(f"by must be a text, not {by!r}")
         return Claim(
             name=self.name,
-            key=names.key_of(self.name, b"latch"),
+            key=self._key,
             owner=identity.new_token() if by is None else stable_token(by),
             ttl=self.ttl,
             holder=identity.holder_text(),
