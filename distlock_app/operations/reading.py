@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
@@ -186,20 +187,18 @@ def ask(about: str, questions: Mapping[str, Question[T]]) -> list[tuple[Health, 
     same is not asked again: threads must not pile up behind it.
     """
     deadline = Deadline(ANSWER_WITHIN)
-    answers = [_asked(alias, about, question) for alias, question in questions.items()]
-    return [answer(deadline) for answer in answers]
+    asked = [_asked(alias, about, question) for alias, question in questions.items()]
+    return [backend.answer(deadline) for backend in asked]
 
 
-def _asked(
-    alias: str, about: str, question: Question[T]
-) -> Callable[[Deadline], tuple[Health, T | None]]:
-    """Ask one backend, unless it is overdue; return a function that waits for its answer."""
+def _asked(alias: str, about: str, question: Question[T]) -> _Asked[T]:
+    """Ask one backend, unless it is overdue."""
     overdue = _overdue.get((alias, about))
     if overdue is not None and overdue.is_alive():
-        return lambda deadline: (overdue.late(), None)
+        return overdue
     asked = _Asked(alias, about, question)
     asked.start()
-    return asked.answer
+    return asked
 
 
 class _Asked(threading.Thread, Generic[T]):
@@ -209,18 +208,18 @@ class _Asked(threading.Thread, Generic[T]):
         super().__init__(name=f"distlock-read-{alias}", daemon=True)
         self._alias = alias
         self._about = about
-        self._ping_ms: float | None = None
         self._question = question
-        self._health = Health(alias=alias)
-        self._found: T | None = None
+        self._unanswered = Health(alias=alias)  # what to say of it while there is no answer
+        self._answer: tuple[Health, T | None] = (self._unanswered, None)
         self._answered = threading.Event()
+        self._is_overdue = False
 
     def run(self) -> None:
         try:
             backend = registry[self._alias].backend
-            self._ping_ms = round_trip_ms(backend)
-            self._found = self._question(backend)
-            self._health = Health(alias=self._alias, ping_ms=self._ping_ms, lists=backend.lists)
+            health = Health(alias=self._alias, ping_ms=round_trip_ms(backend), lists=backend.lists)
+            self._unanswered = replace(health, slow=True)
+            self._answer = health, self._question(backend)
         except Exception as error:  # whatever it is: it must not break a page
             if not isinstance(error, (BackendError, ImproperlyConfigured)):
                 logger.exception(
@@ -228,22 +227,22 @@ class _Asked(threading.Thread, Generic[T]):
                     self._alias,
                     extra=fields("not_listed", self._alias),
                 )
-            self._health = Health(alias=self._alias, error=error)
+            self._answer = Health(alias=self._alias, error=error), None
         finally:
             self._answered.set()
             connections.close_all()  # those of this thread, which a backend may have opened
 
     def answer(self, deadline: Deadline) -> tuple[Health, T | None]:
-        """Wait for the answer until `deadline`."""
-        if self._answered.wait(deadline.remaining()):
-            _overdue.pop((self._alias, self._about), None)
-            return self._health, self._found
+        """Wait for the answer until `deadline`; not for one that is overdue.
+
+        That one would answer an earlier question, about other locks.
+        """
+        if not self._is_overdue and self._answered.wait(deadline.remaining()):
+            return self._answer
+        self._is_overdue = True
         _overdue[self._alias, self._about] = self
-        return self.late(), None
-
-    def late(self) -> Health:
-        """Return the health of a backend that has not answered in time."""
-        return Health(alias=self._alias, ping_ms=self._ping_ms, slow=self._ping_ms is not None)
+        return self._unanswered, None
 
 
-_overdue: dict[tuple[str, str], _Asked[Any]] = {}
+# Weak: one that has ended is forgotten, with all that it found.
+_overdue: WeakValueDictionary[tuple[str, str], _Asked[Any]] = WeakValueDictionary()
