@@ -147,17 +147,17 @@ def _listen(
     conflict: Callable[[str], None],
 ) -> None:
     def timed(record: Timed, outcome: str, seconds: str) -> Callable[..., None]:
-        return lambda alias, name, **facts: record(
-            alias, template_of(name), outcome, facts[seconds]
-        )
+        def receive(alias: str, name: str, opened: bool = False, **facts: Any) -> None:
+            record(alias, template_of(name), "opened" if opened else outcome, facts[seconds])
+
+        return receive
 
     def connect(signal: Signal, receiver: Callable[..., None]) -> None:
         signal.connect(receiver, weak=False)
 
     connect(lock_acquired, timed(waited, "acquired", "waited"))
     connect(lock_busy, timed(waited, "busy", "waited"))
-    failed, opened = timed(waited, "failed", "waited"), timed(waited, "opened", "waited")
-    connect(lock_failed, lambda **facts: (opened if facts["opened"] else failed)(**facts))
+    connect(lock_failed, timed(waited, "failed", "waited"))
     connect(lock_released, timed(held, "released", "held"))
     connect(lock_lost, timed(held, "lost", "held"))
     connect(lock_cleared, lambda alias, name, **_: cleared(alias, template_of(name)))
