@@ -11,7 +11,6 @@ import atexit
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -183,7 +182,7 @@ def _tell_all() -> None:
         writer.flush()
 
 
-def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) -> None:
+def _note(event: str, alias: str, name: str, **facts: Any) -> None:
     detail, fence = "", facts.get("fence")
     if event in LockEvent.WAITS:
         detail = identity.holder_text()
@@ -198,24 +197,24 @@ def _note(event: str, seconds: str | None, alias: str, name: str, **facts: Any) 
         alias=alias,
         name=name,
         key=facts.get("key"),  # of a lock that is cleared, `name` may be what a page shows
-        seconds=facts[seconds] if seconds else None,
+        seconds=facts.get("waited", facts.get("held")),
         fence=fence,
         detail=detail,
     )
 
 
-_RECEIVERS: list[tuple[Any, Callable[..., None]]] = [
-    (lock_acquired, partial(_note, LockEvent.ACQUIRED, "waited")),
-    (lock_busy, partial(_note, LockEvent.BUSY, "waited")),
-    (lock_released, partial(_note, LockEvent.RELEASED, "held")),
-    (lock_lost, partial(_note, LockEvent.LOST, "held")),
-    (lock_cleared, partial(_note, LockEvent.CLEARED, None)),
-]
+_RECEIVERS = {
+    lock_acquired: partial(_note, LockEvent.ACQUIRED),
+    lock_busy: partial(_note, LockEvent.BUSY),
+    lock_released: partial(_note, LockEvent.RELEASED),
+    lock_lost: partial(_note, LockEvent.LOST),
+    lock_cleared: partial(_note, LockEvent.CLEARED),
+}
 
 
 def listen() -> None:
     """Listen to the signals if settings ask for a history, else not."""
-    for signal, receiver in _RECEIVERS:
+    for signal, receiver in _RECEIVERS.items():
         signal.disconnect(receiver)
         if kept():
             signal.connect(receiver, weak=False)
