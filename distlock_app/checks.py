@@ -53,8 +53,10 @@ def check_servers(
     """
     if not databases:
         return []
-    messages = []
-    for entry in _entries():
+    messages, entries = [], []
+    with suppress(ImproperlyConfigured):  # `check_settings` reports it
+        entries = registry.working()
+    for entry in entries:
         backend = entry.backend
         if getattr(backend, "using", None) in (None, *databases):
             try:
@@ -72,12 +74,6 @@ def register() -> None:
     """Let Django run these checks."""
     checks.register(check_settings, "distlock")
     checks.register(check_servers, checks.Tags.database, "distlock")
-
-
-def _entries() -> Iterator[Entry]:
-    """Yield the aliases that work; `check_settings` reports the others."""
-    with suppress(ImproperlyConfigured):
-        yield from (registry[alias] for alias in registry if not registry.misconfigured(alias))
 
 
 def _says(alias: str, error: Exception) -> str:

@@ -144,8 +144,7 @@ def may_extend(row: LiveLock) -> bool:
 
 def tables() -> list[str]:
     """Return the aliases whose backend keeps data of free locks."""
-    working = [alias for alias in registry if not registry.misconfigured(alias)]
-    return [alias for alias in working if isinstance(registry[alias].backend, Purgeable)]
+    return [entry.alias for entry in registry.working() if isinstance(entry.backend, Purgeable)]
 
 
 def leftovers(older_than: float) -> list[tuple[Health, tuple[int | None, int | None] | None]]:

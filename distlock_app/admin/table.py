@@ -23,7 +23,6 @@ from ..models import DistLock
 from ..operations.people import activity_of, local, origin_of
 from ..primitives.identity import holder_fields
 from ..primitives.names import is_key
-from . import clearing
 from .readonly import ReadOnly
 
 
@@ -139,10 +138,9 @@ def _local(row: DistLock, at: datetime) -> str:
 def _databases() -> dict[str, list[str]]:
     """Return the databases that have a lock table, each with the aliases whose locks it keeps."""
     found: dict[str, list[str]] = {}
-    for alias in clearing.tables():
-        backend = registry[alias].backend
-        if isinstance(backend, DatabaseBackend):  # others keep their data elsewhere
-            found.setdefault(backend.using, []).append(alias)
+    for entry in registry.working():
+        if isinstance(entry.backend, DatabaseBackend):
+            found.setdefault(entry.backend.using, []).append(entry.alias)
     return found
 
 

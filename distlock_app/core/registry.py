@@ -107,8 +107,11 @@ class Registry:
         asks a cache on Redis for the first time. And a fork meanwhile leaves a child with half.
         """
         with suppress(ImproperlyConfigured):  # `manage.py check` reports it, and the first lock
-            for alias in self:
-                self.misconfigured(alias)
+            self.working()
+
+    def working(self) -> list[Entry]:
+        """Return the entries of the aliases whose settings are right."""
+        return [self[alias] for alias in self if not self.misconfigured(alias)]
 
     def misconfigured(self, alias: Any) -> bool:
         """Whether the settings of `alias` are wrong: `manage.py check` reports it (E001)."""
