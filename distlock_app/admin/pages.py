@@ -202,20 +202,18 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Show what happened to a lock lately, with any holder, also when it is free."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        if (parts := parts_of(request.GET.get("lock", ""))) is None:
+        parts = parts_of(request.GET.get("lock", ""))
+        if parts is None or not history.kept():
             return HttpResponseRedirect(self._list())
         alias, key, _seen = parts
         reading = read({alias: [key]})
         [backend] = reading.backends
         holdings = reading.holdings if backend.known else None
         facts = self._facts(alias, key, holdings)
-        past = facts["past"]
-        if past is None:
-            return HttpResponseRedirect(self._list())
         context = {
             **self._context(request, _("Events of a lock")),
             "alias": shown(alias),
-            "name": past.name or shown(holdings[0].name if holdings else key),
+            "name": facts["past"].name or shown(holdings[0].name if holdings else key),
             "not_known": backend.reason,
             **facts,
         }
