@@ -40,13 +40,11 @@ SORTS: Mapping[str, Callable[[Holding], Any]] = {
 }
 
 
-def table(held: Sequence[Holding], width: int | None = None) -> Iterable[tuple[str, str]]:
-    """Yield the lines of a table, each with the state of its lock; nothing for no locks.
+def table(held: Sequence[Holding], width: int) -> Iterable[tuple[str, str]]:
+    """Yield the lines of a table, each with the state of its lock.
 
-    `width`: of the terminal. Long cells, and at last the lines, are cut to fit.
+    `width`: of the terminal; long cells, and at last the lines, are cut to fit. 0: nothing is cut.
     """
-    if not held:
-        return
     rows = [HEADING, *map(_row, held)]
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     spaces = 2 * (len(widths) - 1)
