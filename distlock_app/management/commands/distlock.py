@@ -190,10 +190,12 @@ class Command(Looking):
         program: list[str],
         **options: Any,
     ) -> int:
-        # argparse keeps one that separates the program from options or a name like "-x".
-        if not (program := program[program[0] == "--" :]):
+        if program[0] == "--":  # argparse keeps it behind options, and behind a name like "-x"
+            program = program[1:]
+        if not program:
             raise CommandError("name the program to run after --", returncode=EX_USAGE)
-        self._warn_of_local(aliases := using_in(using))
+        aliases = using_in(using)
+        self._warn_of_local(aliases)
         try:
             lock = Lock(name, using=aliases, wait=wait, ttl=UNSET if ttl is None else ttl)
         except ValueError as error:
