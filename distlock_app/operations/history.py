@@ -135,9 +135,19 @@ class _Writer:
             done.set()
 
     def _write(self) -> None:
-        # Of a hot lock only as many as will be kept.
+        here = _database()
+        last = self._take(here)
+        if not last:
+            return
+        using, _name = here
+        rows = [row for lock in last.values() for row in lock]
+        LockEvent.objects.using(using).bulk_create(rows, batch_size=100)
+        self._noted.update({lock: len(rows) for lock, rows in last.items()})
+        self._trim(using, len(rows))
+
+    def _take(self, here: _Database) -> dict[tuple[str, str], deque[LockEvent]]:
+        """Take what waits; return of each lock the last events, as many as will be kept."""
         last: dict[tuple[str, str], deque[LockEvent]] = {}
-        using, _name = here = _database()
         for _ in range(len(self._waiting)):
             database, event = self._waiting.popleft()
             if database != here:  # a test run began or ended
@@ -145,11 +155,7 @@ class _Writer:
             name, key = event["name"], event.get("key") or key_of(event["name"])
             row = LockEvent(**{**event, "name": shown(name), "key": key})
             last.setdefault((row.alias, row.key), deque(maxlen=kept() or 1)).append(row)
-        if not (rows := [row for lock in last.values() for row in lock]):
-            return
-        LockEvent.objects.using(using).bulk_create(rows, batch_size=100)
-        self._noted.update({lock: len(rows) for lock, rows in last.items()})
-        self._trim(using, len(rows))
+        return last
 
     def _trim(self, using: str, written: int) -> None:
         """Delete what is too much: of locks that are busy here, and of all together."""
