@@ -31,12 +31,12 @@ def parts_of(row_id: str) -> tuple[str, str, str] | None:
 
 def row_of(holding: Holding) -> LiveLock:
     """Return the row for one holding."""
-    row = LiveLock(id=id_of(*_parts_of(holding)), name=shown(holding.name))
+    row = LiveLock(id=id_of(*_identity(holding)), name=shown(holding.name))
     row.holding = holding
     return row
 
 
-def _parts_of(holding: Holding) -> tuple[str, str, str]:
+def _identity(holding: Holding) -> tuple[str, str, str]:
     return holding.alias, holding.key, holding.version
 
 
@@ -53,7 +53,7 @@ def read_again(ids: Iterable[str]) -> tuple[list[tuple[str, str, str]], Reading]
 _SORT_KEYS: dict[str, Callable[[Holding], Any]] = {
     "urgency": urgency,
     "name": lambda held: held.name.casefold(),
-    "pk": _parts_of,
+    "pk": _identity,
     "alias": lambda held: held.alias,
     "kind": lambda held: held.kind,
     "state": state_of,
@@ -103,7 +103,7 @@ class LiveLocks:
 
     def with_these(self, holdings: Iterable[Holding]) -> LiveLocks:
         """Return these and the given ones, each once."""
-        every = {_parts_of(held): held for held in (*self._holdings, *holdings)}
+        every = {_identity(held): held for held in (*self._holdings, *holdings)}
         return LiveLocks(every.values())
 
     def filter(self, *conditions: Any, **lookups: Any) -> LiveLocks:
@@ -114,7 +114,7 @@ class LiveLocks:
         if ids is None:
             return self
         wanted = set(map(str, ids))
-        return self.where(lambda held: id_of(*_parts_of(held)) in wanted)
+        return self.where(lambda held: id_of(*_identity(held)) in wanted)
 
     def order_by(self, *fields: str) -> LiveLocks:
         """Return them sorted; a leading "-" reverses."""
