@@ -23,7 +23,6 @@ from ..operations.people import (
     ORPHANED,
     activity_of,
     clock,
-    host_of,
     is_renewed,
     place_of,
     said,
@@ -98,11 +97,11 @@ class HostFilter(_Filter):
 
     title = _("host")
     parameter_name = "host"
-    value_of = staticmethod(lambda held: host_of(held.holder))
+    value_of = staticmethod(lambda held: said(held.holder, "host"))
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
         holdings = model_admin.reading(request).holdings
-        hosts = {host_of(held.holder) for held in holdings} | {request.GET.get("host", "")}
+        hosts = {*map(HostFilter.value_of, holdings), request.GET.get("host", "")}
         return [(host, host) for host in sorted(hosts - {""})[:MOST_HOSTS]]
 
 

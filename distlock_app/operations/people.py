@@ -71,11 +71,6 @@ def said(holder: Mapping[str, Any], *keys: str) -> str:
     return shown(":".join(str(holder[key]) for key in keys if holder.get(key)))
 
 
-def host_of(holder: Mapping[str, Any]) -> str:
-    """Return the holder's host, as printable text; empty if it did not say."""
-    return said(holder, "host")
-
-
 def place_of(holder: Mapping[str, Any]) -> str:
     """Return where the holder runs, host:pid, as printable text."""
     return said(holder, "host", "pid")

@@ -13,7 +13,6 @@ from .people import (
     activity_of,
     at_least_of,
     clock,
-    host_of,
     is_renewed,
     place_of,
     said,
@@ -83,7 +82,7 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[t
         yield f"  {number}", who(waiter)
     if isinstance(holder.get("pid"), int):
         look = f"ps -o pid,stat,etime,args -p {holder['pid']}"
-        yield "look at it", f"{look}    # on {host_of(holder) or UNKNOWN}"
+        yield "look at it", f"{look}    # on {said(holder, 'host') or UNKNOWN}"
     if key_of(name) == held.key:  # else it is shown cut, or escaped
         command = ["python", "manage.py", "distlock", "clear", "--using", held.alias]
         names = ["--", name] if name.startswith("-") else [name]
