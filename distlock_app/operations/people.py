@@ -37,8 +37,10 @@ def state_of(holding: Holding) -> str:
     if overdue and not kept and _process_ended(holding.holder):
         return ORPHANED
     below = OVERDUE_BELOW if is_renewed(holding) and not kept else EXPIRING_BELOW
-    if left is not None and left < min(ttl, left + (holding.held_for or 0.0)) * below:
-        return EXPIRING
+    if left is not None:
+        lease = min(ttl, left + (holding.held_for or 0.0))  # the first may be shorter than the ttl
+        if left < lease * below:
+            return EXPIRING
     return CONTENDED if holding.waiters else HELD
 
 
