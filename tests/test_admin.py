@@ -1108,6 +1108,20 @@ class TestLockTable:
         assert {row.name for row in DistLock.objects.using("locks").all()} == {"late", "held"}
         assert LogEntry.objects.count() == 2
 
+    def test_rows_free_for_years_are_deleted_where_thousands_have_separators(
+        self, clearer, settings
+    ):
+        settings.USE_THOUSAND_SEPARATOR = True
+        DistLock.objects.using("locks").create(
+            key=key_of("a"), name="a", expiry="2001-01-01T00:00Z"
+        )
+
+        page = clearer.get(LEFTOVER, {"days": 1500}).content.decode()
+        [days, *_] = re.findall('type="hidden" name="days" value="(.*)"', page)
+        purge = {"alias": "table", "action": "purge", "days": days}
+
+        assert "1 row deleted" in said(clearer.post(LEFTOVER, purge, follow=True))
+
     def test_clearing_up_needs_the_permission_and_a_form_of_ours(self, viewer, browse):
         forger = Client(enforce_csrf_checks=True)
         forger.force_login(User.objects.create_superuser("eve"))
