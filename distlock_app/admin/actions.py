@@ -29,6 +29,8 @@ else:
 MOST_CLEARED = 200
 
 DAY = 24 * 3600
+# Days; the rows of locks that have been free for as long are counted at first.
+FREE_FOR = 7
 
 
 class LiveActions(LiveColumns, _Base):
@@ -96,13 +98,15 @@ class LiveActions(LiveColumns, _Base):
         if not self.has_clear_permission(request):
             raise PermissionDenied
         posted = request.method == "POST"
-        form = clearing.LeftoverForm(request.POST if posted else {"days": 7, **request.GET.dict()})
-        for name in ("alias", "action"):
-            form.fields[name].required = posted
+        form: clearing.CountForm = (
+            clearing.LeftoverForm(request.POST)
+            if posted
+            else clearing.CountForm({"days": FREE_FOR, **request.GET.dict()})
+        )
         if form.is_valid() and posted:
             self._clear_up(request, **form.cleaned_data)
             return HttpResponseRedirect(f"{self._url('leftover')}?days={form.cleaned_data['days']}")
-        days = form.cleaned_data.get("days", 7)
+        days = form.cleaned_data.get("days", FREE_FOR)
         context = {
             **self._context(request, _("Clear up lock tables")),
             "days": days,

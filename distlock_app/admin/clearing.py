@@ -44,21 +44,38 @@ class ReasonForm(forms.Form):
 class ExtendForm(forms.Form):
     """How long a lock is to last at least."""
 
-    seconds = forms.IntegerField(label=_("Seconds"), min_value=1, max_value=int(MAX_TTL))
+    seconds = forms.IntegerField(
+        label=_("Seconds"),
+        min_value=1,
+        max_value=int(MAX_TTL),
+        initial=60,
+        # The page shows it inside another form.
+        widget=forms.NumberInput(attrs={"class": "dl-number", "form": "dl-extend"}),
+    )
+
+
+class CountForm(forms.Form):
+    """How long the rows to count have been free.
+
+    At least a day: fences continue from the server's clock, which may be set back a little.
+    """
+
+    days = forms.IntegerField(
+        label=_("Days"),
+        min_value=1,
+        max_value=36_500,
+        widget=forms.NumberInput(attrs={"class": "dl-number"}),
+    )
 
 
 CLEAR_EXPIRED, PURGE = "clear-expired", "purge"
 
 
-class LeftoverForm(forms.Form):
-    """What to delete from a lock table; `days` is for PURGE.
-
-    At least a day: fences continue from the server's clock, which may be set back a little.
-    """
+class LeftoverForm(CountForm):
+    """What to delete from a lock table; `days` is for PURGE."""
 
     alias = forms.ChoiceField(choices=lambda: [(a, a) for a in tables()])
     action = forms.ChoiceField(choices=[(CLEAR_EXPIRED, ""), (PURGE, "")])
-    days = forms.IntegerField(label=_("Days"), min_value=1, max_value=36_500)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             "clear_url": f"{self._url('clear')}?{urlencode({'lock': row.pk})}",
             "may_clear": self.has_clear_permission(request),
             "extend_url": self._url("extend"),
+            "extend_form": clearing.ExtendForm(),
             "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
             "row": row,
             **self._facts(row.holding.alias, row.holding.key, found.same),
