@@ -33,7 +33,7 @@ from distlock_app.core.registry import registry
 from distlock_app.health import health
 from distlock_app.models import DistLock
 from distlock_app.operations import reading
-from distlock_app.operations.people import state_of
+from distlock_app.operations.holdings import state_of
 from distlock_app.primitives import identity, names
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared

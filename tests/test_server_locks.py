@@ -27,7 +27,7 @@ from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.core.waiting import waiting
 from distlock_app.operations import doctor
-from distlock_app.operations.reading import has_version
+from distlock_app.operations.holdings import has_version
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing import held_elsewhere

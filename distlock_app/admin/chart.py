@@ -12,7 +12,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..claims import Holding
 from ..models import LockEvent
-from ..operations.people import local
+from ..operations.holdings import local
 
 # The number of bars, the width of each, and the height of the drawing, in units of its own.
 BARS, BAR, HEIGHT = 60, 12, 56

@@ -21,8 +21,8 @@ from ..core.registry import registry
 from ..errors import BackendError
 from ..models import LiveLock
 from ..operations import history
-from ..operations.people import who
-from ..operations.reading import Health, ask, has_version
+from ..operations.holdings import has_version, who
+from ..operations.reading import Health, ask
 from ..primitives.names import SHOWN_LENGTH, key_of, shown
 from .rows import id_of, read_again, row_of
 

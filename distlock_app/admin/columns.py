@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 from ..claims import Holding
 from ..core.registry import registry
 from ..models import LiveLock
-from ..operations.people import (
+from ..operations.holdings import (
     CONTENDED,
     EXPIRING,
     HELD,

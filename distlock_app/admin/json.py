@@ -15,7 +15,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from ..decorators.atomic_requests import mark
-from ..operations.people import facts_of
+from ..operations.holdings import facts_of
 
 MOST_LISTED = 1_000
 

@@ -23,7 +23,7 @@ from ..claims import Holding
 from ..core.registry import registry
 from ..models import LiveLock
 from ..operations import history
-from ..operations.people import activity_of, origin_of, who
+from ..operations.holdings import activity_of, origin_of, who
 from ..operations.reading import Health, Reading, queue_of, read, read_more, read_pages
 from ..primitives.names import key_of, shown
 from . import clearing

@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy as _
 from ..claims import Holding
 from ..models import LockEvent
 from ..operations import history
-from ..operations.people import who
+from ..operations.holdings import who
 from ..primitives.identity import holder_fields
 from ..primitives.names import shown
 from .chart import Chart, chart_of

@@ -11,7 +11,7 @@ from django.core.exceptions import FieldError
 
 from ..claims import Holding
 from ..models import LiveLock
-from ..operations.people import activity_of, place_of, state_of, urgency
+from ..operations.holdings import activity_of, place_of, state_of, urgency
 from ..operations.reading import Health, Reading, read, read_pages
 from ..primitives.names import is_key, shown
 

@@ -20,7 +20,7 @@ from django.utils.translation import gettext_lazy as _
 from ..backends.database import DatabaseBackend
 from ..core.registry import registry
 from ..models import DistLock
-from ..operations.people import activity_of, local, origin_of
+from ..operations.holdings import activity_of, local, origin_of
 from ..primitives.identity import holder_fields
 from ..primitives.names import is_key
 from .readonly import ReadOnly

@@ -17,7 +17,7 @@ from django.core.management.base import BaseCommand, CommandError
 from ..claims import Holding
 from ..core.registry import aliases_of, registry, using_in
 from ..decorators.commands import EX_UNAVAILABLE
-from ..operations.people import CONTENDED, EXPIRING, HELD, ORPHANED, facts_of, state_of
+from ..operations.holdings import CONTENDED, EXPIRING, HELD, ORPHANED, facts_of, state_of
 from ..operations.reading import Health, Reading, queue_of, read, read_all
 from ..operations.tables import SORTS, UNKNOWN, card, table
 from ..primitives import names

@@ -86,12 +86,6 @@ def read(keys: Mapping[str, Iterable[str]]) -> Reading:
     return _read("keys", {alias: partial(_of, keys[alias]) for alias in keys})
 
 
-def has_version(holding: Holding, version: str | None) -> bool:
-    """Return whether it may be the holding that was shown with this version; empty: any."""
-    backend = registry[holding.alias].backend
-    return not version or backend.same_version(holding.version, version)
-
-
 def read_all(aliases: Collection[str]) -> Reading:
     """Ask the backends of these aliases for as much as two questions can tell in time."""
     reading = read_pages(dict.fromkeys(aliases, (0, MOST)))

@@ -9,7 +9,7 @@ from unicodedata import east_asian_width
 
 from ..claims import Holding
 from ..primitives.names import key_of, shown
-from .people import (
+from .holdings import (
     activity_of,
     at_least_of,
     clock,

@@ -30,8 +30,7 @@ from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_b
 from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.management.looking import Looking
 from distlock_app.operations import doctor
-from distlock_app.operations.people import facts_of
-from distlock_app.operations.reading import has_version
+from distlock_app.operations.holdings import facts_of, has_version
 from distlock_app.operations.run import EX_LOST, lead, run
 from distlock_app.operations.tables import SORTS
 from distlock_app.operations.tethered import EX_NOT_EXECUTABLE, EX_NOT_FOUND

@@ -49,6 +49,12 @@ def facts_of(holding: Holding) -> dict[str, Any]:
     return {**asdict(holding), "state": state_of(holding)}
 
 
+def has_version(holding: Holding, version: str | None) -> bool:
+    """Return whether it may be the holding that was shown with this version; empty: any."""
+    backend = registry[holding.alias].backend
+    return not version or backend.same_version(holding.version, version)
+
+
 def is_renewed(holding: Holding) -> bool:
     """Return whether its holder renews it; not with `renew=False`."""
     return holding.holder.get("renew") is not False
