@@ -25,7 +25,7 @@ class Finding:
     alias: str
     backend: str = ""
     ping_ms: float | None = None  # one round trip
-    pair_ms: float | None = None  # a lock taken and released, on a connection that is there
+    pair_ms: float | None = None  # a lock taken and released, on an open connection
     trouble: str = ""  # why it cannot be used
     messages: list[CheckMessage] = field(default_factory=list)
 
@@ -34,15 +34,27 @@ class Finding:
         """Whether a lock was taken and released."""
         return self.pair_ms is not None
 
+    def facts(self) -> dict[str, Any]:
+        """Return what programs get as JSON."""
+        return {
+            "alias": self.alias,
+            "backend": self.backend,
+            "works": self.works,
+            "ping_ms": self.ping_ms,
+            "pair_ms": self.pair_ms,
+            "trouble": self.trouble,
+            "messages": [{"id": m.id, "text": m.msg, "hint": m.hint} for m in self.messages],
+        }
+
 
 def examine(alias: str) -> Finding:
     """Run the checks of the backend of `alias`, and take a lock on it twice."""
     found = Finding(alias=alias)
     try:
-        backend = registry[alias].backend
-        found.backend = type(backend).__name__
-        found.ping_ms = round(round_trip_ms(backend), 3)
-        found.messages = [*backend.check(ask=True), *check_deployed(registry[alias])]
+        entry = registry[alias]
+        found.backend = type(entry.backend).__name__
+        found.ping_ms = round(round_trip_ms(entry.backend), 3)
+        found.messages = [*entry.backend.check(ask=True), *check_deployed(entry)]
         # Always the same one: a lock table keeps a row for each name that it ever saw.
         lock = Lock("distlock doctor", using=alias, ttl=TTL, wait=2 * TTL, release="now")
         lock.acquire().release()  # connections are made, scripts loaded
@@ -57,16 +69,3 @@ def examine(alias: str) -> Finding:
     except Exception as error:  # of a backend of another package: the other aliases matter too
         found.trouble = f"{type(error).__name__}: {error}"
     return found
-
-
-def as_json(found: Finding) -> dict[str, Any]:
-    """Return what `manage.py distlock doctor --json` says of an alias."""
-    return {
-        "alias": found.alias,
-        "backend": found.backend,
-        "works": found.works,
-        "ping_ms": found.ping_ms,
-        "pair_ms": found.pair_ms,
-        "trouble": found.trouble,
-        "messages": [{"id": m.id, "text": m.msg, "hint": m.hint} for m in found.messages],
-    }

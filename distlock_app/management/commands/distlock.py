@@ -112,7 +112,7 @@ class Command(Looking):
         aliases = registry if using is None else dict.fromkeys(aliases_of(using_in(using)))
         found = [doctor.examine(alias) for alias in aliases]
         if as_json:
-            self._write_json({"backends": [doctor.as_json(backend) for backend in found]})
+            self._write_json({"backends": [backend.facts() for backend in found]})
         else:
             for backend in found:
                 self._write_finding(backend)
