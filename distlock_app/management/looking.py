@@ -26,11 +26,6 @@ from ..primitives import names
 class Looking(BaseCommand):
     """The actions that only look."""
 
-    def _escape_what_has_no_letters(self) -> None:
-        """Let no name fail an action because the encoding of the output lacks its letters."""
-        if reconfigure := getattr(self.stdout, "reconfigure", None):  # that of a TextIOWrapper
-            reconfigure(errors="backslashreplace")
-
     def _list(
         self,
         *,

@@ -89,7 +89,7 @@ class Command(Looking):
             added.add_argument("program", nargs=PARSER, metavar="-- CMD")
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
-        self._escape_what_has_no_letters()
+        _escape_unencodable(self.stdout)
         try:
             code = getattr(self, f"_{action}")(action=action, **options)
             self.stdout.flush()
@@ -241,6 +241,12 @@ def _verdict(backend: doctor.Finding) -> str:
         f"{backend.backend} works; one round trip took {backend.ping_ms:.1f} ms, "
         f"a lock and its release {backend.pair_ms:.1f} ms"
     )
+
+
+def _escape_unencodable(stream: Any) -> None:
+    """Let no name fail an action because the encoding of the output lacks its letters."""
+    if reconfigure := getattr(stream, "reconfigure", None):  # that of a TextIOWrapper
+        reconfigure(errors="backslashreplace")
 
 
 def _discard(stream: Any) -> None:
