@@ -14,7 +14,7 @@ from ..claims import Holding
 from ..models import LockEvent
 from ..operations.holdings import local
 
-# The number of bars, the width of each, and the height of the drawing, in units of its own.
+# The number of bars, the room for each, and the height of the drawing, in units of its own.
 BARS, BAR, HEIGHT = 60, 12, 56
 
 Span = tuple[datetime, datetime]
@@ -40,6 +40,7 @@ class Chart:
     overlap: bool  # whether two may seem to hold it, as one noticed late that it was lost
     width: int = BARS * BAR
     height: int = HEIGHT
+    bar_width: int = BAR - 1  # with a gap
 
 
 def chart_of(events: Sequence[LockEvent], holdings: Iterable[Holding]) -> Chart | None:
