@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
@@ -51,7 +51,7 @@ class LiveActions(LiveColumns, _Base):
         """Ask for confirmation, without locks that changed hands since the list was shown."""
         if request.POST.get("select_across", "0") == "0":
             found = clearing.rows_of(request.POST.getlist(ACTION_CHECKBOX_NAME))
-            self._warn(request, found.problems)
+            self._warn(request, *found.problems)
             rows = found.rows
         else:
             rows = list(queryset[: MOST_CLEARED + 1])
@@ -65,7 +65,7 @@ class LiveActions(LiveColumns, _Base):
         form = clearing.ReasonForm(request.POST if posted else None)
         asked = (request.POST if posted else request.GET).getlist("lock")
         found = clearing.rows_of(asked[: MOST_CLEARED + 1])
-        self._warn(request, found.problems)
+        self._warn(request, *found.problems)
         if not found.rows:
             return HttpResponseRedirect(self._list())
         if len(found.rows) > MOST_CLEARED or not form.is_valid():
@@ -84,11 +84,11 @@ class LiveActions(LiveColumns, _Base):
         found = clearing.rows_of([request.POST.get("lock", "")])
         problems = [*found.problems, *(str(e) for errors in form.errors.values() for e in errors)]
         if not found.rows:
-            self._warn(request, problems or [gettext("There is no such lock.")])
+            self._warn(request, *(problems or [gettext("There is no such lock.")]))
             return HttpResponseRedirect(self._list())
         row = found.rows[0]
         if problems:
-            self._warn(request, problems)
+            self._warn(request, *problems)
         else:
             self._extend(request, row, form.cleaned_data["seconds"])
         return HttpResponseRedirect(self._url("change", quote(row.pk)))
@@ -125,7 +125,7 @@ class LiveActions(LiveColumns, _Base):
     def _clear_up(self, request: Any, *, alias: str, action: str, days: int) -> None:
         problem, count = clearing.clear_up(alias, action, days * DAY)
         if problem:
-            self._warn(request, [problem])
+            self._warn(request, problem)
             return
         if action == clearing.PURGE:
             text = ngettext("%(count)d row deleted.", "%(count)d rows deleted.", count)
@@ -144,7 +144,7 @@ class LiveActions(LiveColumns, _Base):
     def _report(self, request: Any, row: LiveLock, problem: str, entry: str, done: str) -> None:
         """Show the problem; without one, log what was done and show that."""
         if problem:
-            self._warn(request, [problem])
+            self._warn(request, problem)
             return
         # What the history is about: the lock, with any holder.
         lock = LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)
@@ -156,7 +156,7 @@ class LiveActions(LiveColumns, _Base):
     ) -> HttpResponse:
         if len(rows) > MOST_CLEARED:
             text = gettext("Select at most %(most)d locks at a time.") % {"most": MOST_CLEARED}
-            self._warn(request, [text])
+            self._warn(request, text)
             return HttpResponseRedirect(self._list())
         facts = [getattr(self, fact) for fact in FACTS]
         context = {
@@ -172,7 +172,7 @@ class LiveActions(LiveColumns, _Base):
         }
         return TemplateResponse(request, "admin/distlock_app/livelock/clear.html", context)
 
-    def _warn(self, request: HttpRequest, problems: Iterable[str]) -> None:
+    def _warn(self, request: HttpRequest, *problems: str) -> None:
         for problem in problems:
             self.message_user(request, problem, messages.WARNING)
 

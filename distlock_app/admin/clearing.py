@@ -124,8 +124,9 @@ def name_of(alias: str, key: str, linked: str = "") -> str:
     entries = LogEntry.objects.filter(content_type=kind, object_id=lock_id)
     if entry := entries.order_by("pk").last():
         return entry.object_repr
-    rows, events = rows_of([lock_id]).rows, history.events_of(alias, key)
-    return [*(row.name for row in rows), *(event.name for event in events), key][0]
+    known = [row.name for row in rows_of([lock_id]).rows]
+    known += [event.name for event in history.events_of(alias, key)]
+    return known[0] if known else key
 
 
 def clear(row: LiveLock, user: str, reason: str) -> str:

@@ -145,7 +145,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         if not self.has_view_permission(request):
             raise PermissionDenied
         if too_long(request):
-            self._warn(request, [str(TOO_LONG)])
+            self._warn(request, str(TOO_LONG))
             return HttpResponseRedirect(self._list())
         reading = self.reading(request)
         cut = _cut(request, reading)
@@ -174,13 +174,13 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         if not self.has_view_permission(request):
             raise PermissionDenied
         if (parts := parts_of(unquote(object_id))) is None:
-            self._warn(request, [gettext("There is no such lock.")])
+            self._warn(request, gettext("There is no such lock."))
             return HttpResponseRedirect(self._list())
         found = clearing.rows_of([unquote(object_id)])
         if not found.rows:
             alias, key, _seen = parts
             problems = [self._free(request, alias, key)] if found.free else found.problems
-            self._warn(request, problems)
+            self._warn(request, *problems)
             return HttpResponseRedirect(self._events(alias, key) or self._list())
         row = request.distlock_row = found.rows[0]
         more = {
