@@ -37,13 +37,13 @@ class Looking(BaseCommand):
         stuck: bool = False,
         **options: Any,
     ) -> int:
+        def wanted(held: Holding) -> bool:
+            held_long = (held.held_for or 0.0) >= held_for
+            suspect = stuck and state_of(held) != HELD
+            return fnmatchcase(held.name, match) and (held_long or suspect)
+
         reading = read_all(self._aliases(using))
-        found = [
-            held
-            for held in reading.holdings
-            if fnmatchcase(held.name, match)
-            and ((held.held_for or 0.0) >= held_for or stuck and state_of(held) != HELD)
-        ]
+        found = list(filter(wanted, reading.holdings))
         found.sort(key=lambda held: (SORTS[sort](held), held.alias, held.name))
         if as_json:
             backends = [backend.facts() for backend in reading.backends]
