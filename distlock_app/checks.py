@@ -139,6 +139,6 @@ def _repeats_reads(connection: Any) -> bool:
         from django.db.backends.postgresql.psycopg_any import IsolationLevel
 
         return bool(level == IsolationLevel.REPEATABLE_READ)
-    # Without the option Django asks MySQL for READ COMMITTED, with None for nothing.
+    # Without the option, Django asks MySQL for READ COMMITTED; with None, for nothing.
     level = options.get("isolation_level", "read committed") or "repeatable read"
     return connection.vendor == "mysql" and str(level).lower() == "repeatable read"

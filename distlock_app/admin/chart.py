@@ -65,7 +65,7 @@ def chart_of(events: Sequence[LockEvent], holdings: Iterable[Holding]) -> Chart 
 
 
 def _cleared(events: Iterable[LockEvent]) -> dict[int | None, datetime]:
-    """Return for each fencing token that was cleared when that was."""
+    """Return the fencing tokens that were cleared, each with the time of that."""
     clears = [e for e in events if e.event == LockEvent.CLEARED and e.fence is not None]
     return {e.fence: e.at for e in clears}
 

@@ -83,7 +83,7 @@ class Found:
     """The locks asked for that are still held as shown, and what to say of the others."""
 
     rows: list[LiveLock]
-    problems: list[str]  # for the user that asked
+    problems: list[str]  # for the user who asked
     same: list[Holding]  # what is held of these locks, by any owner
     free: int  # how many of these locks are
 

@@ -19,8 +19,8 @@ from ..primitives.identity import holder_fields
 from ..primitives.names import shown
 from .chart import Chart, chart_of
 
-# No event says this: it is what became of a lock that was acquired, and neither ended nor
-# is held.
+# Not an event: what became of a lock that was acquired, is not held, and has not been reported to
+# have ended.
 EXPIRED = "expired"
 # Seconds until then: events are written a moment late, and hosts' clocks differ.
 PATIENCE = 10.0
@@ -73,7 +73,7 @@ def _lines(events: Sequence[LockEvent], held: Sequence[Holding] | None) -> Itera
     ended = {e.fence for e in events if e.event != LockEvent.ACQUIRED}
     fences = [holding.fence for holding in held or ()]
     known = {*ended, *fences, None}
-    # Acquisitions, from the newest on, that may be holdings of which this is not known.
+    # So many of the newest acquisitions may still be held: by a holder whose fence is not known.
     spared = len(events) if held is None else fences.count(None)
     for event in events:
         gone = event.event == LockEvent.ACQUIRED and event.fence not in known

@@ -80,7 +80,7 @@ class DistLockAdmin(ReadOnly, admin.ModelAdmin):  # type: ignore[type-arg]
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> DistLock | None:
-        """Return the row; of what is no key there is none, and PostgreSQL refuses a NUL."""
+        """Return the row; None for what is no key: PostgreSQL would refuse a NUL."""
         return super().get_object(request, object_id, from_field) if is_key(object_id) else None
 
     def changelist_view(

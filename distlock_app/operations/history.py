@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 # Seconds for which events are gathered before they are written.
 EVERY = 1.0
-# Events of a process that wait to be written; of more, the oldest are dropped.
+# Events of a process that wait to be written; beyond that, the oldest are dropped.
 MOST_WAITING = 10_000
 # Events of all locks together that are kept.
 MOST_KEPT = 100_000
@@ -108,7 +108,7 @@ class _Writer:
                 self._running = self._running or started(self._run, "distlock-history")
 
     def flush(self, within: float = AT_EXIT) -> None:
-        """Wait so many seconds at most until everything is written."""
+        """Wait until everything is written, for `within` seconds at most."""
         if self._running:
             done = self._done = threading.Event()
             self._hurry.set()
@@ -146,7 +146,7 @@ class _Writer:
         self._trim(using, len(rows))
 
     def _take(self, here: _Database) -> dict[tuple[str, str], deque[LockEvent]]:
-        """Take what waits; return of each lock the last events, as many as will be kept."""
+        """Take what waits; return the last events of each lock, no more than will be kept."""
         last: dict[tuple[str, str], deque[LockEvent]] = {}
         for _ in range(len(self._waiting)):
             database, event = self._waiting.popleft()
@@ -158,7 +158,7 @@ class _Writer:
         return last
 
     def _trim(self, using: str, written: int) -> None:
-        """Delete what is too much: of locks that are busy here, and of all together."""
+        """Delete the oldest events: of the locks that are busy here, and of all together."""
         events = LockEvent.objects.using(using)
         for alias, key in [lock for lock, count in self._noted.items() if count * 2 > kept()]:
             del self._noted[alias, key]
@@ -170,7 +170,7 @@ class _Writer:
 
 
 def _keep(events: Any, most: int) -> None:
-    """Delete all but the latest, so many of them."""
+    """Delete all but the latest `most` of these events."""
     for pk in events.order_by("-pk").values_list("pk", flat=True)[most : most + 1]:
         events.filter(pk__lte=pk).delete()
 

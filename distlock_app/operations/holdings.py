@@ -61,7 +61,7 @@ def is_renewed(holding: Holding) -> bool:
 
 
 def at_least_of(holding: Holding) -> float:
-    """Return the seconds from its acquire for which it outlives its process."""
+    """Return for how many seconds after its acquisition it outlives its process."""
     at_least = holding.holder.get("at_least")
     return float(at_least) if isinstance(at_least, (int, float)) else 0.0
 

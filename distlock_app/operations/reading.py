@@ -161,7 +161,7 @@ def _read(about: str, wanted: Mapping[str, Question[Part]]) -> Reading:
 
 
 def round_trip_ms(backend: BaseLockBackend) -> float:
-    """Return how long the server takes for an answer on a connection that is open."""
+    """Return how long the server takes to answer on an open connection, in milliseconds."""
     backend.ping()  # it may have to connect
     started = monotonic()
     backend.ping()

@@ -21,7 +21,7 @@ from ..errors import BackendError, LockBusy, LockLost
 from ..primitives.timing import full_jitter
 from . import tethered
 
-# It stands in sysexits.h beside 75 (busy), and no shell uses it.
+# Next to 75 (busy) in sysexits.h; no shell uses it.
 EX_LOST = 76
 
 # Signals that would end this process, and those that programs take for commands.

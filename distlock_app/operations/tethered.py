@@ -23,7 +23,7 @@ def main(parent: int, fd: int, program: list[str]) -> int:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before it could be said
+        if os.getppid() != parent:  # it died before that
             return 128 + signal.SIGKILL
         os.close(fd)
     elif os.fork() == 0:

@@ -250,7 +250,7 @@ def _escape_unencodable(stream: Any) -> None:
 
 
 def _discard(stream: Any) -> None:
-    """Let what is left in a stream be flushed to nowhere: Python would exit with 120."""
+    """Let the rest of a stream be flushed to nowhere; otherwise Python exits with 120."""
     with suppress(AttributeError, OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
