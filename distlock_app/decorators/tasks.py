@@ -328,9 +328,8 @@ def _unpickled(state: dict[str, Any]) -> Any:
 
 def _in_django(unique: Unique, task: Any) -> Any:
     function, first = task.func, int(task.takes_context)
-    signature = inspect.signature(function)
-    signature = signature.replace(parameters=list(signature.parameters.values())[first:])
-    naming = name_of_calls(unique.name, task.module_path, signature)
+    arguments = list(inspect.signature(function).parameters.values())[first:]
+    naming = name_of_calls(unique.name, task.module_path, inspect.Signature(arguments))
 
     def enqueue(task: Any, publish: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         delay = (task.run_after - timezone.now()).total_seconds() if task.run_after else 0.0
