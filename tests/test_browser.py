@@ -466,7 +466,44 @@ def test_a_page_from_right_to_left_has_a_chart_with_its_begin_at_the_left(browse
     begin, end = page.find_elements(By.CSS_SELECTOR, ".dl-axis span")
     assert begin.location["x"] < end.location["x"]
     cell = page.find_element(By.CSS_SELECTOR, ".dl-past td")
-    assert cell.value_of_css_property("text-align") == "start"
+    assert cell.value_of_css_property("text-align") == "right"
+
+
+# The edges of the first and the last letter of a text.
+ENDS = """
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+const ends = [];
+for (let node; (node = walker.nextNode()); ) {
+  const at = node.data.indexOf(arguments[0]);
+  if (at < 0 || !node.parentElement.checkVisibility()) continue;
+  const edge = (where) => {
+    const range = document.createRange();
+    range.setStart(node, where);
+    range.setEnd(node, where + 1);
+    return range.getBoundingClientRect().x;
+  };
+  ends.push([edge(at), edge(at + arguments[0].length - 1)]);
+}
+return ends;
+"""
+
+
+def test_a_page_from_right_to_left_shows_names_as_they_are(browser, settings):
+    name, who = "order:1 (a)", "bob /pay/"
+    taken(name, who=who)
+    page = browser("view_livelock", "clear_lock")
+    page.add_cookie({"name": settings.LANGUAGE_COOKIE_NAME, "value": "ar"})
+
+    page.refresh()
+    for link in (name, "Force release…", None):
+        assert page.find_element(By.TAG_NAME, "html").get_attribute("dir") == "rtl"
+        for shown in (name, who):
+            ends = page.execute_script(ENDS, shown)
+            assert ends and all(first < last for first, last in ends), (page.current_url, ends)
+        if link:
+            address = page.current_url
+            page.find_element(By.LINK_TEXT, link).click()
+            wait_until(page, lambda b, left=address: b.current_url != left)
 
 
 def test_a_lock_is_extended(browser):

@@ -362,7 +362,7 @@ def test_a_free_lock_has_a_page_too_and_is_found_by_its_name(page):
     redirected = page(f"{LIST}{old.replace(':', '_3A')}/change/")
 
     assert "events/?lock=default" in found
-    assert f"Recent events of “{shown}” in “default”" in found
+    assert f"Recent events of “<bdi>{shown}</bdi>” in “default”" in found
     assert "released" in html and "free" in html
     assert "<script>alert" not in html + found and "\u202e" not in html
     assert redirected.redirect_chain[-1][0].startswith(EVENTS)

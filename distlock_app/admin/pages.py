@@ -247,7 +247,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
     def _pasts(self, name: str) -> list[tuple[str, str, str]]:
         """Return name, alias and address of events for each alias that has events of the lock."""
         aliases = history.aliases_of(name) if name and history.kept() else []
-        lock = shown(name)
+        lock = format_html("<bdi>{}</bdi>", shown(name))
         return [(lock, alias, self._events(alias, key_of(name))) for alias in aliases]
 
     def history_view(
