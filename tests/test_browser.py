@@ -453,6 +453,7 @@ def test_the_page_of_a_lock_has_its_history_and_a_chart(browser, used):
     bars = page.find_elements(By.CSS_SELECTOR, "svg.dl-waiting rect, svg.dl-holding rect")
     assert bars and all(bar.size["height"] > 0 for bar in bars)
     assert "gave up (busy)" in text(page)
+    assert page.find_element(By.CSS_SELECTOR, ".dl-scroll").get_attribute("tabindex") == "0"
 
 
 def test_a_page_from_right_to_left_has_a_chart_with_its_begin_at_the_left(browser, settings, used):

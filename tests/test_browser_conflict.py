@@ -123,7 +123,11 @@ def test_the_second_window_shows_the_conflict_and_merges_it(windows, offer, lang
     assert page.find_element(By.NAME, "text").get_attribute("value") == mine
     assert page.find_element(By.NAME, "price").get_attribute("value") == "12.00"
     assert not page.find_element(By.CSS_SELECTOR, ".errornote").is_displayed()
-    page.find_element(By.CSS_SELECTOR, "[name=distlock_take_name][value=theirs]").click()
+    theirs = page.find_element(By.CSS_SELECTOR, "[name=distlock_take_name][value=theirs]")
+    heading = "Saved by another user" if language == "en" else "다른 사람이 저장한 값"
+    assert theirs.accessible_name.startswith(f"Name {heading}")
+    assert theirs.accessible_name.endswith("White tea")
+    theirs.click()
     save(page)
     wait_until(page, lambda b: "/change/" not in b.current_url)
     offer.refresh_from_db()

@@ -19,8 +19,8 @@
     }
     if (focused && !focused.isConnected) {
       const name = ["id", "href", "value"].find((known) => focused.hasAttribute(known));
-      const value = CSS.escape(focused.getAttribute(name));
-      const again = document.querySelector("[" + name + '="' + value + '"]');
+      const value = name && CSS.escape(focused.getAttribute(name));
+      const again = name && document.querySelector("[" + name + '="' + value + '"]');
       if (again) again.focus({ preventScroll: true });
     }
     // Django's own script for the boxes of the rows knows those that were there before.
