@@ -519,6 +519,21 @@ def test_a_lock_is_extended(browser):
     assert seconds_left(page) > 2000
 
 
+def test_buttons_have_room_for_their_text_under_a_theme_of_small_buttons(browser):
+    taken("invoice:42")
+    page = browser("view_livelock", "extend_lock")
+    page.find_element(By.LINK_TEXT, "invoice:42").click()
+    shows(page, "more seconds")
+
+    # As django-grappelli has it.
+    rule = "button { height: 25px; margin-left: -25px; overflow: hidden; width: 30px; }"
+    page.execute_script("document.styleSheets[0].insertRule(arguments[0], 0)", rule)
+
+    button = page.find_element(By.CSS_SELECTOR, "button[form=dl-extend]")
+    assert button.get_property("scrollWidth") <= button.get_property("clientWidth")
+    assert button.value_of_css_property("margin-left") == "0px"
+
+
 def test_a_name_with_a_script_in_it_is_only_text(browser):
     name = "<img src=x onerror=\"document.title='owned'\">"
     taken(name)
