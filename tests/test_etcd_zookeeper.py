@@ -1229,7 +1229,6 @@ def refused(engine, location, option="PREFIX", value="x"):
         return registry["default"]
 
 
-@pytest.mark.filterwarnings("ignore:unclosed <ssl:ResourceWarning")  # kazoo leaves them
 @pytest.mark.parametrize("name", ["etcd", "zookeeper"])
 def test_an_error_says_why_a_certificate_is_refused(private_server, tmp_path, name):
     certificate, key = certified(tmp_path)

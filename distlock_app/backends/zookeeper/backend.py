@@ -65,14 +65,12 @@ class ZooKeeperBackend(ForPeople):
         if not isinstance(prefix, str) or prefix in ("", ".", "..") or "/" in prefix:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be the name of a node.")
         check_seconds(alias, timeout=timeout, session=session)
-        if tls:
-            tls_context(alias, ca, cert, key)  # kazoo would only log what is wrong with them
         self._root = f"/{prefix}"
         self._session = Session(
             alias,
             location,
             login=(user, password) if user else None,
-            tls={"ca": ca, "certfile": cert, "keyfile": key} if tls else None,
+            tls=tls_context(alias, ca, cert, key) if tls else None,
             timeout=timeout,
             seconds=session,
         )

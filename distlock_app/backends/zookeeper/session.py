@@ -9,7 +9,6 @@ import select
 import socket
 import ssl
 import threading
-import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -54,12 +53,22 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
     trouble = ""  # of the last try to connect
 
-    def create_connection(self, *args: Any, timeout: float = CONNECT, **kwargs: Any) -> Any:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__()
+        self._tls = tls
+
+    def create_connection(
+        self, address: Any, hostname: str | None = None, timeout: float = CONNECT, **_: Any
+    ) -> Any:
+        # Not by kazoo, which leaves the socket open when a certificate is refused.
         try:
-            return super().create_connection(*args, timeout=min(timeout, CONNECT), **kwargs)
-        except Exception as error:
+            connection = socket.create_connection(address, min(timeout, CONNECT))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                return connection
+            return self._tls.wrap_socket(connection, server_hostname=hostname)
+        except OSError as error:
             self.trouble = f": {said_by(error)}"
-            traceback.clear_frames(error.__traceback__)  # kazoo does not close its socket
             raise
 
     def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
@@ -84,7 +93,7 @@ class Session:
         hosts: str,
         *,
         login: tuple[str, str] | None,
-        tls: dict[str, Any] | None,
+        tls: ssl.SSLContext | None,
         timeout: float,
         seconds: float,
     ) -> None:
@@ -96,8 +105,7 @@ class Session:
         if login is not None:
             self._options["auth_data"] = [("digest", ":".join(login))]
             self._options["default_acl"] = security.CREATOR_ALL_ACL
-        if tls is not None:
-            self._options |= {"use_ssl": True, "check_hostname": True, **tls}
+        self._tls = tls
         self._reset()
 
     def _reset(self) -> None:
@@ -252,7 +260,7 @@ class Session:
 
     def _open(self) -> tuple[Any, Any]:
         retry = KazooRetry(max_tries=-1, delay=0.1, max_delay=1.0)
-        more = {"connection_retry": retry, "handler": Handler(), "logger": _kazoo_says}
+        more = {"connection_retry": retry, "handler": Handler(self._tls), "logger": _kazoo_says}
         client = KazooClient(**more, **self._options)
         self._listen_to(client._connection)
 
