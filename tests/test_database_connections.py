@@ -400,6 +400,21 @@ def test_check_names_a_missing_table(backend, monkeypatch):
     assert [message.id for message in backend.check(ask=True)] == ["distlock_app.E012"]
 
 
+@pytest.mark.skipif(connection.vendor != "mysql", reason="other databases have one engine")
+@pytest.mark.parametrize("engine", ["MyISAM", "InnoDB"])
+def test_a_lock_table_without_transactions_is_an_error(backend, engine):
+    table = f"ALTER TABLE {DistLock._meta.db_table} ENGINE = "
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(table + engine)
+    try:
+        found = [message.id for message in backend.check(ask=True)]
+    finally:
+        with connections["locks"].cursor() as cursor:
+            cursor.execute(table + "InnoDB")
+
+    assert found == (["distlock_app.E019"] if engine == "MyISAM" else [])
+
+
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="PgBouncer is for PostgreSQL")
 @pytest.mark.parametrize("known", [False, True])
 def test_a_transaction_pooler_that_the_settings_do_not_name_is_an_error(known, monkeypatch):

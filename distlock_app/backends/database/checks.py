@@ -22,6 +22,12 @@ from .sql.rows import Rows
 # Time zones differ by quarters of an hour, clocks hardly by so much.
 ZONE = timedelta(minutes=10)
 
+# That of a table on MySQL or MariaDB, if it knows no transactions.
+ENGINE = """
+    SELECT engine
+      FROM information_schema.tables JOIN information_schema.engines USING (engine)
+     WHERE table_schema = DATABASE() AND table_name = %s AND transactions <> 'YES'"""
+
 
 def refuse_wrong_options(alias: str, queue: int, poll_min: float, poll_max: float) -> None:
     """Raise ImproperlyConfigured for options of no meaning."""
@@ -58,7 +64,7 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
         with session.wrapper.wrap_database_errors:
             tables = session.wrapper.introspection.table_names()
             found = [*check_generic(alias, session), *check_pooler(alias, session)]
-            found += check_one_server(alias, sessions.using)
+            found += [*check_engine(alias, session), *check_one_server(alias, sessions.using)]
     except (BackendError, DjangoDatabaseError) as error:
         text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {error}"
         return [Error(text, id="distlock_app.E011")]
@@ -85,6 +91,25 @@ def check_pooler(alias: str, session: Session) -> list[CheckMessage]:
             " take as long as they may.",
             hint="Set DISABLE_SERVER_SIDE_CURSORS in DATABASES to True, or QUEUE in DISTLOCK to 0.",
             id="distlock_app.E018",
+        )
+    ]
+
+
+def check_engine(alias: str, session: Session) -> list[CheckMessage]:
+    """Report a table without transactions on MySQL or MariaDB, such as MyISAM's."""
+    if session.wrapper.vendor != "mysql":
+        return []
+    with session.wrapper.cursor() as cursor:
+        cursor.execute(ENGINE, [session.dialect.table_name])
+        row = cursor.fetchone()
+    if row is None:
+        return []
+    text = f"DISTLOCK[{alias!r}]: the lock table on {session.wrapper.alias!r} is in {row[0]},"
+    return [
+        Error(
+            f"{text} without transactions: lock_in_transaction() and hold.pin() exclude nobody.",
+            hint=f"ALTER TABLE {session.dialect.table_name} ENGINE = InnoDB",
+            id="distlock_app.E019",
         )
     ]
 
