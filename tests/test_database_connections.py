@@ -400,6 +400,22 @@ def test_check_names_a_missing_table(backend, monkeypatch):
     assert [message.id for message in backend.check(ask=True)] == ["distlock_app.E012"]
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="a setting of PostgreSQL")
+def test_a_lock_table_that_can_only_be_read_is_an_error(monkeypatch):
+    """As on a standby, where every lock fails."""
+    options = {**connections["locks"].settings_dict["OPTIONS"]}
+    options["options"] = "-c default_transaction_read_only=on"
+    monkeypatch.setitem(connections["locks"].settings_dict, "OPTIONS", options)
+    backend = DatabaseBackend(alias="default", location="locks")
+    backend.ping()
+
+    (found,) = backend.check(ask=True)
+
+    assert found.id == "distlock_app.E011"
+    assert found.msg.endswith("cannot execute UPDATE in a read-only transaction")
+    backend.close()
+
+
 @pytest.mark.skipif(connection.vendor != "mysql", reason="other databases have one engine")
 @pytest.mark.parametrize("engine", ["MyISAM", "InnoDB"])
 def test_a_lock_table_without_transactions_is_an_error(backend, engine):

@@ -10,8 +10,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DjangoDatabaseError
 
+from ...claims import Claim
 from ...errors import BackendError
 from ..base import check_seconds
+from ..sessions.link import ReplyTimeout, ServerError
 from ..sessions.one_server import check_one_server, lends_by_transaction
 from .connections import Session, Sessions
 from .sql import Generic
@@ -21,6 +23,9 @@ from .sql.rows import Rows
 
 # Time zones differ by quarters of an hour, clocks hardly by so much.
 ZONE = timedelta(minutes=10)
+
+# A claim without a row: its release shows whether the table can be written, as on no replica.
+NOBODY = Claim(name="", key="", owner="", ttl=1, holder="")
 
 # That of a table on MySQL or MariaDB, if it knows no transactions.
 ENGINE = """
@@ -59,17 +64,23 @@ def check_sharing(alias: str, using: str) -> list[CheckMessage]:
 
 def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
     """Ask the database for the lock table."""
+    session = None
     try:
         session = sessions.lend()
         with session.wrapper.wrap_database_errors:
             tables = session.wrapper.introspection.table_names()
+            there = session.dialect.table_name in tables
+            if there and session.dialect.locks_rows:
+                session.dialect.release(session.cursor, NOBODY)
             found = [*check_generic(alias, session), *check_pooler(alias, session)]
             found += [*check_engine(alias, session), *check_one_server(alias, sessions.using)]
-    except (BackendError, DjangoDatabaseError) as error:
-        text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {error}"
+    except (BackendError, DjangoDatabaseError, ServerError, ReplyTimeout) as error:
+        if session is not None:
+            session.close()
+        text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {str(error).strip()}"
         return [Error(text, id="distlock_app.E011")]
     sessions.give_back(session)
-    if session.dialect.table_name in tables:
+    if there:
         return found
     return [
         Error(
