@@ -116,18 +116,12 @@ def test_an_alias_that_prepares_all_statements_can_have_the_locks():
     backend.close()
 
 
-@pytest.fixture
-def on_mariadb(db):
-    if not connection.mysql_is_mariadb:
-        pytest.skip("MySQL changes this log's format for good")
-
-
 @on_mysql
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "own_server", [{"log-bin": "on", "binlog-format": "STATEMENT"}], indirect=True
 )
-def test_a_binary_log_of_statements_takes_the_locks_changes(on_mariadb, own_server):
+def test_a_binary_log_of_statements_takes_the_locks_changes(own_server):
     backend = DatabaseBackend(alias="own", location="own")
 
     held = grab(backend, "a")

@@ -22,8 +22,13 @@ SYNTAX_ERROR = 1064
 # Seconds after which the server closes a session that says nothing: its host may be cut off.
 SILENCE = 600
 
-# A binary log of statements takes no change that was made at READ COMMITTED (error 1665).
+# A binary log of statements takes no change that was made at READ COMMITTED (error 1665). MySQL may
+# drop the variable that it deprecates, so there it is looked up.
 LOGGED = """/*M! , tx_isolation = IF(@@log_bin AND @@binlog_format = 'STATEMENT',
+    'REPEATABLE-READ', 'READ-COMMITTED') */
+    /*!80000 , transaction_isolation = IF(@@log_bin AND (
+        SELECT variable_value FROM performance_schema.session_variables
+         WHERE variable_name = 'binlog_format') = 'STATEMENT',
     'REPEATABLE-READ', 'READ-COMMITTED') */"""
 
 MOST_KNOWN = 10_000
