@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import uniform
-from time import sleep
+from time import sleep, time_ns
 
 import pytest
 
@@ -83,7 +83,7 @@ class OnFiles(LocMemBackend):
         except FileExistsError:
             return Grant(claim) if self._is_ours(claim) else Busy()
         self.ours.add(claim.key)
-        return Grant(claim)
+        return Grant(claim, time_ns())
 
     def extend(self, grant, ttl):
         return self._is_ours(grant.claim)
@@ -241,6 +241,75 @@ class CountsFromOne(LocMemBackend):
         return Grant(claim, fence=next(self.fences)) if answer else answer
 
 
+class CountsInEachProcess(OnFiles):
+    def __init__(self, *, alias, location=None):
+        super().__init__(alias=alias)
+        self.fences_of_ours = count(1)
+
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        return Grant(claim, next(self.fences_of_ours)) if answer else answer
+
+
+class CountsInText(LocMemBackend):
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        return Grant(claim, fence=str(answer.fence)) if answer else answer
+
+
+class ExtendsInMilliseconds(LocMemBackend):
+    def extend(self, grant, ttl):
+        return super().extend(grant, 1000 * ttl)
+
+
+class ExtendsOnlyOne(LocMemBackend):
+    def extend_many(self, work):
+        return [True for _ in work]
+
+
+class TakesAllAnyway(LocMemBackend):
+    def acquire_all(self, claims):
+        return [Grant(claim, 1) for claim in claims]
+
+
+class TakesSome(LocMemBackend):
+    def acquire_all(self, claims):
+        grants = [self.acquire(claim, 0) for claim in claims]
+        return grants if all(grants) else None
+
+
+class AsksByTheClockOnTheWall(LocMemBackend):
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        return replace(answer, asked_at=float(time_ns()))
+
+
+class GrantsMore(LocMemBackend):
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        return replace(answer, ttl=2 * claim.ttl)
+
+
+class KeepsItsConnectionsInAFlag(LocMemBackend):
+    local = threading.local()  # type: ignore[assignment]
+
+
+class LooksAndThenTakes(OnFiles):
+    """Excludes others, but for those who look before it has taken the lock."""
+
+    def acquire(self, claim, wait):
+        path = self.directory / claim.key
+        if path.exists() and not self._is_ours(claim):
+            return Busy()
+        sleep(0)
+        path.write_text(claim.owner)
+        return Grant(claim)
+
+    def release(self, grant):
+        (self.directory / grant.claim.key).unlink(missing_ok=True)
+        return True
+
+
 class ReleasesByFence(LocMemBackend):
     """Knows a claim by what came with its grant, not by its owner."""
 
@@ -303,6 +372,11 @@ BREAKS = [
     *((wrong, "backend_that_blocks") for wrong in (WaitsUnasked, DoesNotWait)),
     (KeepsNoOrder, "waiters_are_served_in_order"),
     (CountsFromOne, "data_was_lost"),
+    (CountsInEachProcess, "process_to_process"),
+    *((wrong, "free_lock_is") for wrong in (CountsInText, AsksByTheClockOnTheWall, GrantsMore)),
+    *((wrong, "acquired_in_one_step") for wrong in (TakesAllAnyway, TakesSome)),
+    (ExtendsOnlyOne, "prolongs_and_never"),
+    (ExtendsInMilliseconds, "extended_claim_ends"),
     (ReleasesByFence, "lost_answer"),
     (GrantsAgainForTheRest, "whole_ttl_again"),
     *((wrong, "waiter_that_withdraws") for wrong in (StaysInLine, WithdrawsWhatItHolds)),
@@ -318,6 +392,9 @@ SAYS = [
     (Hangs, "does_not_answer", "Hangs.acquire() still hangs after 3.0 s: give requests a time"),
     (RaisesItsOwnError, "does_not_answer", "it must raise BackendError"),
     (KeepsAMutexOverForks, "fork_amid", "has to be replaced in after_fork()"),
+    (KeepsItsConnectionsInAFlag, "flags_say", "give your attribute another name"),
+    (LooksAndThenTakes, "threads_that_come", "look and take in one atomic step"),
+    (LooksAndThenTakes, "processes_that_come", "look and take in one atomic step"),
     (CannotList, "flags_promise", "lists = True, but no clear()"),
     (ListsAllLocks, "who_holds", "it must be the one claim under this key"),
     (SaysTrue, "refused_to_another", "said True: it must be a Grant, a Busy or None"),
@@ -386,7 +463,10 @@ def test_the_suite_says_what_is_wrong(suite, wrong, words, text):
 
 @pytest.mark.parametrize("words", sorted({words for _, words, *_ in BREAKS + SAYS}))
 def test_the_suite_passes_a_backend_that_keeps_the_promise(suite, words):
-    of_processes = words in ("child_process", "many_processes", "fork_amid")
+    of_processes = words in (
+        *("child_process", "many_processes", "fork_amid", "processes_that_come"),
+        "process_to_process",
+    )
     suite(OnFiles if of_processes else LocMemBackend, words)()
 
 

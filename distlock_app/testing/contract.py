@@ -14,7 +14,7 @@ from .faults import FaultContract
 from .people import PeopleContract
 from .processes import ProcessContract
 from .sharing import SharingContract
-from .suite import lacking
+from .suite import FLAGS, lacking
 
 # Names that backends have folded, cut, quoted or taken for something else; all are different.
 NASTY_NAMES = [
@@ -45,6 +45,14 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
 
         assert not missing, f"{', '.join(missing)}: write it, or set the flag to False"
 
+    def test_its_flags_say_yes_or_no(self) -> None:
+        flags = {flag: getattr(self.backend, flag) for flag in FLAGS}
+
+        odd = [f"{flag} = {value!r}" for flag, value in flags.items() if value not in (True, False)]
+        assert not odd, (
+            f"{', '.join(odd)}: a flag is True or False; give your attribute another name"
+        )
+
     def test_a_free_lock_is_granted(self) -> None:
         claim = a_claim(self.name())
 
@@ -52,7 +60,10 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
 
         assert isinstance(grant, Grant)
         assert grant.claim == claim
-        assert (grant.fence is not None) is self.backend.fences, "a fence, if `fences` is set"
+        fenced = isinstance(grant.fence, int)
+        assert fenced is self.backend.fences, "a fence, a whole number, if `fences` is set"
+        assert (grant.asked_at or 0) <= monotonic(), "asked_at: monotonic(), before the lease began"
+        assert (grant.ttl or 0) <= claim.ttl, "a ttl of the grant's own may only be less"
         assert self.backend.release(grant) is True
 
     def test_a_held_lock_is_refused_to_another_owner(self) -> None:
@@ -156,15 +167,24 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
     def test_extend_prolongs_and_never_shortens(self) -> None:
         self.needs("expires")
         name = self.name()
-        grant = self.take(name, ttl=1)
+        grant, one_of_many = self.take(name, ttl=1), self.take(self.name(), ttl=1)
 
+        assert self.backend.extend_many([(one_of_many, 30)]) == [True]
         assert self.backend.extend(grant, 30) is True
         assert self.backend.extend(grant, 0.2) is True
         assert self.backend.extend_many([(grant, 0.2)]) == [True]
         sleep(1.2)
 
+        assert not self.take(one_of_many.claim.name), "extend_many() did not prolong it"
         assert not self.take(name)
         assert self.backend.release(grant) is True
+
+    def test_an_extended_claim_ends_too(self) -> None:
+        self.needs("expires")
+        grant = self.take(self.name(), ttl=0.3)
+        assert self.backend.extend(grant, 0.4) is True
+
+        assert self.eventually(lambda: self.take(grant.claim.name))
 
     def test_end_in_lets_a_claim_end_later_or_sooner(self) -> None:
         self.needs("expires", "lists")
@@ -184,6 +204,19 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
         self.eventually(lambda: self.backend.acquire(other, 0))
         assert monotonic() - asked_at >= 0.5 - 0.005
         assert self.backend.end_in(grant, 30) is False
+
+    def test_several_are_acquired_in_one_step_or_none(self) -> None:
+        free, held = self.name(), self.name()
+        grants = self.backend.acquire_all([a_claim(free), a_claim(self.name())])
+        if grants is None:
+            raise SkipTest("it takes one after the other")
+        assert len(grants) == 2 and all(grants) and not self.take(free)
+        assert [self.backend.release(grant) for grant in grants] == [True, True]
+
+        assert self.take(held)
+        refusal = self.backend.acquire_all([a_claim(free), a_claim(held)])
+        assert refusal is None, "one of them is held: None"
+        assert self.take(free), "one of them was held, so none may be taken"
 
     def test_fences_grow_with_every_owner(self) -> None:
         self.needs("fences")

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from random import uniform
 from time import sleep
+from typing import Any
 from unittest import SkipTest
 
 from .suite import Suite
@@ -21,6 +22,8 @@ from .suite import Suite
 CHILD_LIVES = 60
 # Child processes that compete for one lock.
 CHILDREN = 4
+# Names that all of them try to take at the same moment, one after the other.
+TURNS = 30
 
 
 class ProcessContract(Suite):
@@ -42,6 +45,69 @@ class ProcessContract(Suite):
             self._join([self._fork(partial(work, number)) for number in range(CHILDREN)])
 
             assert counter[0] == 10 * CHILDREN, "two processes had it at a time"
+
+    def test_of_processes_that_come_at_once_one_has_it(self) -> None:
+        if self.backend.local:
+            raise SkipTest("it does not exclude other processes")
+        name = self.name()
+        with mmap.mmap(-1, CHILDREN * (1 + TURNS)) as marks:  # which the children share
+            rush = partial(self._rush, marks, name)
+            self._join([self._fork(partial(rush, number)) for number in range(CHILDREN)])
+            self._one_in_each_turn(marks)
+
+    def test_of_threads_that_come_at_once_one_has_it(self) -> None:
+        marks, pool = bytearray(CHILDREN * (1 + TURNS)), ThreadPoolExecutor(CHILDREN)
+        rushes = [pool.submit(self._rush, marks, self._mine, each) for each in range(CHILDREN)]
+        assert [rush.exception(CHILD_LIVES) for rush in rushes] == [None] * CHILDREN
+        pool.shutdown()
+        self._one_in_each_turn(marks)
+
+    def _rush(self, marks: Any, name: str, number: int) -> None:
+        """Try to take each name just when the others do; note in `marks` whether it was had."""
+        held: Any = None
+        try:
+            for turn in range(TURNS + 1):
+                marks[number] = turn + 1
+                while min(marks[:CHILDREN]) <= turn:  # until all have come
+                    sleep(0)
+                if held:  # which nobody tries to take any more
+                    self.backend.release(held)
+                if turn < TURNS:
+                    held = self.take(f"{name}{turn}")
+                    marks[CHILDREN * (turn + 1) + number] = bool(held)
+        finally:
+            marks[number] = 255  # nobody waits for one that failed
+
+    @staticmethod
+    def _one_in_each_turn(marks: Any) -> None:
+        had = [sum(marks[at : at + CHILDREN]) for at in range(CHILDREN, len(marks), CHILDREN)]
+        assert max(had) <= 1, (
+            f"{max(had)} owners have it at a time: acquire() must look and take in one atomic step"
+        )
+
+    def test_fences_grow_from_process_to_process(self) -> None:
+        self.needs("fences")
+        if self.backend.local:
+            raise SkipTest("it does not exclude other processes")
+        name = self.name()
+        fences = [self._fence_of(name)]
+
+        with mmap.mmap(-1, 8) as last:  # which the child shares
+
+            def work() -> None:
+                self._fence_of(name)
+                last[:] = self._fence_of(name).to_bytes(8, "big")
+
+            self._join([self._fork(work)])
+            fences += [int.from_bytes(last[:], "big"), self._fence_of(name)]
+
+        assert fences == sorted(set(fences)), f"one process after the other had {fences}"
+
+    def _fence_of(self, name: str) -> int:
+        grant = self.eventually(lambda: self.take(name))
+        self.backend.release(grant)
+        fence: int = grant.fence
+        return fence
 
     def test_a_child_process_leaves_to_its_parent_what_the_parent_has(self) -> None:
         name = self.name()

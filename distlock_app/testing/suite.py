@@ -29,6 +29,9 @@ WITHOUT = {
     "lists": "it cannot list its locks",
 }
 
+# All that is either true or false.
+FLAGS = (*WITHOUT, "blocks", "local", "pushes")
+
 # The methods behind a flag.
 PROMISED = {
     "lists": ("holders", "clear"),
