@@ -549,6 +549,19 @@ def test_clear_takes_the_end_of_the_input_for_a_no(memory, monkeypatch):
     assert str(ends_with("clear", "a")) == "nothing was cleared"
 
 
+@pytest.mark.parametrize(
+    "args",
+    [["list"], ["show", "a"], ["doctor"], ["watch", "--times", "1"], ["clear", "a", "--yes"]],
+)
+def test_a_closed_output_keeps_no_action_from_its_work(memory, monkeypatch, args):
+    taken("a")
+    monkeypatch.setattr("sys.stdout", None)  # closed, by `>&-`
+
+    call_command("distlock", *args)
+
+    assert bool(Lock("a").holders()) == (args[0] != "clear")
+
+
 def test_clear_of_a_free_lock_ends_with_1(memory, capsys):
     assert say(capsys, "clear", "a", "--yes")[0] == 1
 
@@ -568,6 +581,9 @@ def test_an_engine_that_is_down_is_neither_free_nor_cleared(memory, capsys, acti
         ["show", ""],
         ["purge", "--older-than", "-1"],
         ["purge", "--older-than", "inf"],
+        ["list", "--held-for", "-1"],
+        ["stuck", "--held-for", "nan"],
+        ["watch", "--times", "0"],
         ["run", "a", "--ttl", "0", "--", "true"],
         ["run", "a", "--using", "none", "--", "true"],
         ["run", "", "--", "true"],

@@ -37,6 +37,8 @@ class Looking(BaseCommand):
         stuck: bool = False,
         **options: Any,
     ) -> int:
+        if not held_for >= 0:
+            raise CommandError("--held-for must be 0 or more seconds")
         def wanted(held: Holding) -> bool:
             held_long = (held.held_for or 0.0) >= held_for
             suspect = stuck and state_of(held) != HELD
@@ -60,6 +62,8 @@ class Looking(BaseCommand):
     def _watch(self, *, interval: float, times: int | None, as_json: bool, **options: Any) -> int:
         if not 0.1 <= interval <= 3600:
             raise CommandError("--interval must be 0.1 to 3600 seconds")
+        if times is not None and times < 1:
+            raise CommandError("--times must be 1 or more")
         clear_screen = "\x1b[H\x1b[2J" if self.stdout.isatty() and not as_json else ""
         with suppress(KeyboardInterrupt):
             while True:

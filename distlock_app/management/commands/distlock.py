@@ -9,6 +9,7 @@ the program's own. It works while a database is down: it uses no model and no sy
 from __future__ import annotations
 
 import getpass
+import io
 import os
 import sys
 from argparse import PARSER
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser, OutputWrapper
 
 from distlock_app.backends.base import Purgeable
 from distlock_app.claims import Holding
@@ -89,6 +90,8 @@ class Command(Looking):
             added.add_argument("program", nargs=PARSER, metavar="-- CMD")
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
+        if self.stdout._out is None:  # closed, by `>&-`
+            self.stdout = OutputWrapper(io.StringIO())
         _escape_unencodable(self.stdout)
         try:
             code = getattr(self, f"_{action}")(action=action, **options)
