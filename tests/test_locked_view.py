@@ -365,6 +365,12 @@ def test_a_project_has_a_page_of_its_own_or_no_templates_at_all(settings, tmp_pa
         assert page == "Your request is already being processed.\n"
 
 
+@pytest.mark.parametrize("status", ["x", 0, True], ids=repr)
+def test_a_status_that_http_does_not_have_is_refused(status):
+    with pytest.raises(ValueError, match="status must be"):
+        on_locmem("a", status=status)
+
+
 def test_the_status_and_the_response_may_be_chosen():
     @on_locmem("a", status=409)
     def conflict(request):

@@ -75,6 +75,8 @@ def locked_view(
     and ends with it; its options are `wait` and `using`.
     """
     named, view = sorted_out(template, name, bool(lock_options or in_transaction))
+    if not isinstance(status, int) or not 100 <= status <= 599:
+        raise ValueError(f"status must be a status of HTTP, not {status!r}")
     lock_options["wait"] = wait
     check_lock_options(lock_options, in_transaction=in_transaction)
     atomic = databases_in(lock_options.pop("atomic", False))
