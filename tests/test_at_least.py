@@ -302,6 +302,8 @@ def test_wrong_values_are_refused_when_the_lock_is_made(engine):
         locked_view("a", at_least=5, using="session")
     with pytest.raises(TypeError, match="on_lost"):
         locked_command("a", on_lost="print")
+    with Lock("a") as hold, pytest.raises(TypeError, match="on_lost"):
+        hold.on_lost("print")
 
 
 # On lost

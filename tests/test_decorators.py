@@ -827,6 +827,15 @@ def test_a_lock_that_was_taken_away_cannot_be_left():
     assert hold.released and hold.lost
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan")])
+def test_a_lock_cannot_be_left_until_before_now(seconds):
+    with Lock("past", using="locmem") as hold:
+        with pytest.raises(ValueError, match="0 or more seconds"):
+            hold.leave_for(seconds)
+
+        hold.check()
+
+
 def test_a_lock_that_is_left_belongs_to_nobody_here():
     Lock("cool2", using="locmem").acquire().leave_for(5)
 

@@ -355,6 +355,14 @@ def test_a_stable_owner_of_a_reader_is_no_writer(name):
     reader.release()
 
 
+@pytest.mark.parametrize("value", [None, ["1"]], ids=str)
+def test_a_guarded_write_of_what_redis_cannot_keep_is_refused(name, server, value):
+    with Lock(name, using="redis", wait=5) as hold, pytest.raises(TypeError, match="text"):
+        hold.guarded_set(f"{name}:written", value, ttl=60)
+
+    assert not server.exists(f"{name}:written")
+
+
 @pytest.mark.parametrize("options", [{}, *KINDS], ids=str)
 def test_a_guarded_write_of_a_lost_hold_writes_nothing(name, server, options):
     key = f"{name}:written"

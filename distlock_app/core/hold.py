@@ -108,7 +108,9 @@ class Hold(Ending):
         if not lease.backend.expires:
             raise LockError("this backend's locks end with their session, not at a given time")
         self._check_extend()
-        until = monotonic() + checked_ttl(max(seconds, MIN_TTL))
+        if not seconds >= 0:
+            raise ValueError(f"leave_for() takes 0 or more seconds, not {seconds!r}")
+        until = monotonic() + checked_ttl(max(seconds, MIN_TTL), "seconds")
         lease.keep_until = max(lease.keep_until, until)
         self._release_now = True
         self.release()
@@ -184,6 +186,8 @@ class Hold(Ending):
 
         At once if it is already lost; never after the release.
         """
+        if not callable(callback):
+            raise TypeError(f"on_lost() takes a function of a hold, not {callback!r}")
         if self.released:
             return
         if self._lease.foreign or not self._lease.call_when_lost(self, callback):
@@ -196,6 +200,8 @@ class Hold(Ending):
 
         With `release=True` the same request releases the lock. Raise LockLost if it is gone.
         """
+        if not isinstance(value, (str, bytes, int, float)):
+            raise TypeError(f"guarded_set() writes text, bytes or a number, not {value!r}")
         if release and (self._lease.keep_until or self._waits_for_commit()):
             self.guarded_set(key, value, ttl=ttl)
             self.release()
