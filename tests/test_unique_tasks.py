@@ -564,8 +564,10 @@ def test_it_goes_above_the_decorator_of_the_queue():
     job_of_rq.enqueue = job_of_rq.delay = lambda: None
 
     for function in (index.run, job_of_rq):
-        with pytest.raises(TypeError, match="above the decorator"):
+        with pytest.raises(TypeError, match="above a task's decorator"):
             unique_task("a")(function)
+        with pytest.raises(TypeError, match="above a task's decorator"):
+            unique_task(function)
 
 
 @pytest.mark.parametrize(

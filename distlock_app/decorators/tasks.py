@@ -78,7 +78,7 @@ def unique_task(
     check_lock_options({"using": using})
     # Of what Celery makes later, nothing but the type may be looked at.
     bare = not issubclass(type(template), (str, FunctionType, NoneType))
-    named, _ = sorted_out(None if bare else template, name, True)
+    named, function = sorted_out(None if bare else template, name, False)
     unique = Unique(named, until == "start", on_duplicate, checked_ttl(ttl), using)
 
     def decorate(task: Any) -> Any:
@@ -89,10 +89,10 @@ def unique_task(
         elif hasattr(task, "takes_context"):  # not a function that RQ gave an enqueue()
             return _in_django(unique, task)
         else:
-            raise TypeError(f"unique_task goes above the decorator of Celery or Django: {task!r}")
+            raise TypeError(f"unique_task goes above a task's decorator, or takes name=: {task!r}")
         return task
 
-    return decorate(template) if bare else decorate
+    return decorate(template) if bare or function else decorate
 
 
 @dataclass(frozen=True, slots=True)
