@@ -962,6 +962,7 @@ def test_dashboards_get_the_locks_as_json_without_a_token_of_theirs(viewer):
         (f"host={HOST}&limit=1", ["a"]),
         ("start=1", ["b"]),
         ("start=9", []),
+        ("start=&limit=", ["a", "b"]),
     ],
 )
 def test_dashboards_pick_as_the_list_does(viewer, query, shown):

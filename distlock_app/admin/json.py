@@ -43,7 +43,9 @@ def data_view(admin: Any) -> Any:
         try:
             start, limit = _number(request, "start", 0), _number(request, "limit", 100)
         except ValueError:
-            return JsonResponse({"error": "start and limit are numbers from 0"}, status=400)
+            return JsonResponse(
+                {"error": "start and limit are numbers from 0 to 999999999"}, status=400
+            )
         return JsonResponse(_locks(admin, request, start, min(limit, MOST_LISTED)))
 
     mark(view, view)  # no ATOMIC_REQUESTS: that database may be down, or keep no locks
@@ -61,7 +63,7 @@ def _is_token(given: str) -> bool:
 
 
 def _number(request: HttpRequest, name: str, default: int) -> int:
-    text = request.GET.get(name, str(default))
+    text = request.GET.get(name) or str(default)
     if not re.fullmatch("[0-9]{1,9}", text):
         raise ValueError(f"{name} is no number")
     return int(text)
