@@ -39,6 +39,7 @@ class Looking(BaseCommand):
     ) -> int:
         if not held_for >= 0:
             raise CommandError("--held-for must be 0 or more seconds")
+
         def wanted(held: Holding) -> bool:
             held_long = (held.held_for or 0.0) >= held_for
             suspect = stuck and state_of(held) != HELD
