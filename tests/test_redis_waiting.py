@@ -655,6 +655,8 @@ def test_one_waiting_thread_reads_for_all_and_is_followed_by_the_next(own, monke
     backend.release(wait_for(backend, 5, "a"))  # the scripts are loaded
     names = "abcde"
     held = {name: backend.acquire(a_claim(name), 0) for name in names}
+    with pytest.raises(LockTimeout):  # from now on the process is subscribed
+        wait_for(backend, 0.01, "a")
     threads, woken = threading.active_count(), []
 
     def wait(name):
