@@ -90,7 +90,7 @@ class Command(Looking):
             added.add_argument("program", nargs=PARSER, metavar="-- CMD")
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
-        if self.stdout._out is None:  # closed, by `>&-`
+        if sys.stdout is None and not options.get("stdout"):  # closed, by `>&-`
             self.stdout = OutputWrapper(io.StringIO())
         _escape_unencodable(self.stdout)
         try:
