@@ -373,6 +373,17 @@ class PostgreSQLServer(DatabaseServer):
         ask = [find_program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
         return subprocess.run(ask, timeout=10).returncode == 0
 
+    def _launch(self) -> None:
+        give_up = time.monotonic() + STOP_TIMEOUT
+        while True:
+            try:
+                return super()._launch()
+            except DidNotStart as error:
+                # A session may outlive a server that was killed for a moment.
+                if "shared memory block" not in str(error) or time.monotonic() > give_up:
+                    raise
+            time.sleep(0.05)
+
     @property
     def url(self) -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
