@@ -437,6 +437,17 @@ def test_an_address_where_nobody_answers_costs_little_of_the_session(monkeypatch
     assert monotonic() - began < DEADLINE / 2
 
 
+def test_why_a_server_could_not_be_reached_is_forgotten_once_it_was():
+    handler = session.Handler()
+    with pytest.raises(ConnectionRefusedError):
+        handler.create_connection(("127.0.0.1", free_port()))
+    assert handler.trouble == "ConnectionRefusedError"
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        handler.create_connection(server.getsockname()).close()
+    assert handler.trouble == ""
+
+
 def test_a_release_wakes_the_next_waiter_before_it_looks_by_itself(engine):
     held = other().acquire(a_claim("a", ttl=60), 0)
     with ThreadPoolExecutor(1) as pool, patch.object(own(), "poll_max", 3 * DEADLINE):

@@ -51,7 +51,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     A server that does not answer costs `CONNECT` seconds, not a whole session.
     """
 
-    trouble = ""  # of the last try to connect
+    trouble = ""  # what the last try to connect failed by
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__()
@@ -61,6 +61,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self, address: Any, hostname: str | None = None, timeout: float = CONNECT, **_: Any
     ) -> Any:
         # Not by kazoo, which leaves the socket open when a certificate is refused.
+        self.trouble = ""
         try:
             connection = socket.create_connection(address, min(timeout, CONNECT))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -68,7 +69,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
                 return connection
             return self._tls.wrap_socket(connection, server_hostname=hostname)
         except OSError as error:
-            self.trouble = f": {said_by(error)}"
+            self.trouble = said_by(error)
             raise
 
     def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
@@ -241,7 +242,7 @@ class Session:
                 # The session is over. A server that lost its data would refuse this client for
                 # ever, which has seen later changes than there are: a new one has seen none.
                 self.close()
-            why = client.handler.trouble
+            why = f": {trouble}" if (trouble := client.handler.trouble) else ""
             raise BackendError(f"ZooKeeper {self._alias!r} could not be reached{why}.")
         return client
 
