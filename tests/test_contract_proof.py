@@ -234,21 +234,15 @@ class KeepsNoOrder(OnFiles):
 class CountsFromOne(LocMemBackend):
     def __init__(self, *, alias, location=None):
         super().__init__(alias=alias)
-        self.fences = count(1)
+        self.numbers = count(1)
 
     def acquire(self, claim, wait):
         answer = super().acquire(claim, wait)
-        return Grant(claim, fence=next(self.fences)) if answer else answer
+        return Grant(claim, fence=next(self.numbers)) if answer else answer
 
 
-class CountsInEachProcess(OnFiles):
-    def __init__(self, *, alias, location=None):
-        super().__init__(alias=alias)
-        self.fences_of_ours = count(1)
-
-    def acquire(self, claim, wait):
-        answer = super().acquire(claim, wait)
-        return Grant(claim, next(self.fences_of_ours)) if answer else answer
+class CountsInEachProcess(CountsFromOne, OnFiles):
+    """Does so on a store that all processes share."""
 
 
 class CountsInText(LocMemBackend):

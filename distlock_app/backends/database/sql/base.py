@@ -101,7 +101,9 @@ class Dialect(Statements):
     PURGE: str
 
     def __init__(self, connection: Any) -> None:
-        self.table_name = apps.get_model("distlock_app", "DistLock")._meta.db_table
+        meta = apps.get_model("distlock_app", "DistLock")._meta
+        self.table_name = meta.db_table
+        self.longest_name = meta.get_field("name").max_length
         super().__init__(connection.ops.quote_name(self.table_name))
         self._named = lru_cache(maxsize=4096)(
             lambda name, key: (self.text_of(name), self.queue_of(key))

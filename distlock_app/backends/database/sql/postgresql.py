@@ -23,9 +23,6 @@ from .cursors import PooledCursor, PostgreSQLCursor
 # The longest statement_timeout, in seconds: 24 days.
 LONGEST_WAIT = 2_147_483.0
 
-# So many characters the column of names takes.
-LONGEST_NAME = 255
-
 # For a session of our own. What else the server says while we wait would look like its answer, and
 # a session that waits in a queue is to detect that its client has died. (Not on Windows.)
 SETTINGS = f"""
@@ -185,7 +182,7 @@ class PostgreSQL(Dialect):
 
     def text_of(self, name: str) -> str:
         text = shown(name).encode(self.codec, "backslashreplace").decode(self.codec)
-        return text[:LONGEST_NAME]
+        return text[: self.longest_name]  # escapes are longer than letters
 
     def adapt(self, wrapper: Any) -> None:
         adapt_to_postgresql(wrapper)
