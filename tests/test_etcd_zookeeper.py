@@ -441,7 +441,7 @@ def test_why_a_server_could_not_be_reached_is_forgotten_once_it_was():
     handler = session.Handler()
     with pytest.raises(ConnectionRefusedError):
         handler.create_connection(("127.0.0.1", free_port()))
-    assert handler.trouble == "ConnectionRefusedError"
+    assert handler.trouble == "Connection refused"
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         handler.create_connection(server.getsockname()).close()
@@ -1268,6 +1268,19 @@ def test_another_etcd_is_asked_when_one_is_down_or_frozen(engine):
             with Lock("a", using="own", ttl=TTL):
                 assert [h.name for h in own().holders(key_of("a"))] == ["a"]
         own().close()
+
+
+def test_an_outage_of_etcd_says_what_the_system_or_the_gateway_said():
+    with answering("{}", 503) as answered:
+        for url, why in (
+            (answered, "HTTP 503"),
+            (f"http://127.0.0.1:{free_port()}", "Connection refused"),
+        ):
+            setting = {"BACKEND": BACKENDS["etcd"], "LOCATION": url}
+            with override_settings(DISTLOCK={"own": setting}):
+                with pytest.raises(BackendError, match=f": {why}\\.$"):
+                    own().ping()
+                own().close()
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])

@@ -312,10 +312,12 @@ def tls_context(alias: str, ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
     return context
 
 
-def said_by(error: Exception | None) -> str:
-    """Return what an error of a connection says: of TLS, what is wrong with which certificate."""
-    said = error.strerror if isinstance(error, ssl.SSLError) else None
-    return said or type(error).__name__
+def system_text(error: Exception | None) -> str:
+    """Say why a connection failed: by the system's text, as a client's may quote what was sent."""
+    for raised in error, getattr(error, "__context__", None):
+        if isinstance(raised, OSError) and raised.strerror:
+            return raised.strerror
+    return type(error).__name__
 
 
 def readable(file: Any, seconds: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN, close_all, readable, said_by
+from ..base import FINISH_WITHIN, close_all, readable, system_text
 from .http import Link
 
 # Called when a request was repeated or its answer lost: it may be carried out late, too.
@@ -179,14 +179,14 @@ class Gateway:
             self.close()
 
     def _unreachable(self, error: Exception | None) -> BackendError:
-        return BackendError(f"etcd {self._alias!r} did not answer: {said_by(error)}.")
+        return BackendError(f"etcd {self._alias!r} did not answer: {system_text(error)}.")
 
 
 def _answer_of(status: int, text: bytes) -> dict[str, Any]:
     """Read an answer, which has an "error" if it is one; raise OSError, ValueError."""
     answer = unwrapped(json.loads(text))  # keepalive is a stream of one
     if status >= 500 or answer.get("code") in UNAVAILABLE:
-        raise ConnectionError(f"HTTP {status}")
+        raise ConnectionError(status, f"HTTP {status}")
     if status >= 400:  # since 3.6 there is no "error" beside the message
         answer.setdefault("error", answer.get("message") or f"HTTP {status}")
     if "error" not in answer and "header" not in answer:

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN
+from ..base import FINISH_WITHIN, system_text
 from .scripts import Script, pack
 
 # Bytes read at once: about a hundred answers.
@@ -212,9 +212,5 @@ class Link:
 
 
 def reason_of(error: Exception) -> str:
-    """Say why connecting failed; not by the text of redis-py, which may quote what was sent."""
-    if str(error) == TOO_MANY:
-        return TOO_MANY
-    cause = error.__context__
-    said = cause.strerror if isinstance(cause, OSError) else None
-    return said or type(error).__name__
+    """Say why connecting failed."""
+    return TOO_MANY if str(error) == TOO_MANY else system_text(error)

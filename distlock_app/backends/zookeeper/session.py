@@ -22,7 +22,7 @@ from kazoo.retry import KazooRetry
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import said_by
+from ..base import system_text
 
 # How much of a session is left after a write, at least. To the leader a write that a follower
 # passed on is no sign of life: the follower tells whom it has heard half a tick later at most, if
@@ -69,7 +69,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
                 return connection
             return self._tls.wrap_socket(connection, server_hostname=hostname)
         except OSError as error:
-            self.trouble = said_by(error)
+            self.trouble = system_text(error)
             raise
 
     def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
