@@ -93,6 +93,14 @@ def test_a_class_without_django_is_refused_as_override_settings_does():
         override_locks()(unittest.TestCase)
 
 
+@override_locks()
+def test_what_is_no_hold_and_no_number_of_seconds_is_refused():
+    with pytest.raises(TypeError, match=r"lose\(\) takes a hold, not Lock"):
+        lose(Lock("a"))
+    with pytest.raises(TypeError, match="ttl must be a number"), held_elsewhere("a", ttl="60"):
+        pass
+
+
 @pytest.mark.django_db(transaction=True)
 def test_a_coroutine_may_hold_a_lock_elsewhere_and_lose_its_own():
     async def test():

@@ -411,6 +411,11 @@ def test_a_guarded_release_whose_answer_is_lost_leaves_no_trusted_hold(name, ser
     server.delete(key)
 
 
+def test_a_guarded_value_lives_for_more_than_no_time(name):
+    with Lock(name, using="redis") as hold, pytest.raises(ValueError, match="ttl must be more"):
+        hold.guarded_set(f"{name}:written", "1", ttl=0)
+
+
 def test_an_engine_without_guarded_writes_says_so(name):
     with (
         Lock(name, using="locmem") as hold,

@@ -202,6 +202,8 @@ class Hold(Ending):
         """
         if not isinstance(value, (str, bytes, int, float)):
             raise TypeError(f"guarded_set() writes text, bytes or a number, not {value!r}")
+        if ttl is not None and not ttl > 0:
+            raise ValueError(f"ttl must be more than 0 seconds, not {ttl!r}")
         if release and (self._lease.keep_until or self._waits_for_commit()):
             self.guarded_set(key, value, ttl=ttl)
             self.release()

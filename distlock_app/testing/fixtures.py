@@ -11,6 +11,7 @@ from django.test.utils import override_settings
 from ..claims import Grant
 from ..core.groups import Holds
 from ..core.hold import Hold
+from ..core.limits import checked_ttl
 from ..core.offloading import begin
 from ..core.registry import registry
 from ..core.releasing import releaser
@@ -54,8 +55,9 @@ class override_locks(override_settings):
 def held_elsewhere(name: str, *, using: str = "default", ttl: float = 60.0) -> Iterator[Grant]:
     """Hold the lock `name` as another process would; yield that grant."""
     backend = registry[using].backend
+    claim = a_claim(checked(name), ttl=checked_ttl(ttl))
     # In another thread: the test may be a coroutine, which must not connect to a database.
-    grant = begin(backend, backend.acquire, a_claim(checked(name), ttl=ttl), 0).result()
+    grant = begin(backend, backend.acquire, claim, 0).result()
     if not grant:
         raise AssertionError(f"the lock {name!r} is already held")
     try:
@@ -69,6 +71,8 @@ def lose(hold: Hold | Holds) -> None:
 
     Other readers and permits keep theirs. Of several holds, each is lost.
     """
+    if not isinstance(hold, (Hold, Holds)):
+        raise TypeError(f"lose() takes a hold, not {hold!r}")
     for one in hold if isinstance(hold, Holds) else [hold]:
         lease = one._lease
         begin(lease.backend, lease.backend.release, lease.grant).result()
