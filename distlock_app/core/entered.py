@@ -18,7 +18,7 @@ HeldT = TypeVar("HeldT")
 class Entered:
     """A hold, or several: its own `with`, and its record in the `with` of its lock."""
 
-    lock: Any = None  # kept, too, so that its id() is not reused
+    lock: Any = None
     frame: FrameType | None = None
     runner: Any = None  # that entered it
     block: Any = None  # the atomic() block inside
@@ -48,16 +48,14 @@ class Entered:
         await self.aleave(exc)
 
 
-# By id(lock), because equal locks are distinct, and id(frame), which one thread runs at a time, so
-# no mutex is needed. And by id(runner), because an ExitStack enters and exits in its own frames.
-_entries: dict[tuple[int, int], list[Any]] = {}
+# One thread at a time runs a frame, so no mutex is needed.
+_entered: dict[FrameType | None, list[Any]] = {}
 
 
 def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
     """Record that the `with` of `lock` in `frame` was entered."""
     hold.lock, hold.frame = lock, frame
-    _entries.setdefault((id(lock), id(frame)), []).append(hold)
-    _entries.setdefault((id(lock), id(hold.runner)), []).append(hold)
+    _entered.setdefault(frame, []).append(hold)
 
 
 def _roll_back(hold: Any, error: BaseException) -> None:
@@ -69,29 +67,31 @@ def _roll_back(hold: Any, error: BaseException) -> None:
 
 def forget(hold: Entered) -> None:
     """Record that this `with` has ended, or was not entered after all."""
-    lock = id(hold.lock)
-    for key in (lock, id(hold.frame)), (lock, id(hold.runner)):
-        here = _entries.pop(key, None)
-        if here and here != [hold]:
-            _entries[key] = [other for other in here if other is not hold]
+    here = _entered.get(hold.frame)
+    if here == [hold]:
+        del _entered[hold.frame]
+    elif here:  # at no moment without the others: an interrupt may come
+        _entered[hold.frame] = [one for one in here if one is not hold]
     hold.frame = hold.block = None
 
 
 def entered(lock: Any, frame: FrameType) -> Any:
     """Return the hold or holds of the `with` of `lock` that ends in `frame`."""
-    if here := _entries.get((id(lock), id(frame))):
-        return here[-1]
-    runner = identity.current_runner()
-    if here := _entries.get((id(lock), id(runner))):
-        return here[-1]
-    # A generator that another thread or task finishes.
-    found = [hold for here in list(_entries.values()) for hold in here if hold.lock is lock]
-    ours = [hold for hold in found if hold.runner is runner]
-    if not ours and len({id(hold) for hold in found}) == 1:
-        ours = found
-    if not ours:
-        raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
-    return ours[-1]
+    for hold in reversed(_entered.get(frame, ())):
+        if hold.lock is lock:
+            return hold
+    # An ExitStack, say, enters and exits in frames of its own; and a generator may be finished by
+    # another thread or task.
+    runner, others = identity.current_runner(), []
+    latest = reversed(list(_entered.values()))
+    for hold in (hold for here in latest for hold in reversed(here)):
+        if hold.lock is lock:
+            if hold.runner is runner:
+                return hold
+            others.append(hold)
+    if len(others) == 1:
+        return others[0]
+    raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
 
 
 class WithBlock(Generic[HeldT]):
