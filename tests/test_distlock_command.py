@@ -675,6 +675,16 @@ def test_run_holds_the_lock_and_returns_the_exit_code(started, tmp_path):
     assert not is_held("a")
 
 
+def test_run_gives_the_program_no_connection_in_place_of_a_closed_input(started):
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh"]
+
+    process = started("run", "a", *shell("ls -l /proc/$$/fd"), wrapper=closed)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 0, err
+    assert "socket:" not in out
+
+
 def test_run_gives_a_busy_lock_up_with_75_and_names_the_holder(started):
     taken("a", who="bob /b")
 

@@ -176,6 +176,7 @@ class _Signals:
         self.came = None
 
     def __enter__(self) -> _Signals:
+        _occupy_standard_streams()
         if threading.current_thread() is threading.main_thread():
             for number in PASSED_ON:
                 if signal.getsignal(number) is not signal.SIG_IGN:
@@ -204,6 +205,13 @@ class _Signals:
                 _send(self._process, number)
         elif self.ends_us:
             raise SystemExit(128 + number)
+
+
+def _occupy_standard_streams() -> None:
+    """Let no connection get the number of a closed stream (`<&-`): the program would inherit it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # stays open here; the program finds the stream closed, as before
+    os.close(fd)
 
 
 def _in_front() -> bool:
