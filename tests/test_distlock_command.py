@@ -695,6 +695,13 @@ def test_run_gives_a_busy_lock_up_with_75_and_names_the_holder(started):
     assert out == "" and "bob /b" in err
 
 
+def test_run_ends_with_75_although_its_stderr_is_closed(started):
+    taken("a")
+    closed = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+
+    assert started("run", "a", "--wait", "0", *shell(":"), wrapper=closed).wait(60) == 75
+
+
 def test_the_holder_of_a_busy_lock_cannot_write_to_the_terminal(memory):
     taken("a", who="GET /\x1b]0;title\x07\nforged")
 

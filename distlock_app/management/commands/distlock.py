@@ -92,6 +92,8 @@ class Command(Looking):
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         if sys.stdout is None and not options.get("stdout"):  # closed, by `>&-`
             self.stdout = OutputWrapper(io.StringIO())
+        if sys.stderr is None and not options.get("stderr"):  # Django could not say what is wrong
+            self.stderr = OutputWrapper(io.StringIO())
         _escape_unencodable(self.stdout)
         try:
             code = getattr(self, f"_{action}")(action=action, **options)
