@@ -746,7 +746,7 @@ def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeyp
     monkeypatch.setattr(engine, "extend_many", extend_many)
     Lock("a").acquire().release()
     threads = _renewers()
-    holds = [Lock(f"a{n}", ttl=12).acquire() for n in range(10_000)]
+    holds = [Lock(f"a{n}", ttl=20).acquire() for n in range(10_000)]
 
     until(lambda: sum(batches) >= 10_000, within=60)
 

@@ -55,7 +55,7 @@ _entered: dict[FrameType | None, list[Any]] = {}
 def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
     """Record that the `with` of `lock` in `frame` was entered."""
     hold.lock, hold.frame = lock, frame
-    _entered.setdefault(frame, []).append(hold)
+    _entered[frame] = [*_entered.get(frame, ()), hold]
 
 
 def _roll_back(hold: Any, error: BaseException) -> None:
