@@ -416,13 +416,6 @@ def with_nested():
             pass
 
 
-def with_same_nested():
-    lock = Lock("a", wait=0)
-    with lock:
-        with lock:
-            pass
-
-
 def with_generator():
     @locked("a", wait=0)
     def numbers():
@@ -465,7 +458,6 @@ OPEN = ("__exit__", "call")
         with_lock,
         with_group,
         with_nested,
-        with_same_nested,
         with_generator,
         with_receivers,
         pytest.param(in_transaction, marks=pytest.mark.django_db(transaction=True)),
@@ -486,13 +478,34 @@ def test_an_interrupt_at_any_moment_leaves_nobody_holding(engine, work):
             sys.setprofile(None)
         if interrupter.where is None:
             break
+        if interrupter.where[0] == "enter":
+            assert not entered._entered
+        entered._entered.clear()
         if interrupter.where == OPEN:
-            entered._entered.clear()
             engine.after_fork()  # forgets all
-        assert not entered._entered, interrupter.where
         until(lambda: not engine._states, within=10)
 
     assert at > 90
+
+
+@pytest.mark.parametrize("again", [BackendError("down"), KeyboardInterrupt()], ids=repr)
+def test_what_an_interrupt_leaves_is_released_though_its_release_fails_too(engine, again):
+    errors = [KeyboardInterrupt(), again]
+
+    def fail():
+        if errors:
+            raise errors.pop(0)
+
+    engine.before["release"] = fail
+    with pytest.raises(KeyboardInterrupt), Lock("a", ttl=60, wait=0):
+        pass
+    until(lambda: not engine._states)
+
+    errors += [KeyboardInterrupt(), again]
+    engine.after["acquire"] = fail
+    with pytest.raises(KeyboardInterrupt):
+        Lock("b", ttl=60, wait=0).acquire()
+    until(lambda: not engine._states)
 
 
 def test_threads_that_run_at_once_exclude_each_other_while_some_are_interrupted(engine):

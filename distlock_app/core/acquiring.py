@@ -145,8 +145,12 @@ class Attempt:
         if not at_once:
             releaser.give_back(self.backend, Grant(claim))
             return
-        with suppress(Exception):
+        try:
             gives_back(self.backend, Grant(claim))()
+        except BaseException as again:  # the backend is down, or a second Ctrl-C
+            releaser.give_back(self.backend, Grant(claim))
+            if not isinstance(again, Exception):
+                raise
 
     def opened(self, claim: Claim, error: BackendError, *, entered: bool = False) -> Hold:
         """Return a hold of nothing, for the backend is down; raise `error` if ON_DOWN says so."""

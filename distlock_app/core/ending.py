@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from asyncio import CancelledError
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import CodeType, TracebackType
@@ -64,9 +64,14 @@ class Ending(Entered):
         except LockError:
             raise
         except BaseException:  # Ctrl-C, a time limit: the process may end before a worker does it
-            with suppress(Exception):
+            try:
                 if (not self.released and self._begin_release()) or self._lease.ended:
                     end_claim(self._lease)
+            except BaseException as again:  # the backend is down, or a second Ctrl-C
+                if self._lease.ended:
+                    give_back(self._lease)
+                if not isinstance(again, Exception):
+                    raise
             raise
 
     async def arelease(self) -> None:
