@@ -18,6 +18,7 @@ from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import ImproperlyConfigured
 from django.core.files.uploadedfile import SimpleUploadedFile
+from django.db import OperationalError, connection, transaction
 from django.forms import modelform_factory
 from django.test import Client
 
@@ -25,6 +26,7 @@ from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
 from tests.app.admin import ArticleAdmin, LeafletAdmin, NoteInline, OfferAdmin
 from tests.app.versioned_models import Article, Extra, Leaflet, Note, Offer, Tag
+from tests.engines import running
 
 pytestmark = pytest.mark.django_db
 
@@ -508,6 +510,44 @@ def test_a_list_saved_in_the_middle_of_the_request_is_compared_again(
     assert "“a” became “theirs”" in response.content.decode()
     article.refresh_from_db()
     assert article.text == "theirs"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("of_list", [True, False])
+def test_an_object_that_others_save_all_the_time_is_saved(
+    ann: Client, monkeypatch: Any, of_list: bool
+) -> None:
+    if not connection.features.has_select_for_update_nowait:
+        pytest.skip("the database locks no rows")
+    article = Article.objects.create(text="a")
+    address = "/admin/testapp/article/" if of_list else url(article, "article")
+    text = "form-0-text" if of_list else "text"
+    data = {**fields(ann.get(address)), "_save": "Save", text: "mine"}
+    real, met = ArticleAdmin.save_model, list[bool]()
+
+    def save_of_another() -> None:
+        try:
+            with transaction.atomic():
+                Article.objects.select_for_update(nowait=True).get()
+                Article.objects.update(text="a")
+                met.append(True)
+        except OperationalError:  # it would wait
+            met.append(False)
+        finally:
+            connection.close()
+
+    def meet_and_save(*args: Any, **options: Any) -> None:
+        with running(save_of_another):
+            pass
+        real(*args, **options)
+
+    monkeypatch.setattr(ArticleAdmin, "save_model", meet_and_save)
+
+    response = ann.post(address, data)
+
+    assert response.status_code == 302 and met == [True, False]
+    article.refresh_from_db()
+    assert article.text == "mine"
 
 
 def test_a_delete_that_meets_a_save_deletes_nothing(

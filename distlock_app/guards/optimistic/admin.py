@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from django import forms
@@ -13,6 +14,7 @@ from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
 from django.contrib.admin.utils import flatten_fieldsets
 from django.core.exceptions import ImproperlyConfigured
+from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.utils.html import format_html
@@ -22,6 +24,7 @@ from django.utils.translation import gettext
 from ...errors import StaleObjectError
 from .form_values import typed, withheld
 from .forms import VERSION, VersionedModelForm
+from .saving import row_of
 
 if TYPE_CHECKING:
     _Admin = admin.ModelAdmin[Any]
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 else:
     _Admin = _Base = _Inline = object
 
-# Another request may save between this one's read and write; then the form is compared anew.
+# Another request may save between this one's read and write; then the form is compared anew, and
+# the row is locked meanwhile, or a row that is saved all the time could not be saved here.
 TRIES = 5
 # What the buttons of a form are called that save it.
 SAVING = {"_save", "_saveasnew", "_addanother", "_continue"}
@@ -39,15 +43,32 @@ SAVING = {"_save", "_saveasnew", "_addanother", "_continue"}
 def _compared_again(
     view: Callable[..., HttpResponse], request: Any, *args: Any, **kwargs: Any
 ) -> HttpResponse:
-    for _try in range(TRIES - 1):
+    stale: list[Any] = []
+    while True:
         try:
-            return view(request, *args, **kwargs)
-        except StaleObjectError:
+            with _locked([obj for obj in stale if obj is not None]):
+                return view(request, *args, **kwargs)
+        except StaleObjectError as error:
+            stale.append(error.obj)
+            if len(stale) == TRIES:
+                raise
             if request.FILES:  # storing them may have moved them away
                 request.close()
                 request.FILES.clear()
                 request.distlock_spent = True
-    return view(request, *args, **kwargs)
+
+
+@contextmanager
+def _locked(objects: list[Any]) -> Iterator[None]:
+    """Lock the rows of these objects, all in one order, where the database can."""
+    using = router.db_for_write(type(objects[0])) if objects else DEFAULT_DB_ALIAS
+    if not objects or not connections[using].features.has_select_for_update:
+        yield
+        return
+    with transaction.atomic(using):
+        for obj in sorted(objects, key=lambda obj: (obj._meta.label, str(obj.pk))):
+            row_of(obj, obj._version_field, using).select_for_update().first()
+        yield
 
 
 def _for_request(request: Any, form: Any) -> Any:
