@@ -58,15 +58,21 @@ def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
     _entered[frame] = [*_entered.get(frame, ()), hold]
 
 
-def _roll_back(hold: Any, error: BaseException) -> None:
-    """End the atomic() block inside the `with`, if an interrupt left it open."""
-    block = hold.block
-    if block and block in transaction.get_connection(block.using).atomic_blocks:
-        hold.end_block(block, type(error), error, error.__traceback__)
+def _break_off(hold: Any, error: BaseException, *, unused: bool = False) -> None:
+    """End the `with`, and the atomic() block inside if an interrupt left that open."""
+    try:
+        block = hold.block
+        if block and block in transaction.get_connection(block.using).atomic_blocks:
+            hold.end_block(block, type(error), error, error.__traceback__)
+    finally:
+        try:
+            hold.leave(error, unused=unused)
+        finally:
+            forget(hold)
 
 
 def forget(hold: Entered) -> None:
-    """Record that this `with` has ended, or was not entered after all."""
+    """Record that this `with` has ended, or was not entered after all; may be done again."""
     here = _entered.get(hold.frame)
     if here == [hold]:
         del _entered[hold.frame]
@@ -150,11 +156,7 @@ class WithBlock(Generic[HeldT]):
                 hold.block.__enter__()
             enter(hold, self, sys._getframe(1))
         except BaseException as error:
-            try:
-                _roll_back(hold, error)
-            finally:
-                hold.leave(error, unused=True)
-                forget(hold)
+            _break_off(hold, error, unused=True)
             raise
         return hold  # type: ignore[no-any-return]
 
@@ -170,18 +172,12 @@ class WithBlock(Generic[HeldT]):
             if hold.block is not None:
                 hold.end_block(hold.block, exc_type, exc, traceback)
             hold.leave(exc)
+            forget(hold)
         except BaseException as error:
             # The commit failed, or Ctrl-C interrupted the release: not that no hold was found.
             if hold is not None or not isinstance(error, NotHeld):
-                hold = hold or entered(self, sys._getframe(1))
-                try:
-                    _roll_back(hold, error)
-                finally:
-                    hold.leave(error)
+                _break_off(hold or entered(self, sys._getframe(1)), error)
             raise
-        finally:
-            if hold is not None:
-                forget(hold)
 
     async def __aenter__(self: Any) -> HeldT:
         hold: Any = await self._aacquire(entered=True)
