@@ -50,6 +50,7 @@ def test_nothing_connects_before_the_first_lock():
         ({"BACKEND": REDIS, "LOCATION": "redis://u:s3cret@host:s3cret/0"}, "check LOCATION"),
         ({"BACKEND": REDIS, "LOCATION": "http://:s3cret@host"}, "check LOCATION"),
         ({"BACKEND": REDIS}, "check LOCATION"),
+        ({"BACKEND": REDIS, "LOCATION": f"{NOWHERE}?colour=1"}, "check LOCATION and OPTIONS"),
     ],
 )
 def test_a_wrong_alias_is_refused_with_a_way_out(alias, says):
@@ -76,6 +77,14 @@ def test_wrong_options_are_refused(options):
 
     with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['redis'\]"):
         backend_for(caches, **options)
+
+
+@pytest.mark.parametrize("seconds", [0, "soon"])
+def test_a_time_limit_that_is_none_is_named(seconds):
+    caches = {"locks": {"BACKEND": REDIS, "LOCATION": NOWHERE}}
+
+    with pytest.raises(ImproperlyConfigured, match="REPLICAS_TIMEOUT must be a number of seconds"):
+        backend_for(caches, replicas=1, replicas_timeout=seconds)
 
 
 def test_connections_follow_the_alias_but_never_repeat_or_wait_for_ever():

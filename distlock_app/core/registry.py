@@ -131,11 +131,15 @@ class Registry:
         value = getattr(settings, "DISTLOCK", None)
         if value is None:
             return DEFAULT_SETTING
-        if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
+        right = isinstance(value, dict) and all(
+            isinstance(alias, str) and isinstance(params, dict) for alias, params in value.items()
+        )
+        if not right:
             raise ImproperlyConfigured(
                 "DISTLOCK must be a dict of aliases, as CACHES is: {'default': {'BACKEND': ...}}."
             )
-        return value
+        found: dict[str, dict[str, Any]] = value
+        return found
 
     def reset(self) -> None:
         """Forget the backends, after closing their connections."""
@@ -164,7 +168,8 @@ class Registry:
         where = f"DISTLOCK[{alias!r}]"
         if unknown := set(params) - KEYS:
             raise ImproperlyConfigured(
-                f"{where}: unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(KEYS))}."
+                f"{where}: unknown key {min(map(repr, unknown))}; "
+                f"known are {', '.join(sorted(KEYS))}."
             )
         try:
             ttl = checked_ttl(params.get("TTL", DEFAULT_TTL))

@@ -152,6 +152,7 @@ def _ours(pool: Any) -> Any:
             raise ImproperlyConfigured(
                 f"{name} must be a number of seconds above 0, not {seconds!r}."
             )
+    pool.connection_class(**kwargs)  # connects to nothing; an unknown option is a TypeError
     if (sentinels := getattr(pool, "sentinel_manager", None)) is not None:
         sentinels.discover_master = partial(_master, sentinels)
     return pool

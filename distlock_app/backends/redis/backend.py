@@ -17,7 +17,7 @@ from redis.crc import key_slot
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import GuardedWrites, batches
+from ..base import GuardedWrites, batches, check_seconds
 from .alias import where
 from .checks import check_server, check_sharing, refuse_wrong_prefix
 from .cluster import Cluster
@@ -74,6 +74,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         """
         super().__init__(alias=alias, location=location)
         refuse_wrong_prefix(alias, prefix)
+        check_seconds(alias, replicas_timeout=replicas_timeout)
         self._prefix = prefix
         self._channels = f"{prefix}:wake:"
         try:
@@ -81,14 +82,13 @@ class RedisBackend(ForPeople, GuardedWrites):
             if type(replicas) is not int or replicas < 0:
                 raise ImproperlyConfigured("REPLICAS must be a whole number.")
             longest = self._recipe.connection_kwargs["socket_timeout"]
-            if replicas and not 0 < float(replicas_timeout) < longest:
+            if replicas and not replicas_timeout < longest:
                 raise ImproperlyConfigured(
                     f"REPLICAS_TIMEOUT must be less than the socket timeout of {longest} s."
                 )
         except (ImproperlyConfigured, TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: {error}") from None
-        self._replicas = replicas
-        self._within = replicas_timeout
+        self._replicas, self._within = replicas, replicas_timeout
         self._head = lru_cache(maxsize=4096)(self._make_head)
         self._start()
 

@@ -25,7 +25,10 @@ def checked_location(where: str, location: Any) -> list[tuple[str, Any]]:
             f"{where}: LOCATION names {len(location)} servers; a majority needs an odd number, at "
             "least 3. For a single server use RedisBackend."
         )
-    recipes = [(alias, recipe(alias)) for alias in location]
+    try:
+        recipes = [(alias, recipe(alias)) for alias in location]
+    except ImproperlyConfigured as error:
+        raise ImproperlyConfigured(f"{where}: {error}") from None
     _check_independence(where, location)
     return recipes
 
