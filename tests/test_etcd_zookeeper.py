@@ -1234,6 +1234,15 @@ def test_files_for_tls_that_are_of_no_use_are_named(name, location, tls, option,
             registry["default"]
 
 
+@pytest.mark.parametrize("option", ["CA", "CERT", "KEY", "PASSWORD"])
+def test_what_would_not_protect_anything_is_refused(engine, option):
+    needs = {"PASSWORD": "USER"}.get(option, "https:" if engine.name == "etcd" else "TLS: True")
+    location = "http://127.0.0.1" if engine.name == "etcd" else "h:1"
+
+    with pytest.raises(ImproperlyConfigured, match=f"{option}.* needs? .*{needs}"):
+        refused(engine, location, option, "secret")
+
+
 def refused(engine, location, option="PREFIX", value="x"):
     setting = {"BACKEND": BACKENDS[engine.name], "LOCATION": location, "OPTIONS": {option: value}}
     with override_settings(DISTLOCK={"default": setting}):

@@ -299,6 +299,18 @@ def check_seconds(alias: str, **options: float) -> None:
             )
 
 
+def check_security(alias: str, user: Any, password: Any, files: Any, encrypted: str) -> None:
+    """Raise ImproperlyConfigured for a password or files of TLS that would go unused.
+
+    `encrypted` is what the settings lack for TLS; empty: nothing.
+    """
+    where = f"DISTLOCK[{alias!r}]"
+    if password and not user:
+        raise ImproperlyConfigured(f"{where}: PASSWORD needs a USER.")
+    if any(files) and encrypted:
+        raise ImproperlyConfigured(f"{where}: CA, CERT and KEY need {encrypted}.")
+
+
 def tls_context(alias: str, ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
     """Return how to connect with these files; raise ImproperlyConfigured if one is of no use."""
     try:

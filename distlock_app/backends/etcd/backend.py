@@ -12,7 +12,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import check_seconds, tls_context
+from ..base import check_seconds, check_security, tls_context
 from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
 from .epoch import Epoch
 from .gateway import NOT_FOUND, ConnectionLost, Doubt, Gateway, Refused, decoded, encoded
@@ -57,6 +57,9 @@ class EtcdBackend(ForPeople):
         self._endpoints = endpoints(alias, location)
         self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}
         self._files = (ca, cert, key)
+        self._encrypted = any(url.lower().startswith("https:") for url in self._endpoints)
+        lacks = "" if self._encrypted else "a LOCATION that begins with https:"
+        check_security(alias, user, password, self._files, lacks)
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
@@ -145,9 +148,7 @@ class EtcdBackend(ForPeople):
         self._start()
 
     def _start(self) -> None:
-        tls = None
-        if any(endpoint.lower().startswith("https:") for endpoint in self._endpoints):
-            tls = tls_context(self.alias, *self._files)
+        tls = tls_context(self.alias, *self._files) if self._encrypted else None
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
         self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
         self._leases = Leases(self._gateway)

@@ -14,7 +14,7 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import check_seconds, result_of, tls_context
+from ..base import check_seconds, check_security, result_of, tls_context
 from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
 from .people import ForPeople
 from .session import Gone, Session, unsigned
@@ -65,6 +65,7 @@ class ZooKeeperBackend(ForPeople):
         if not isinstance(prefix, str) or prefix in ("", ".", "..") or "/" in prefix:
             raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be the name of a node.")
         check_seconds(alias, timeout=timeout, session=session)
+        check_security(alias, user, password, (ca, cert, key), "" if tls else "TLS: True")
         self._root = f"/{prefix}"
         self._session = Session(
             alias,
