@@ -68,6 +68,7 @@ class SaysFree(Unreachable):
 class OnFiles(LocMemBackend):
     """A session's locks in files, which all processes see: closing the session ends them."""
 
+    expires = False
     local = False
     lists = False
     directory: Path
@@ -344,6 +345,10 @@ class SaysTooLate(WakesNobody):
         return answer or Busy(free_in=3600.0)
 
 
+class EndsAfterItsTtl(LocMemBackend):
+    expires = False
+
+
 class WaitsForTooLong(LocMemBackend):
     blocks = True
     pushes = False
@@ -360,6 +365,7 @@ BREAKS = [
     (ForOneProcess, "many_processes"),
     *((wrong, "who_holds") for wrong in (ListsTheNameAsItIs, ListsTextOfItsHolder)),
     (ListsWhatHasExpired, "has_expired"),
+    (EndsAfterItsTtl, "without_expiry"),
     (ClearsWhatIsFree, "changed_hands"),
     (CountsMilliseconds, "refused_to_another"),
     (HasNoFence, "free_lock_is_granted"),
@@ -457,11 +463,11 @@ def test_the_suite_says_what_is_wrong(suite, wrong, words, text):
 
 @pytest.mark.parametrize("words", sorted({words for _, words, *_ in BREAKS + SAYS}))
 def test_the_suite_passes_a_backend_that_keeps_the_promise(suite, words):
-    of_processes = words in (
+    of_sessions = words in (
         *("child_process", "many_processes", "fork_amid", "processes_that_come"),
-        "process_to_process",
+        *("process_to_process", "without_expiry"),
     )
-    suite(OnFiles if of_processes else LocMemBackend, words)()
+    suite(OnFiles if of_sessions else LocMemBackend, words)()
 
 
 def test_the_suite_spares_the_locks_of_a_suite_in_another_process(settings):

@@ -153,6 +153,15 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
         assert self.backend.release(first) is False
         assert self.backend.release(second) is True
 
+    def test_a_claim_without_expiry_outlasts_its_ttl(self) -> None:
+        if self.backend.expires:
+            raise SkipTest("its claims end after their ttl")
+        grant = self.take(self.name(), ttl=0.3)
+        sleep(0.5)
+
+        assert not self.take(grant.claim.name), "it ended after its ttl: leave `expires` True"
+        assert self.backend.release(grant) is True
+
     def test_a_claim_is_kept_for_its_whole_ttl(self) -> None:
         self.needs("expires")
         name = self.name()
