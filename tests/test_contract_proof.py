@@ -213,6 +213,16 @@ class HasNoFence(LocMemBackend):
         return super().acquire(claim, wait) and Grant(claim)
 
 
+class WaitsForEver(LocMemBackend):
+    """Waits whatever it is told, here until the test must have failed."""
+
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, 0)
+        if not answer:
+            sleep(6)
+        return answer
+
+
 class SaysTrue(LocMemBackend):
     def acquire(self, claim, wait):
         return bool(super().acquire(claim, wait))
@@ -397,6 +407,9 @@ SAYS = [
     (LooksAndThenTakes, "processes_that_come", "look and take in one atomic step"),
     (CannotList, "flags_promise", "lists = True, but no clear()"),
     (ListsAllLocks, "who_holds", "it must be the one claim under this key"),
+    (WaitsForEver, "refused_to_another", "WaitsForEver.acquire() still hangs after 3.0 s"),
+    (WaitsForEver, "backend_that_blocks", "WaitsForEver.acquire() still hangs after 3.0 s"),
+    (WaitsForEver, "stays_held", "acquire() still hangs after 3.0 s"),
     (SaysTrue, "refused_to_another", "said True: it must be a Grant, a Busy or None"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import Future, wait
 from random import uniform
 from time import sleep
 from typing import Any
@@ -13,6 +14,7 @@ from django.utils.functional import cached_property
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
+from ..core.offloading import begin_alone
 from ..core.registry import registry
 from ..primitives.timing import monotonic
 from .claims import a_claim
@@ -90,11 +92,19 @@ class Suite:
 
     def take(self, name: str, **fields: Any) -> Any:
         """Try once to take the lock; return the answer."""
-        answer = self.backend.acquire(a_claim(name, **fields), 0)
+        answer = self.asked(self.backend.acquire, a_claim(name, **fields), 0).result()
         assert isinstance(answer, Grant) or not answer, (
             f"acquire() said {answer!r}: it must be a Grant, a Busy or None"
         )
         return answer
+
+    def asked(self, verb: Any, *args: Any) -> Future[Any]:
+        """Call `verb` in another thread; fail if it hangs."""
+        call, limit = begin_alone(self.backend, verb, *args), 6 * self.patience
+        assert wait([call], limit).done, (
+            f"{verb.__qualname__}() still hangs after {limit} s: give requests a time limit"
+        )
+        return call
 
     def count_to_ten(self, counter: Any, name: str) -> None:
         """Add 1 to `counter[0]` ten times, under the lock: without it, some would be lost."""
