@@ -133,3 +133,4 @@ SIMPLE: dict[str, type[Simple]] = {
     for lock in ("SimpleLock", *BROKEN)
 }
 SIMPLE["NeverExpires"].share = 1.0  # so that its owner is among those who die
+SIMPLE["LosesWakeUps"].plan = {**Simple.plan, "waits": [12.0]}  # long enough to starve
