@@ -544,7 +544,7 @@ def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, mon
         def values(self):
             raise AssertionError("all open locks are looked at")
 
-    monkeypatch.setattr(entered, "_entered", Entries())
+    monkeypatch.setattr(entered, "_by_frame", Entries())
 
     @locked("a:{number}")
     async def work(number):
@@ -555,7 +555,7 @@ def test_to_leave_one_of_many_decorated_coroutines_looks_at_no_other(engine, mon
 
     asyncio.run(main())
 
-    assert not entered._entered
+    assert not entered._by_frame
 
 
 @pytest.mark.skipif(
@@ -601,6 +601,6 @@ def test_tasks_leave_nothing_in_memory(engine):
     asyncio.run(main())
     gc.collect()
 
-    assert not entered._entered
+    assert not entered._by_frame
     assert engines.leases() <= before + 10  # some that the renewer has yet to forget
     assert not engine._states

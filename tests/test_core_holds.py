@@ -175,7 +175,7 @@ def test_leaving_a_lost_lock_raises(engine):
     with pytest.raises(LockLost):
         with Lock("a") as hold:
             lose(hold)
-    assert not entered._entered
+    assert not entered._by_frame
 
 
 @pytest.mark.parametrize("mode", [{}, {"shared": True}, {"limit": 2}], ids=str)
@@ -487,9 +487,9 @@ def test_an_interrupt_at_any_moment_leaves_nobody_holding(engine, work):
         if interrupter.where is None:
             break
         if interrupter.where == OPEN:
-            entered._entered.clear()
+            entered._by_frame.clear()
             engine.after_fork()  # forgets all
-        assert not entered._entered
+        assert not entered._by_frame
         until(lambda: not engine._states, within=10)
 
     assert at > 90
@@ -592,7 +592,7 @@ def test_all_threads_gone_nothing_is_left_in_memory(engine):
     gc.collect()
 
     assert not engine._states
-    assert not entered._entered
+    assert not entered._by_frame
     assert engines.leases() <= before + 10  # some that the renewer has yet to forget
 
 

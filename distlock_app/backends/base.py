@@ -299,16 +299,16 @@ def check_seconds(alias: str, **options: float) -> None:
             )
 
 
-def check_security(alias: str, user: Any, password: Any, files: Any, encrypted: str) -> None:
+def check_security(alias: str, user: Any, password: Any, files: Any, lacks: str) -> None:
     """Raise ImproperlyConfigured for a password or files of TLS that would go unused.
 
-    `encrypted` is what the settings lack for TLS; empty: nothing.
+    `lacks`: the setting without which there is no TLS; empty if it is there.
     """
     where = f"DISTLOCK[{alias!r}]"
     if password and not user:
         raise ImproperlyConfigured(f"{where}: PASSWORD needs a USER.")
-    if any(files) and encrypted:
-        raise ImproperlyConfigured(f"{where}: CA, CERT and KEY need {encrypted}.")
+    if lacks and any(files):
+        raise ImproperlyConfigured(f"{where}: CA, CERT and KEY need {lacks}.")
 
 
 def tls_context(alias: str, ca: Any, cert: Any, key: Any) -> ssl.SSLContext:

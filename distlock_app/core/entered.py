@@ -48,14 +48,14 @@ class Entered:
         await self.aleave(exc)
 
 
-# One thread at a time runs a frame, so no mutex is needed.
-_entered: dict[FrameType | None, list[Any]] = {}
+# The open `with` blocks of each frame. One thread at a time runs a frame: no mutex is needed.
+_by_frame: dict[FrameType | None, list[Any]] = {}
 
 
 def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
     """Record that the `with` of `lock` in `frame` was entered."""
     hold.lock, hold.frame = lock, frame
-    _entered[frame] = [*_entered.get(frame, ()), hold]
+    _by_frame[frame] = [*_by_frame.get(frame, ()), hold]
 
 
 def _break_off(hold: Any, error: BaseException, *, unused: bool = False) -> None:
@@ -73,23 +73,23 @@ def _break_off(hold: Any, error: BaseException, *, unused: bool = False) -> None
 
 def forget(hold: Entered) -> None:
     """Record that this `with` has ended, or was not entered after all; may be done again."""
-    here = _entered.get(hold.frame)
+    here = _by_frame.get(hold.frame)
     if here == [hold]:
-        del _entered[hold.frame]
+        del _by_frame[hold.frame]
     elif here:  # at no moment without the others: an interrupt may come
-        _entered[hold.frame] = [one for one in here if one is not hold]
+        _by_frame[hold.frame] = [one for one in here if one is not hold]
     hold.frame = hold.block = None
 
 
 def entered(lock: Any, frame: FrameType) -> Any:
     """Return the hold or holds of the `with` of `lock` that ends in `frame`."""
-    for hold in reversed(_entered.get(frame, ())):
+    for hold in reversed(_by_frame.get(frame, ())):
         if hold.lock is lock:
             return hold
     # An ExitStack, say, enters and exits in frames of its own; and a generator may be finished by
     # another thread or task.
     runner, others = identity.current_runner(), []
-    latest = reversed(list(_entered.values()))
+    latest = reversed(list(_by_frame.values()))
     for hold in (hold for here in latest for hold in reversed(here)):
         if hold.lock is lock:
             if hold.runner is runner:

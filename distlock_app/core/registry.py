@@ -131,15 +131,13 @@ class Registry:
         value = getattr(settings, "DISTLOCK", None)
         if value is None:
             return DEFAULT_SETTING
-        right = isinstance(value, dict) and all(
+        if not isinstance(value, dict) or not all(
             isinstance(alias, str) and isinstance(params, dict) for alias, params in value.items()
-        )
-        if not right:
+        ):
             raise ImproperlyConfigured(
                 "DISTLOCK must be a dict of aliases, as CACHES is: {'default': {'BACKEND': ...}}."
             )
-        found: dict[str, dict[str, Any]] = value
-        return found
+        return value
 
     def reset(self) -> None:
         """Forget the backends, after closing their connections."""

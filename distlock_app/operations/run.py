@@ -127,6 +127,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 def _acquire(lock: Lock, signals: _Signals) -> Hold:
     """Take the lock; a signal ends the waiting, but no longer once it is ours."""
+    _occupy_standard_streams()
     held_before = held_by_runner(lock)
     try:
         hold = lock.acquire()
@@ -176,7 +177,6 @@ class _Signals:
         self.came = None
 
     def __enter__(self) -> _Signals:
-        _occupy_standard_streams()
         if threading.current_thread() is threading.main_thread():
             for number in PASSED_ON:
                 if signal.getsignal(number) is not signal.SIG_IGN:

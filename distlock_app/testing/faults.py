@@ -100,6 +100,7 @@ class FaultContract(Suite):
     def test_only_a_backend_that_blocks_waits_in_acquire(self) -> None:
         name = self.name()
         held, waiter = self.take(name), a_claim(name, wake=lambda grant: None)
+        # Shorter than asked() waits, which would blame it for a hang.
         wait = 0.5 if self.backend.blocks else 5 * self.patience
         began = monotonic()
 

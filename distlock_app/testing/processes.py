@@ -16,7 +16,6 @@ from time import sleep
 from typing import Any
 from unittest import SkipTest
 
-from .claims import a_claim
 from .suite import Suite
 
 # Seconds after which a child process that does not end is ended.
@@ -74,7 +73,7 @@ class ProcessContract(Suite):
                 if held:  # which nobody tries to take any more
                     self.backend.release(held)
                 if turn < TURNS:
-                    held = self.backend.acquire(a_claim(f"{name}{turn}"), 0)
+                    held = self.take_here(f"{name}{turn}")
                     marks[CHILDREN * (turn + 1) + number] = bool(held)
         finally:
             marks[number] = 255  # nobody waits for one that failed
@@ -153,8 +152,8 @@ class ProcessContract(Suite):
     def _use_it(self) -> None:
         for _ in range(20):
             name = self.name()
-            grant = self.eventually(lambda n=name: self.backend.acquire(a_claim(n), 0))
-            assert not self.backend.acquire(a_claim(name), 0)
+            grant = self.eventually(lambda n=name: self.take_here(n))
+            assert not self.take_here(name)
             assert self.backend.release(grant) is True
             assert self.backend.release(grant) is False
 

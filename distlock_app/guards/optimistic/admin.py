@@ -14,7 +14,7 @@ from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
 from django.contrib.admin.utils import flatten_fieldsets
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
+from django.db import connections, router, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.utils.html import format_html
@@ -61,8 +61,8 @@ def _compared_again(
 @contextmanager
 def _locked(objects: list[Any]) -> Iterator[None]:
     """Lock the rows of these objects, all in one order, where the database can."""
-    using = router.db_for_write(type(objects[0])) if objects else DEFAULT_DB_ALIAS
-    if not objects or not connections[using].features.has_select_for_update:
+    using = router.db_for_write(type(objects[0])) if objects else ""
+    if not using or not connections[using].features.has_select_for_update:
         yield
         return
     with transaction.atomic(using):
