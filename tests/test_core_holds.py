@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 
 import pytest
 from django.db import connection, transaction
@@ -512,6 +513,13 @@ def test_what_an_interrupt_leaves_is_released_though_its_release_fails_too(engin
     engine.after["acquire"] = fail
     with pytest.raises(KeyboardInterrupt):
         Lock("b", ttl=60, wait=0).acquire()
+    until(lambda: not engine._states)
+
+    lock = Lock("c", ttl=60)
+    _kept = lock.acquire()  # as the traceback of a signal's exception keeps it
+    errors.append(again)
+    with suppress(KeyboardInterrupt):
+        release_half_taken(lock, [None])
     until(lambda: not engine._states)
 
 

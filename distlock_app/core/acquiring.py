@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -17,7 +17,7 @@ from .hold import Hold
 from .lease import Lease, entry_numbers
 from .limits import UNSET, checked_wait
 from .registry import aliases_of, registry
-from .releasing import gives_back, releaser
+from .releasing import releaser
 from .renewal import renewer
 from .timer import timer
 from .wakers import AsyncWaker, Waker
@@ -142,15 +142,8 @@ class Attempt:
 
         `at_once`, by Ctrl-C: the process may end before a worker could do it.
         """
-        if not at_once:
-            releaser.give_back(self.backend, Grant(claim))
-            return
-        try:
-            gives_back(self.backend, Grant(claim))()
-        except BaseException as again:  # the backend is down, or a second Ctrl-C
-            releaser.give_back(self.backend, Grant(claim))
-            if not isinstance(again, Exception):
-                raise
+        give_back = releaser.give_back_now if at_once else releaser.give_back
+        give_back(self.backend, Grant(claim))
 
     def opened(self, claim: Claim, error: BackendError, *, entered: bool = False) -> Hold:
         """Return a hold of nothing, for the backend is down; raise `error` if ON_DOWN says so."""
@@ -234,8 +227,8 @@ def release_half_taken(lock: Any, held_before: list[Lease | None]) -> None:
         if lease is not None and lease not in held_before:
             lease.end()
             timer.cancel(lease)
-            with suppress(Exception):
-                lease.backend.release(lease.grant)
+            release = partial(lease.backend.release, lease.grant)
+            releaser.give_back_now(lease.backend, lease.grant, release)
 
 
 def _stable_owner(lock: Any) -> str:

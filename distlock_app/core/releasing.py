@@ -77,6 +77,17 @@ class Releaser:
         self._under_way.add(release)
         self._put(release)
 
+    def give_back_now(
+        self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
+    ) -> None:
+        """Like `give_back`, in this thread if it succeeds; after Ctrl-C the process may end."""
+        try:
+            (ask or gives_back(backend, grant))()
+        except BaseException as again:  # the backend is down, or a second Ctrl-C
+            self.give_back(backend, grant, ask)
+            if not isinstance(again, Exception):
+                raise
+
     def release_later(self, lease: Lease, ask: Callable[[], bool]) -> None:
         """Release `lease` unless it is taken again first. Never blocks; safe in a finalizer."""
         release = Release(lease.backend, lease.grant, 0.0, lease, ask)
