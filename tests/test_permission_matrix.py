@@ -50,7 +50,7 @@ LOOKS = {
     "history/": LIST_ONLY,
 }
 CLEARS = {"clear/": (200, 302), "leftover/": (200, 302)}
-EXTENDS = {"extend/": (405, 302)}
+EXTENDS = {"extend/": (302, 302)}
 SEES_ROWS = {"rows": LIST_ONLY, "rows change/": ONE, "rows history/": LIST_ONLY}
 ALLOWED = {
     "viewer": LOOKS,

@@ -9,7 +9,7 @@ from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.utils import quote
 from django.core.exceptions import PermissionDenied
-from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.translation import gettext, ngettext
@@ -79,7 +79,9 @@ class LiveActions(LiveColumns, _Base):
         if not self.has_extend_permission(request):
             raise PermissionDenied
         if request.method != "POST":
-            return HttpResponseNotAllowed(["POST"])
+            # A login on the way, say, has lost the form.
+            self._warn(request, gettext("Nothing was extended. Please try again."))
+            return HttpResponseRedirect(self._list())
         form = clearing.ExtendForm(request.POST)
         found = clearing.rows_of([request.POST.get("lock", "")])
         problems = [*found.problems, *(str(e) for errors in form.errors.values() for e in errors)]
