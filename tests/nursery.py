@@ -48,7 +48,8 @@ class Child:
         try:
             self.wait(0)
         except subprocess.TimeoutExpired:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended, and the nursery says it soon
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL."""

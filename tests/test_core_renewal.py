@@ -647,6 +647,37 @@ hold.leave(None)
     assert done.stdout == b"released", done.stderr
 
 
+def test_the_end_of_the_process_waits_until_a_loss_is_told():
+    code = """if True:
+        import os, time, django
+        os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+        django.setup()
+        from distlock_app import Lock, LockLost
+        from distlock_app.signals import lock_lost
+
+        def listen(**facts):
+            time.sleep(0.3)
+            os.write(1, b"told")
+
+        lock_lost.connect(listen)
+        lock = Lock("a", using="locmem")
+        hold = lock.acquire()
+        lock.clear()
+        try:
+            hold.release()
+        except LockLost:
+            pass
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+    assert (done.returncode, done.stdout) == (0, b"told"), done.stderr
+
+
 def test_a_process_ends_in_silence_although_a_daemon_thread_is_in_a_with():
     code = """if True:
         import os, threading, time, django

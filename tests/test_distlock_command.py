@@ -761,7 +761,7 @@ def test_run_waits_for_a_program_that_it_may_not_signal(started):
     assert "cannot send SIGTERM" in said[0] and "lost the lock" in said[1]
     os.kill(program, signal.SIGTERM)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 76
+    assert process.returncode == 76, err
     assert "the program ended with 143" in err
 
 
@@ -806,7 +806,7 @@ def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
     began = time.monotonic()
     _, err = process.communicate(timeout=30)
 
-    assert process.returncode == 76
+    assert process.returncode == 76, err
     assert "the program ended with 143" in err
     assert time.monotonic() - began < 10
 
@@ -820,7 +820,7 @@ def test_run_says_that_a_program_whose_lock_is_lost_has_ended_by_itself(started,
     (tmp_path / "go").touch()
     _, err = process.communicate(timeout=30)
 
-    assert process.returncode == 76
+    assert process.returncode == 76, err
     assert "the program ended with 0" in err
 
 

@@ -23,14 +23,13 @@ from ..primitives.logs import fields, logger
 from ..primitives.threads import Worker
 from ..primitives.timing import monotonic
 from .lease import Lease
-from .reporting import report_lost, report_released
+from .reporting import EXIT_PATIENCE, report_lost, report_released
 from .timer import timer
 
 THREADS = 4  # per backend
 # Seconds until a failed release is retried, before and after the end of the claim.
 RETRY = 0.25
 RETRY_LATE = 1.0
-EXIT_PATIENCE = 2.0  # seconds that process exit waits for pending releases
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from ..primitives.threads import Worker, started
 from ..primitives.timing import monotonic
 from ..signals import lock_lost, lock_released, send
 from .lease import Callback, Lease
+
+EXIT_PATIENCE = 2.0  # seconds that process exit waits for reports, and for pending releases
 
 
 def report_released(lease: Lease) -> None:
@@ -35,11 +38,12 @@ def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> N
     _notifier.put(partial(_notify_lost, facts, reason, about))
 
 
-def await_reports(seconds: float) -> None:
-    """Wait so many seconds at most until receivers know of all that has ended."""
-    done = threading.Event()
-    _notifier.put(done.set)
-    done.wait(seconds)
+def await_reports() -> None:
+    """Wait until receivers know of all that has ended."""
+    if _notifier.running:
+        done = threading.Event()
+        _notifier.put(done.set)
+        done.wait(EXIT_PATIENCE)
 
 
 def lease_facts(lease: Lease) -> dict[str, Any]:
@@ -86,3 +90,5 @@ def _notify_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> N
 
 _notifier = Worker("distlock-notifier", _call_all)
 in_child(_notifier.forget)
+# A thread that still wrote to stderr when the interpreter ends would abort it.
+atexit.register(await_reports)

@@ -21,7 +21,7 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from ..core.releasing import releaser
-from ..core.reporting import await_reports
+from ..core.reporting import EXIT_PATIENCE, await_reports
 from ..models import LockEvent
 from ..primitives import identity
 from ..primitives.forks import in_child
@@ -38,8 +38,6 @@ EVERY = 1.0
 MOST_WAITING = 10_000
 # Events of all locks together that are kept.
 MOST_KEPT = 100_000
-# Seconds that a process waits at its end for what is not written yet.
-AT_EXIT = 2.0
 
 
 def kept() -> int:
@@ -107,7 +105,7 @@ class _Writer:
             with self._starting:
                 self._running = self._running or started(self._run, "distlock-history")
 
-    def flush(self, within: float = AT_EXIT) -> None:
+    def flush(self, within: float = EXIT_PATIENCE) -> None:
         """Wait until everything is written, for `within` seconds at most."""
         if self._running:
             done = self._done = threading.Event()
@@ -184,7 +182,7 @@ def _tell_all() -> None:
     """Write everything, also what is only now released in the background."""
     if kept():
         releaser.drain()
-        await_reports(AT_EXIT)
+        await_reports()
         writer.flush()
 
 

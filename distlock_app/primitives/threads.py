@@ -92,6 +92,11 @@ class Worker:
         self._lock = threading.RLock()
         self._running: set[object] = set()
 
+    @property
+    def running(self) -> bool:
+        """Whether a thread is there, busy or idle."""
+        return bool(self._running)
+
     def put(self, job: Any) -> None:
         """Have `job` done soon."""
         self._jobs.put(job)
