@@ -662,6 +662,8 @@ def test_get_clears_nothing(clearer):
         assert Lock("a").locked()
         hold.extend()
 
+    # As after a login on the way, which has lost the form.
+    assert "Nothing was released" in said(clearer.get(CLEAR, follow=True))
     assert not LogEntry.objects.exists()
 
 

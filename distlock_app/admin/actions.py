@@ -67,6 +67,8 @@ class LiveActions(LiveColumns, _Base):
         found = clearing.rows_of(asked[: MOST_CLEARED + 1])
         self._warn(request, *found.problems)
         if not found.rows:
+            if not found.problems:  # a login on the way, say, has lost the form
+                self._warn(request, gettext("Nothing was released. Please try again."))
             return HttpResponseRedirect(self._list())
         if len(found.rows) > MOST_CLEARED or not form.is_valid():
             return self._confirm(request, found.rows, form)
