@@ -26,6 +26,7 @@ from django.utils import timezone
 
 from distlock_app import Lock
 from distlock_app.admin import clearing, rows
+from distlock_app.admin import pages as admin_pages
 from distlock_app.admin.rows import id_of
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.claims import Grant, Holding
@@ -334,6 +335,18 @@ def test_every_column_can_be_sorted_both_ways(viewer):
         longest = viewer.get(f"{LIST}?o=-6").context["cl"].result_list
 
     assert [row.name for row in longest] == ["c", "b", "a"]
+
+
+def test_a_look_that_is_cut_short_shows_no_less_than_was_read_before(viewer, monkeypatch):
+    for n in range(5):
+        taken(f"a{n}")
+    monkeypatch.setattr(admin_pages, "MOST_SORTED", 3)
+    monkeypatch.setattr(admin_pages, "LOOKED_FOR", 0)
+
+    response = viewer.get(LIST, {"q": "a"})
+
+    assert len(response.context["cl"].result_list) == 3
+    assert "list comes from 3 of them" in " ".join(html_of(response).split())
 
 
 def test_many_locks_come_in_pages(viewer):

@@ -101,16 +101,20 @@ def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
 def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
     """Return `reading` with as many locks of these aliases as can be read in so many seconds.
 
-    An alias that does not answer now keeps what `reading` has of it.
+    An alias that does not answer now, or tells no more, keeps what `reading` has of it.
     """
     more = _read("more", dict.fromkeys(aliases, partial(_within, seconds)))
     backends = {backend.alias: backend for backend in reading.backends}
-    read_again = {backend.alias: backend for backend in more.backends if backend.known}
-    for alias, backend in read_again.items():
-        total = backends[alias].total if backend.total is None else backend.total  # cut short again
-        backends[alias] = replace(backend, total=total)
-    kept = [held for held in reading.holdings if held.alias not in read_again]
-    return Reading([*kept, *more.holdings], list(backends.values()))
+    better = set()
+    for backend in more.backends:
+        before = backends[backend.alias]
+        if backend.known and (not backend.truncated or backend.looked > before.looked):
+            total = before.total if backend.total is None else backend.total  # cut short again
+            backends[backend.alias] = replace(backend, total=total)
+            better.add(backend.alias)
+    kept = [held for held in reading.holdings if held.alias not in better]
+    found = [held for held in more.holdings if held.alias in better]
+    return Reading([*kept, *found], list(backends.values()))
 
 
 @dataclass(frozen=True, slots=True)
