@@ -562,6 +562,17 @@ def test_pages_about_locks_lead_back_to_them(clearer):
         assert_crumbs(html)
 
 
+def test_what_leads_to_a_page_is_a_link_also_to_a_screen_reader(clearer):
+    """Said to be a button, it would have to act on the space bar, too."""
+    with Lock("a"):
+        pages = [change_url(row_id("a")), f"{CLEAR}?lock={row_id('a')}", LEFTOVER]
+        htmls = [clearer.get(page).content.decode() for page in pages]
+
+    for html in htmls:
+        [link] = re.findall("<a [^>]*dl-button[^>]*>", html)
+        assert "role=" not in link
+
+
 def assert_crumbs(html):
     """Check that the page says where it is: below the list of live locks."""
     [crumbs] = re.findall(r'<ol class="breadcrumbs.*?</ol>', html, re.S)

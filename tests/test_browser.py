@@ -187,7 +187,9 @@ def test_a_lock_is_taken_away_with_the_permission(browser):
     page = browser("view_livelock", "clear_lock")
 
     page.find_element(By.LINK_TEXT, "invoice:42").click()
-    page.find_element(By.PARTIAL_LINK_TEXT, "Force release").click()
+    link = page.find_element(By.PARTIAL_LINK_TEXT, "Force release")
+    assert link.aria_role == "link" and link.value_of_css_property("text-decoration-line") == "none"
+    link.click()
     shows(page, "Take this lock away")
     assert "bob /pay/7" in text(page)
     assert held("invoice:42")
