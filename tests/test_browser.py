@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from django.contrib.auth.models import Permission, User
@@ -559,7 +560,37 @@ def order(request):
     return HttpResponse(f"<!doctype html><title>Order</title><h1>Order 7</h1>{form}")
 
 
-urlpatterns = [path("orders/7/", order), path("pay/7/", csrf_exempt(pay)), *test_urls]
+RACE_JS = Path(__file__).parent.parent / "demo_project/shop/static/shop/race.js"
+
+
+def race(request):
+    """A page of the race lab that is renewed, with its button."""
+    page = '<div id="race" data-running><button>Stop</button></div><script src="/race.js"></script>'
+    return HttpResponse(f"<!doctype html><title>Race</title>{page}")
+
+
+def race_js(request):
+    return HttpResponse(RACE_JS.read_bytes(), content_type="text/javascript")
+
+
+urlpatterns = [
+    path("orders/7/", order),
+    path("pay/7/", csrf_exempt(pay)),
+    path("race/", race),
+    path("race.js", race_js),
+    *test_urls,
+]
+
+
+@pytest.mark.urls("tests.test_browser")
+def test_the_keyboard_stays_at_the_button_of_a_race_that_is_renewed(chromium, site):
+    chromium.get(f"{site}/race/")
+    button = chromium.find_element(By.TAG_NAME, "button")
+    chromium.execute_script("window.old = arguments[0]; old.focus()", button)
+
+    wait_until(chromium, lambda b: b.execute_script("return !old.isConnected"))
+
+    assert chromium.switch_to.active_element.tag_name == "button"
 
 
 @pytest.mark.urls("tests.test_browser")
