@@ -123,6 +123,28 @@ def test_the_samples_of_a_page_run(page, shop, settings):
         signals.lock_busy.disconnect(receiver)
 
 
+def test_the_scheduler_of_a_leader_has_its_job_in_each_turn(monkeypatch):
+    jobs, begun = [], []
+
+    class Scheduler:  # as that of APScheduler, which forgets its jobs
+        add_job = staticmethod(lambda job, *_, **__: jobs.append(job))
+        start = staticmethod(lambda: begun.extend(jobs))
+        shutdown = staticmethod(jobs.clear)
+
+    stand_in = SimpleNamespace(BackgroundScheduler=Scheduler)
+    monkeypatch.setitem(sys.modules, "apscheduler.schedulers.background", stand_in)
+    monkeypatch.setitem(sys.modules, "shop.jobs", SimpleNamespace(send_newsletter=repr))
+    page = ROOT / "docs/how-to/leader.md"
+    (sample,) = [code for code in blocks(page, "python") if "def schedule(" in code]
+    namespace = {"scheduler": Scheduler()}
+    exec(compiled(sample, title(page)), namespace)
+
+    namespace["schedule"](MagicMock())
+    namespace["schedule"](MagicMock())
+
+    assert begun == [repr, repr]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_the_samples_of_a_page_compile(page):
     for code in blocks(page, "python"):
