@@ -329,6 +329,13 @@ def test_a_lock_is_kept_no_longer_than_at_least():
     assert [0 < holder.expires_in <= 5 for holder in holders("locmem")] == [True]
 
 
+def test_who_finds_it_kept_is_told_why():
+    call_command(command(lambda self, **options: None, at_least=60)())
+
+    with pytest.raises(CommandError, match=r", for \d+ s, and kept for at least 60 s$"):
+        call_command(command(lambda self, **options: None, at_least=60)())
+
+
 def test_a_job_that_failed_keeps_it_too_but_one_that_was_stopped_does_not():
     with pytest.raises(RuntimeError):
         call_command("lock_shop", "a", fail=True)
