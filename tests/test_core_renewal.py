@@ -678,6 +678,35 @@ def test_the_end_of_the_process_waits_until_a_loss_is_told():
     assert (done.returncode, done.stdout) == (0, b"told"), done.stderr
 
 
+def test_the_end_of_the_process_waits_for_an_on_lost_callback():
+    code = """if True:
+        import os, time, django
+        os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+        django.setup()
+        from distlock_app import Lock, LockLost
+
+        def stop(hold):
+            time.sleep(0.3)
+            os.write(1, b"stopped")
+
+        lock = Lock("a", using="locmem", on_lost=stop)
+        hold = lock.acquire()
+        lock.clear()
+        try:
+            hold.release()
+        except LockLost:
+            pass
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+    assert (done.returncode, done.stdout) == (0, b"stopped"), done.stderr
+
+
 def test_a_process_ends_in_silence_although_a_daemon_thread_is_in_a_with():
     code = """if True:
         import os, threading, time, django

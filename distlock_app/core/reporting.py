@@ -19,6 +19,7 @@ from ..signals import lock_lost, lock_released, send
 from .lease import Callback, Lease
 
 EXIT_PATIENCE = 2.0  # seconds that process exit waits for reports, and for pending releases
+CALLS_BACK = "distlock-lost"  # the name of a thread that calls an on_lost() callback
 
 
 def report_released(lease: Lease) -> None:
@@ -31,7 +32,7 @@ def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> N
     """Log the loss, send its signal, and run each callback, which may block, on its own thread."""
     for callback in callbacks:
         work = partial(_call_back, *callback)
-        if not started(work, "distlock-lost"):
+        if not started(work, CALLS_BACK):
             _notifier.put(work)
     facts = lease_facts(lease)
     about = fields("lost", lease.alias, lease.grant, held=facts["held"], reason=reason)
@@ -39,11 +40,15 @@ def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> N
 
 
 def await_reports() -> None:
-    """Wait until receivers know of all that has ended."""
+    """Wait until receivers and callbacks know of all that has ended."""
+    end = monotonic() + EXIT_PATIENCE
     if _notifier.running:
         done = threading.Event()
         _notifier.put(done.set)
         done.wait(EXIT_PATIENCE)
+    for thread in threading.enumerate():
+        if thread.name == CALLS_BACK:
+            thread.join(max(0.0, end - monotonic()))
 
 
 def lease_facts(lease: Lease) -> dict[str, Any]:
