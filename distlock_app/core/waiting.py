@@ -265,6 +265,7 @@ async def arun(
                 error = raised
     finally:
         waiting.pop(id(waker), None)
+        waker.over = True
         error = request = None  # their tracebacks refer to this frame
 
 

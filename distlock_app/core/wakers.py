@@ -46,12 +46,13 @@ class Waker:
 class AsyncWaker:
     """Ends the pause of a waiting asyncio task."""
 
-    __slots__ = ("__weakref__", "_grant", "_loop", "_woken", "on_loop_closed")
+    __slots__ = ("__weakref__", "_grant", "_loop", "_woken", "on_loop_closed", "over")
 
     blocking = False
 
     def __init__(self) -> None:
         self.on_loop_closed: Callable[[], None] | None = None
+        self.over = False  # nobody waits any longer: what it is granted now is given back
         self._grant: Grant | None = None
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
@@ -66,7 +67,7 @@ class AsyncWaker:
         found = ref(self)
 
         def wake(grant: Grant | None) -> None:
-            if (waker := found()) is not None:  # or it was cancelled: its claim is given back
+            if (waker := found()) is not None and not waker.over:
                 waker._wake(grant)
 
         return wake
