@@ -707,6 +707,54 @@ def test_the_end_of_the_process_waits_for_an_on_lost_callback():
     assert (done.returncode, done.stdout) == (0, b"stopped"), done.stderr
 
 
+@pytest.mark.parametrize("loaded_by", ["the parent", "the child"])
+@pytest.mark.parametrize("work", ["lose", "roll_back"])
+def test_the_end_of_a_child_of_multiprocessing_waits_until_all_is_told(loaded_by, work):
+    code = f"""if True:
+        import multiprocessing, os, time, django
+        from contextlib import suppress
+        os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+
+        def listen(**facts):
+            time.sleep(0.3)
+            os.write(1, b"told")
+
+        def lose(lock):
+            hold = lock.acquire()
+            lock.clear()
+            hold.release()
+
+        def roll_back(lock):
+            from django.db import transaction
+            with transaction.atomic(), lock:
+                raise ValueError
+
+        def work():
+            django.setup()
+            from distlock_app import Lock, LockLost
+            from distlock_app.signals import lock_lost, lock_released
+            for signal in lock_lost, lock_released:
+                signal.connect(listen, weak=False)
+            with suppress(LockLost, ValueError):
+                {work}(Lock("a", using="locmem"))
+
+        if {loaded_by == "the parent"}:
+            django.setup()
+            import distlock_app.signals
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+        child.join()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+    assert (done.returncode, done.stdout) == (0, b"told"), done.stderr
+
+
 def test_a_process_ends_in_silence_although_a_daemon_thread_is_in_a_with():
     code = """if True:
         import os, threading, time, django

@@ -6,19 +6,17 @@ others, and renewals do not wait for releases. Failed releases are retried until
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.util import Finalize, register_after_fork
 from time import sleep
 from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
 from ..errors import BackendError
-from ..primitives.forks import in_child
+from ..primitives.forks import at_exit, in_child
 from ..primitives.logs import fields, logger
 from ..primitives.threads import Worker
 from ..primitives.timing import monotonic
@@ -188,6 +186,4 @@ in_child(releaser.__init__)  # type: ignore[misc]
 # The first finalizer registers the exit hook of all, and hooks run in reverse: drain() has to come
 # before the finalizers that close connections. This one does nothing.
 weakref.finalize(releaser, int)
-atexit.register(releaser.drain)
-# A forked child of multiprocessing ends without atexit.
-register_after_fork(releaser, lambda own: Finalize(None, own.drain, exitpriority=0))
+at_exit(releaser, releaser.drain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 from django.db import connections
 
-from ..primitives.forks import in_child
+from ..primitives.forks import at_exit, in_child
 from ..primitives.logs import fields, logger
 from ..primitives.threads import Worker, started
 from ..primitives.timing import monotonic
@@ -96,4 +95,4 @@ def _notify_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> N
 _notifier = Worker("distlock-notifier", _call_all)
 in_child(_notifier.forget)
 # A thread that still wrote to stderr when the interpreter ends would abort it.
-atexit.register(await_reports)
+at_exit(_notifier, await_reports)

@@ -1,10 +1,16 @@
-"""What a child process begins anew, also under uWSGI, which forks without telling Python."""
+"""What a child process begins anew, also under uWSGI, which forks without telling Python.
+
+And what it does at its end, also a child of multiprocessing.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
+from multiprocessing.process import parent_process
+from multiprocessing.util import Finalize, register_after_fork
 
 _calls: list[Callable[[], object]] = []
 _told = os.getpid()  # the process for which they were made, or need not be
@@ -14,6 +20,18 @@ def in_child(call: Callable[[], object]) -> None:
     """Make this call in each child of fork()."""
     os.register_at_fork(after_in_child=call)
     _calls.append(call)
+
+
+def at_exit(owner: object, call: Callable[[], object]) -> None:
+    """Make this call when the process ends, also a child of it, as long as `owner` lives."""
+    atexit.register(call)
+
+    def in_child_of_multiprocessing(owner: object) -> None:  # which may end without atexit
+        Finalize(None, call, exitpriority=0)
+
+    register_after_fork(owner, in_child_of_multiprocessing)
+    if parent_process() is not None:  # loaded only here
+        in_child_of_multiprocessing(owner)
 
 
 def _note() -> None:
