@@ -819,6 +819,39 @@ def test_the_end_of_the_process_does_not_wait_for_an_engine_that_hangs(monkeypat
     left_quietly(hold)
 
 
+def test_a_release_for_which_the_ending_process_gets_no_thread_is_made_and_told():
+    code = """if True:
+        import os, threading, django
+        os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+        django.setup()
+        from distlock_app import Lock
+        from distlock_app.signals import lock_released
+        from django.db import transaction
+
+        def start(thread):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        def listen(**facts):
+            os.write(1, b"released")
+
+        lock_released.connect(listen)
+        try:
+            with transaction.atomic(), Lock("a", using="locmem"):
+                threading.Thread.start = start
+                raise ValueError
+        except ValueError:
+            pass
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+    assert (done.returncode, done.stdout) == (0, b"released"), done.stderr
+
+
 def test_a_signal_handler_that_releases_in_the_middle_of_the_timer_does_not_hang(engine):
     first, second = Lock("a").acquire(), Lock("b").acquire()
     for hold in first, second:

@@ -121,6 +121,9 @@ class Releaser:
         """Wait for pending releases, or one, but not for a backend that does not answer."""
         end = monotonic() + EXIT_PATIENCE
         while (lease.release_pending if lease else self._under_way) and monotonic() < end:
+            for release in self._under_way.copy():
+                if (worker := self._workers.get(release.backend)) is not None:
+                    worker.do_without_thread()
             sleep(0.001)
 
     def _end(self, release: Release, lease: Lease) -> None:

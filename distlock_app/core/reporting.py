@@ -41,6 +41,7 @@ def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> N
 def await_reports() -> None:
     """Wait until receivers and callbacks know of all that has ended."""
     end = monotonic() + EXIT_PATIENCE
+    _notifier.do_without_thread()
     if _notifier.running:
         done = threading.Event()
         _notifier.put(done.set)

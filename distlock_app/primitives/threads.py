@@ -26,7 +26,9 @@ def started(work: Callable[[], None], name: str) -> bool:
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError as error:  # too many threads, or the interpreter shuts down
-        logger.error("locks: %s", error, extra=fields("no_thread", "", error=str(error)))
+        # Not at the end of the process, where Python 3.12 starts none: drain() does without.
+        if any(not thread.daemon and thread.is_alive() for thread in threading.enumerate()):
+            logger.error("locks: %s", error, extra=fields("no_thread", "", error=str(error)))
         return False
     return True
 
@@ -106,6 +108,12 @@ class Worker:
                 # In this order: whatever interrupts it, no job is left without a thread.
                 if started(partial(self._run, token), self._name):
                     self._running.add(token)
+
+    def do_without_thread(self) -> None:
+        """Do here what waits, if no thread could be started: on Python 3.12 none can at exit."""
+        with suppress(queue.Empty):
+            while not self._running:
+                self._work([self._jobs.get_nowait()])
 
     def _run(self, token: object) -> None:
         while True:
