@@ -68,7 +68,7 @@ def alias(**params):
         (alias(TTL=0), "ttl must be"),
         (alias(TTL=None), "ttl must be"),
         (alias(WAIT=-1), "wait must be"),
-        (alias(BACKEND=TABLE, LOCATION="none"), "not an alias of DATABASES"),
+        (alias(BACKEND=TABLE, LOCATION="none"), "DISTLOCK['default']: LOCATION is not an alias"),
     ],
 )
 def test_a_broken_alias_is_an_error_that_names_it(settings, setting, says):

@@ -54,7 +54,7 @@ def kill(number):
 
 
 def test_a_location_that_is_no_database_is_refused_with_the_names_of_those_that_are():
-    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['night'\].*: default, locks") as no:
+    with pytest.raises(ImproperlyConfigured, match="it has: default, locks") as no:
         DatabaseBackend(alias="night", location="nowhere")
 
     assert "nowhere" not in str(no.value)  # it may be a URL with a password

@@ -847,7 +847,7 @@ def test_with_queue_0_nothing_stays_with_claims():
 
 @pytest.mark.parametrize("queue", [-1, "8", None])
 def test_a_number_of_connections_that_is_none_is_refused(queue):
-    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*QUEUE"):
+    with pytest.raises(ImproperlyConfigured, match="^QUEUE"):
         DatabaseBackend(alias="x", queue=queue)
 
 
@@ -874,7 +874,7 @@ def test_waiters_poll_as_often_as_the_options_say():
     "poll", [{"poll_min": 0}, {"poll_min": "0.1"}, {"poll_max": 0.001}, {"poll_max": math.inf}]
 )
 def test_pauses_that_are_none_are_refused(poll):
-    with pytest.raises(ImproperlyConfigured, match=r"DISTLOCK\['x'\].*POLL_M"):
+    with pytest.raises(ImproperlyConfigured, match="^POLL_M"):
         DatabaseBackend(alias="x", **poll)
     DatabaseBackend(alias="x", poll_min=0.2, poll_max=0.2)
 

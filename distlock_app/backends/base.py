@@ -68,7 +68,10 @@ class BaseLockBackend:
                 setattr(cls, verb, _for_keys(vars(cls)[verb]))
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
-        """Keep the settings; keyword arguments beyond these are the keys allowed in OPTIONS."""
+        """Keep the settings; keyword arguments beyond these are the keys allowed in OPTIONS.
+
+        Raise ImproperlyConfigured for wrong ones, in words that follow the name of the alias.
+        """
         self.alias = alias
         self.location = location
 
@@ -288,30 +291,28 @@ class Purgeable:
         raise NotImplementedError
 
 
-def check_seconds(alias: str, **options: float) -> None:
+def check_seconds(**options: float) -> None:
     """Raise ImproperlyConfigured for an option that is no number of seconds above 0."""
     for option, seconds in options.items():
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not (number and 0 < seconds < math.inf):
             raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: {option.upper()} must be a number of seconds above 0, "
-                f"not {seconds!r}."
+                f"{option.upper()} must be a number of seconds above 0, not {seconds!r}."
             )
 
 
-def check_security(alias: str, user: Any, password: Any, files: Any, lacks: str) -> None:
+def check_security(user: Any, password: Any, files: Any, lacks: str) -> None:
     """Raise ImproperlyConfigured for a password or files of TLS that would go unused.
 
     `lacks`: the setting without which there is no TLS; empty if it is there.
     """
-    where = f"DISTLOCK[{alias!r}]"
     if password and not user:
-        raise ImproperlyConfigured(f"{where}: PASSWORD needs a USER.")
+        raise ImproperlyConfigured("PASSWORD needs a USER.")
     if lacks and any(files):
-        raise ImproperlyConfigured(f"{where}: CA, CERT and KEY need {lacks}.")
+        raise ImproperlyConfigured(f"CA, CERT and KEY need {lacks}.")
 
 
-def tls_context(alias: str, ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
+def tls_context(ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
     """Return how to connect with these files; raise ImproperlyConfigured if one is of no use."""
     try:
         context = ssl.create_default_context(cafile=ca)
@@ -319,7 +320,7 @@ def tls_context(alias: str, ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
             context.load_cert_chain(cert, key)
     except (OSError, TypeError) as error:  # an SSLError is an OSError, and names no file
         raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: CA, CERT or KEY is no file that can be used: {error}"
+            f"CA, CERT or KEY is no file that can be used: {error}"
         ) from error
     return context
 

@@ -163,21 +163,11 @@ class Registry:
         return self._entry(alias, setting[alias])
 
     def _entry(self, alias: str, params: dict[str, Any]) -> Entry:
-        where = f"DISTLOCK[{alias!r}]"
-        if unknown := set(params) - KEYS:
-            raise ImproperlyConfigured(
-                f"{where}: unknown key {min(map(repr, unknown))}; "
-                f"known are {', '.join(sorted(KEYS))}."
-            )
         try:
-            ttl = checked_ttl(params.get("TTL", DEFAULT_TTL))
-            wait = checked_wait(params.get("WAIT", DEFAULT_WAIT))
-        except (TypeError, ValueError) as error:
-            raise ImproperlyConfigured(f"{where}: {error}.") from error
-        if (on_down := params.get("ON_DOWN", "raise")) not in ("raise", "open"):
-            raise ImproperlyConfigured(f"{where}: 'ON_DOWN' must be 'raise' or 'open'.")
-        stand_in = DummyBackend(alias=alias) if on_down == "open" else None
-        return Entry(alias, _backend(alias, params, where), ttl, wait, stand_in)
+            return _entry_of(alias, params)
+        except ImproperlyConfigured as error:
+            error.args = (f"DISTLOCK[{alias!r}]: {error}",)
+            raise
 
 
 def _robustly(call: Callable[[], None], alias: str) -> None:
@@ -189,31 +179,48 @@ def _robustly(call: Callable[[], None], alias: str) -> None:
         )
 
 
-def _backend(alias: str, params: dict[str, Any], where: str) -> BaseLockBackend:
+def _entry_of(alias: str, params: dict[str, Any]) -> Entry:
+    """Return the entry of an alias; what is raised does not say yet which alias it is."""
+    if unknown := set(params) - KEYS:
+        raise ImproperlyConfigured(
+            f"unknown key {min(map(repr, unknown))}; known are {', '.join(sorted(KEYS))}."
+        )
+    try:
+        ttl = checked_ttl(params.get("TTL", DEFAULT_TTL))
+        wait = checked_wait(params.get("WAIT", DEFAULT_WAIT))
+    except (TypeError, ValueError) as error:
+        raise ImproperlyConfigured(f"{error}.") from error
+    if (on_down := params.get("ON_DOWN", "raise")) not in ("raise", "open"):
+        raise ImproperlyConfigured("'ON_DOWN' must be 'raise' or 'open'.")
+    stand_in = DummyBackend(alias=alias) if on_down == "open" else None
+    return Entry(alias, _backend(alias, params), ttl, wait, stand_in)
+
+
+def _backend(alias: str, params: dict[str, Any]) -> BaseLockBackend:
     if "BACKEND" not in params:
-        raise ImproperlyConfigured(f"{where}: 'BACKEND' is missing.")
+        raise ImproperlyConfigured("'BACKEND' is missing.")
     try:
         cls = import_string(params["BACKEND"])
         known = set(inspect.signature(cls).parameters) - {"alias", "location"}
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # or it is no class
         raise ImproperlyConfigured(
-            f"{where}: 'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
+            f"'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
         ) from error
     options = params.get("OPTIONS") or {}
     if not isinstance(options, dict):
-        raise ImproperlyConfigured(f"{where}: 'OPTIONS' must be a dict.")
+        raise ImproperlyConfigured("'OPTIONS' must be a dict.")
     for key in options:
         if str(key).lower() not in known:
             names = ", ".join(sorted(k.upper() for k in known)) or "none"
-            raise ImproperlyConfigured(f"{where}: unknown option {key!r}; known are: {names}.")
+            raise ImproperlyConfigured(f"unknown option {key!r}; known are: {names}.")
     kwargs = {str(key).lower(): value for key, value in options.items()}
     try:
         backend: BaseLockBackend = cls(alias=alias, location=params.get("LOCATION"), **kwargs)
     except ImportError as error:
-        raise ImproperlyConfigured(f"{where}: {cls.__name__}: {_why(error)}") from error
+        raise ImproperlyConfigured(f"{cls.__name__}: {_why(error)}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ImproperlyConfigured(
-            f"{where}: {cls.__name__} cannot use this LOCATION or these OPTIONS: {error}"
+            f"{cls.__name__} cannot use this LOCATION or these OPTIONS: {error}"
         ) from error
     return backend
 

@@ -47,8 +47,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         `poll_min`, `poll_max`: the first and the longest pause of waiters that poll, in seconds.
         """
         super().__init__(alias=alias, location=location)
-        self.using = database_of(alias, location)
-        refuse_wrong_options(alias, queue, poll_min, poll_max)
+        self.using = database_of(location)
+        refuse_wrong_options(queue, poll_min, poll_max)
         self.poll_min, self.poll_max = poll_min, poll_max
         self._queue = queue
         self._locked = set()

@@ -34,15 +34,13 @@ ENGINE = """
      WHERE table_schema = DATABASE() AND table_name = %s AND transactions <> 'YES'"""
 
 
-def refuse_wrong_options(alias: str, queue: int, poll_min: float, poll_max: float) -> None:
+def refuse_wrong_options(queue: int, poll_min: float, poll_max: float) -> None:
     """Raise ImproperlyConfigured for options of no meaning."""
     if not isinstance(queue, int) or queue < 0:
-        raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: QUEUE must be a whole number from 0, not {queue!r}"
-        )
-    check_seconds(alias, poll_min=poll_min, poll_max=poll_max)
+        raise ImproperlyConfigured(f"QUEUE must be a whole number from 0, not {queue!r}")
+    check_seconds(poll_min=poll_min, poll_max=poll_max)
     if poll_min > poll_max:
-        raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: POLL_MIN is longer than POLL_MAX")
+        raise ImproperlyConfigured("POLL_MIN is longer than POLL_MAX")
 
 
 def check_sharing(alias: str, using: str) -> list[CheckMessage]:

@@ -51,15 +51,15 @@ class EtcdBackend(ForPeople):
         """`prefix` begins every key; `ca`, `cert`, `key` are files; `timeout` is for an answer."""
         super().__init__(alias=alias, location=location)
         if not isinstance(prefix, str) or not prefix:
-            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be text.")
-        check_seconds(alias, timeout=timeout)
+            raise ImproperlyConfigured("PREFIX must be text.")
+        check_seconds(timeout=timeout)
         self._prefix = prefix
-        self._endpoints = endpoints(alias, location)
+        self._endpoints = endpoints(location)
         self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}
         self._files = (ca, cert, key)
         self._encrypted = any(url.lower().startswith("https:") for url in self._endpoints)
         lacks = "" if self._encrypted else "a LOCATION that begins with https:"
-        check_security(alias, user, password, self._files, lacks)
+        check_security(user, password, self._files, lacks)
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
@@ -148,7 +148,7 @@ class EtcdBackend(ForPeople):
         self._start()
 
     def _start(self) -> None:
-        tls = tls_context(self.alias, *self._files) if self._encrypted else None
+        tls = tls_context(*self._files) if self._encrypted else None
         self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
         self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
         self._leases = Leases(self._gateway)

@@ -85,17 +85,16 @@ class Waiters(dict[tuple[str, str], Waiter]):
         return bool(self)
 
 
-def endpoints(alias: str, location: Any) -> list[str]:
+def endpoints(location: Any) -> list[str]:
     """Return the URLs of LOCATION; raise ImproperlyConfigured."""
     urls = location.split(",") if isinstance(location, str) else list(location or ())
     urls = [str(url).strip().rstrip("/") for url in urls]
     if not urls or not all(_is_url(url) for url in urls):
         raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: LOCATION must be a URL such as http://etcd.example:2379, "
-            "or several."
+            "LOCATION must be a URL such as http://etcd.example:2379, or several."
         )
     if any("@" in url for url in urls):
-        raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: USER and PASSWORD belong in OPTIONS.")
+        raise ImproperlyConfigured("USER and PASSWORD belong in OPTIONS.")
     return urls
 
 

@@ -73,21 +73,21 @@ class RedisBackend(ForPeople, GuardedWrites):
         `replicas_timeout` seconds is not granted.
         """
         super().__init__(alias=alias, location=location)
-        refuse_wrong_prefix(alias, prefix)
-        check_seconds(alias, replicas_timeout=replicas_timeout)
+        refuse_wrong_prefix(prefix)
+        check_seconds(replicas_timeout=replicas_timeout)
         self._prefix = prefix
         self._channels = f"{prefix}:wake:"
+        if type(replicas) is not int or replicas < 0:
+            raise ImproperlyConfigured("REPLICAS must be a whole number.")
         try:
             self._recipe, self._nodes = where(location, cluster)
-            if type(replicas) is not int or replicas < 0:
-                raise ImproperlyConfigured("REPLICAS must be a whole number.")
-            longest = self._recipe.connection_kwargs["socket_timeout"]
-            if replicas and not replicas_timeout < longest:
-                raise ImproperlyConfigured(
-                    f"REPLICAS_TIMEOUT must be less than the socket timeout of {longest} s."
-                )
-        except (ImproperlyConfigured, TypeError, ValueError) as error:
-            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(str(error)) from None
+        longest = self._recipe.connection_kwargs["socket_timeout"]
+        if replicas and not replicas_timeout < longest:
+            raise ImproperlyConfigured(
+                f"REPLICAS_TIMEOUT must be less than the socket timeout of {longest} s."
+            )
         self._replicas, self._within = replicas, replicas_timeout
         self._head = lru_cache(maxsize=4096)(self._make_head)
         self._start()

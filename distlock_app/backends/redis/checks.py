@@ -16,12 +16,10 @@ from .pool import Pool, Servers
 from .scripts import pack
 
 
-def refuse_wrong_prefix(alias: str, prefix: Any) -> None:
+def refuse_wrong_prefix(prefix: Any) -> None:
     """Raise ImproperlyConfigured for what no key of ours can begin with."""
     if not isinstance(prefix, str) or not prefix or set(prefix) & {"{", "}", *string.whitespace}:
-        raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: PREFIX must be text without braces or blanks."
-        )
+        raise ImproperlyConfigured("PREFIX must be text without braces or blanks.")
 
 
 def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:

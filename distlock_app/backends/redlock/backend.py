@@ -54,8 +54,8 @@ class RedlockBackend(ForPeople):
     def __init__(self, *, alias: str, location: Any = None, prefix: str = "distlock") -> None:
         """`prefix` begins every key and channel; the caches' own KEY_PREFIX is not used."""
         super().__init__(alias=alias, location=location)
-        self._nodes = checked_location(f"DISTLOCK[{alias!r}]", location)
-        refuse_wrong_prefix(alias, prefix)
+        self._nodes = checked_location(location)
+        refuse_wrong_prefix(prefix)
         self._prefix = f"{prefix}:redlock:"
         self._head = lru_cache(maxsize=4096)(self._make_head)
         self._start()

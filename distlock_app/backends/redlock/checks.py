@@ -14,34 +14,31 @@ from ..redis.checks import check_server, check_sharing
 from ..redis.pool import Pool
 
 
-def checked_location(where: str, location: Any) -> list[tuple[str, Any]]:
+def checked_location(location: Any) -> list[tuple[str, Any]]:
     """Return the aliases of a LOCATION and how to connect to each, or say what is wrong."""
     if not isinstance(location, (list, tuple)) or not all(isinstance(a, str) for a in location):
         raise ImproperlyConfigured(
-            f"{where}: LOCATION must be a list of aliases in CACHES, one for each server."
+            "LOCATION must be a list of aliases in CACHES, one for each server."
         )
     if len(location) < 3 or len(location) % 2 == 0:
         raise ImproperlyConfigured(
-            f"{where}: LOCATION names {len(location)} servers; a majority needs an odd number, at "
-            "least 3. For a single server use RedisBackend."
+            f"LOCATION names {len(location)} servers; a majority needs an odd number, at least 3. "
+            "For a single server use RedisBackend."
         )
-    try:
-        recipes = [(alias, recipe(alias)) for alias in location]
-    except ImproperlyConfigured as error:
-        raise ImproperlyConfigured(f"{where}: {error}") from None
-    _check_independence(where, location)
+    recipes = [(alias, recipe(alias)) for alias in location]
+    _check_independence(location)
     return recipes
 
 
-def _check_independence(where: str, location: Sequence[str]) -> None:
+def _check_independence(location: Sequence[str]) -> None:
     """Raise ImproperlyConfigured if one server is named twice."""
     names: dict[Any, str] = {}
     for alias in location:
         server = (server_of(alias) or (alias,))[0]
         if server in names:
             raise ImproperlyConfigured(
-                f"{where}: LOCATION names the same server twice, as {names[server]!r} and "
-                f"{alias!r}: a majority needs independent servers."
+                f"LOCATION names the same server twice, as {names[server]!r} and {alias!r}: a "
+                "majority needs independent servers."
             )
         names[server] = alias
 

@@ -30,11 +30,11 @@ class SessionsBackend(BaseLockBackend, ABC):
 
     def __init__(self, *, alias: str, location: Any = None) -> None:
         super().__init__(alias=alias, location=location)
-        self.using = database_of(alias, location)
+        self.using = database_of(location)
         if connections[self.using].vendor != self.vendor:
             raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: {type(self).__name__} requires {self.vendor}, but the "
-                f"database {self.using!r} is {connections[self.using].vendor}"
+                f"{type(self).__name__} requires {self.vendor}, but the database {self.using!r} "
+                f"is {connections[self.using].vendor}"
             )
         title = f"{type(self).__name__} on {self.using!r}"
         self._pool = LockSessions(self.using, self.session_type, title)

@@ -39,15 +39,14 @@ PROCESSES = """(
 P = TypeVar("P", bound="PooledSession")
 
 
-def database_of(alias: str, location: Any) -> str:
+def database_of(location: Any) -> str:
     """Return the alias of DATABASES that LOCATION names; raises ImproperlyConfigured."""
     if location is None:
         return DEFAULT_DB_ALIAS
     if location not in list(connections):
         # Not what it says: that may be a URL with a password.
         raise ImproperlyConfigured(
-            f"DISTLOCK[{alias!r}]: LOCATION is not an alias of DATABASES "
-            f"(it has: {', '.join(connections)})"
+            f"LOCATION is not an alias of DATABASES (it has: {', '.join(connections)})"
         )
     return str(location)
 

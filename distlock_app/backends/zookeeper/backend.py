@@ -59,19 +59,17 @@ class ZooKeeperBackend(ForPeople):
         """`timeout` of an answer and length of a `session`, in seconds; files for `tls`."""
         super().__init__(alias=alias, location=location)
         if not isinstance(location, str) or not location.strip():
-            raise ImproperlyConfigured(
-                f"DISTLOCK[{alias!r}]: LOCATION must be text like 'zk1:2181,zk2:2181/chroot'."
-            )
+            raise ImproperlyConfigured("LOCATION must be text like 'zk1:2181,zk2:2181/chroot'.")
         if not isinstance(prefix, str) or prefix in ("", ".", "..") or "/" in prefix:
-            raise ImproperlyConfigured(f"DISTLOCK[{alias!r}]: PREFIX must be the name of a node.")
-        check_seconds(alias, timeout=timeout, session=session)
-        check_security(alias, user, password, (ca, cert, key), "" if tls else "TLS: True")
+            raise ImproperlyConfigured("PREFIX must be the name of a node.")
+        check_seconds(timeout=timeout, session=session)
+        check_security(user, password, (ca, cert, key), "" if tls else "TLS: True")
         self._root = f"/{prefix}"
         self._session = Session(
             alias,
             location,
             login=(user, password) if user else None,
-            tls=tls_context(alias, ca, cert, key) if tls else None,
+            tls=tls_context(ca, cert, key) if tls else None,
             timeout=timeout,
             seconds=session,
         )
