@@ -189,7 +189,7 @@ def test_what_is_noted_just_as_the_writer_ends_a_turn_is_waited_for(kept, monkey
     class JustThen(deque):
         def append(self, event):
             turns = len(written)
-            writer._pending.set()
+            writer._worker.put(None)
             until(lambda: len(written) > turns)
             super().append(event)
 
@@ -327,7 +327,7 @@ def test_a_child_of_fork_tells_nothing_twice():
 
     writer.__init__()
 
-    assert not writer._waiting and not writer._running
+    assert not writer._waiting and not writer._worker.running
 
 
 def test_the_page_of_a_lock_shows_what_happened_and_a_chart(page):

@@ -27,7 +27,7 @@ from ..primitives import identity
 from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
 from ..primitives.names import key_of, shown
-from ..primitives.threads import started
+from ..primitives.threads import Worker
 from ..signals import lock_acquired, lock_busy, lock_cleared, lock_lost, lock_released
 
 T = TypeVar("T")
@@ -87,49 +87,46 @@ def _database() -> _Database:
 
 
 class _Writer:
-    """Writes what happened in this process, on a thread that starts with the first event."""
+    """Writes what happened in this process, on a thread of its own."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[_Database, dict[str, Any]]] = deque(maxlen=MOST_WAITING)
-        self._starting = threading.Lock()
-        self._running = False
+        self._told = False  # the worker will take all that waits
         self._failing = False  # logged only once
-        self._pending, self._hurry, self._done = (threading.Event() for _ in range(3))
+        self._hurry = threading.Event()
         self._noted: Counter[tuple[str, str]] = Counter()
+        self._worker = Worker("distlock-history", self._work)
 
     def note(self, **event: Any) -> None:
         """Remember an event."""
         self._waiting.append((_database(), event))
-        self._pending.set()
-        if not self._running:
-            with self._starting:
-                self._running = self._running or started(self._run, "distlock-history")
+        if not (self._told and self._worker.running):
+            self._told = True
+            self._worker.put(None)
 
     def flush(self, within: float = EXIT_PATIENCE) -> None:
         """Wait until everything is written, for `within` seconds at most."""
-        if self._running:
-            done = self._done = threading.Event()
+        if self._worker.running:
+            done = threading.Event()
             self._hurry.set()
-            self._pending.set()
+            self._worker.put(done)
             done.wait(within)
             self._hurry.clear()
 
-    def _run(self) -> None:
-        while True:
-            self._pending.wait()
-            self._hurry.wait(EVERY)
-            self._pending.clear()
-            done = self._done  # a later flush() has an event of its own, and sets `_pending` again
-            try:
-                self._write()
-                self._failing = False
-            except Exception:  # whatever it is: the next events may be written
-                if not self._failing:
-                    text = "lock events could not be written"
-                    logger.warning(text, exc_info=True, extra=fields("not_recorded", ""))
-                self._failing = True
-            finally:
-                connections.close_all()  # those of this thread
+    def _work(self, jobs: list[threading.Event | None]) -> None:
+        self._hurry.wait(EVERY)
+        self._told = False
+        try:
+            self._write()
+            self._failing = False
+        except Exception:  # whatever it is: the next events may be written
+            if not self._failing:
+                text = "lock events could not be written"
+                logger.warning(text, exc_info=True, extra=fields("not_recorded", ""))
+            self._failing = True
+        finally:
+            connections.close_all()  # those of this thread
+        for done in filter(None, jobs):
             done.set()
 
     def _write(self) -> None:
