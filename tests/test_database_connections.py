@@ -13,12 +13,13 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections, transaction
 
+from distlock_app.backends.base import ConnectionLost
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database import connections as table_connections
 from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.database.sql.cursors import PooledCursor
 from distlock_app.backends.sessions import link, one_server
-from distlock_app.backends.sessions.link import ConnectionLost, ServerError
+from distlock_app.backends.sessions.link import ServerError
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock

@@ -31,6 +31,10 @@ FINISH_WITHIN = 0.5
 Item = TypeVar("Item")
 
 
+class ConnectionLost(BackendError):
+    """The connection broke under a request, which may have been carried out."""
+
+
 class BaseLockBackend:
     """One backend under one alias: created once per process, shared by all of its threads.
 

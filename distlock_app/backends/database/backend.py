@@ -9,7 +9,7 @@ from typing import Any
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..sessions.link import ConnectionLost
+from ..base import ConnectionLost
 from ..sessions.pool import database_of
 from . import members
 from .checks import refuse_wrong_options

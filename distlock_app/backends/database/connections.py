@@ -31,8 +31,8 @@ from django.utils.functional import cached_property
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import readable
-from ..sessions.link import ConnectionLost, ReplyTimeout, ServerError
+from ..base import ConnectionLost, readable
+from ..sessions.link import ReplyTimeout, ServerError
 from ..sessions.pool import Pool, PooledSession, inherited
 from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues
 from .sql import Dialect, dialect_for

@@ -10,7 +10,7 @@ from django.utils.functional import cached_property
 
 from ...claims import Busy, Claim, Grant
 from ...primitives.timing import monotonic
-from ..sessions.link import ConnectionLost
+from ..base import ConnectionLost
 from ..sessions.queues import Waiter
 from . import members
 from .connections import QueuedConnection, Session

@@ -10,8 +10,8 @@ from django.db import Error as DatabaseError
 
 from ...claims import Claim
 from ...errors import BackendError
-from ..base import BaseLockBackend
-from ..sessions.link import ANSWER_WAIT, ConnectionLost
+from ..base import BaseLockBackend, ConnectionLost
+from ..sessions.link import ANSWER_WAIT
 from .connections import Contended, Session, Sessions
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN, close_all, readable, system_text
+from ..base import FINISH_WITHIN, ConnectionLost, close_all, readable, system_text
 from .http import Link
 
 # Called when a request was repeated or its answer lost: it may be carried out late, too.
@@ -25,10 +25,6 @@ NOT_FOUND = 5
 UNAVAILABLE = (4, 14)  # a deadline, or no leader: whether a write was carried out is not known
 # No valid token. The first also says that it is older than the last change of users and roles: JWT.
 UNAUTHENTICATED = (3, 16)
-
-
-class ConnectionLost(BackendError):
-    """The connection broke under a request, which may have been carried out."""
 
 
 class Refused(BackendError):

@@ -11,7 +11,8 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ResponseError
 
 from ...errors import BackendError
-from .pool import ConnectionLost, Pool, Servers, Unreachable, code_of
+from ..base import ConnectionLost
+from .pool import Pool, Servers, Unreachable, code_of
 from .scripts import Script, pack
 
 # How often a request follows its keys: there is a new map each time.

@@ -21,7 +21,7 @@ from redis.exceptions import (
 
 from ...errors import BackendError, LockError
 from ...primitives.timing import monotonic
-from ..base import close_all
+from ..base import ConnectionLost, close_all
 from .link import DENIED, Link, reason_of
 from .scripts import Script, pack
 
@@ -39,10 +39,6 @@ REFUSALS = set("ASK BUSY CLUSTERDOWN MASTERDOWN MISCONF MOVED NOREPLICAS TRYAGAI
 # tenth of the time; a refusal, as during a failover, comes at once.
 MASTER_SECONDS = 1.0
 SENTINELS_AWAY_SECONDS = 10.0
-
-
-class ConnectionLost(BackendError):
-    """The connection broke under a request, which may have been carried out."""
 
 
 class Unreachable(BackendError):

@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from ...errors import BackendError
 from ...primitives.timing import monotonic
 
 # Seconds to wait for the server's answer to a statement that needs no wait.
@@ -27,10 +26,6 @@ LOOK = 1.0
 Rows = list[tuple[Any, ...]]
 Value = str | int | float | None
 Values = tuple[Value, ...]
-
-
-class ConnectionLost(BackendError):
-    """The connection, or the server, ended before the answer came."""
 
 
 class ServerError(Exception):
