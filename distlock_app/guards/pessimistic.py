@@ -12,7 +12,7 @@ from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError
 
 from ..errors import LockBusy, LockTimeout
-from ..primitives.drivers import code_of
+from ..primitives.drivers import LONGEST_MS, code_of, is_of_old_snapshot, waiting_for_file
 from ..primitives.timing import Deadline, full_jitter
 from .retrying import M
 
@@ -21,8 +21,6 @@ WAIT = 3.0
 POLL, MAX_POLL = 0.002, 0.05
 # The number of locked rows that `next_unlocked` skips on MySQL and MariaDB.
 SPARE = 100
-# The longest that PostgreSQL and SQLite accept, in milliseconds: 24 days.
-LONGEST_MS = 2**31 - 1
 # The shortest wait in seconds: to a server, 0 means forever.
 SHORTEST = 0.001
 # Error codes for a row that was not available. PostgreSQL: NOWAIT; statement timeout. MySQL and
@@ -220,8 +218,7 @@ def _bounded(wait: float | None) -> float | None:
 def _was_refused(error: OperationalError) -> bool:
     code = code_of(error)
     if str(code).startswith("database is locked"):
-        # Waiting does not renew an old snapshot. (Python 3.10 does not have the name.)
-        return getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_BUSY_SNAPSHOT"
+        return not is_of_old_snapshot(error)
     return code in REFUSED
 
 
@@ -239,7 +236,7 @@ def _postgresql_time(connection: Any, wait: float) -> Iterator[None]:
             cursor.execute(
                 "SELECT current_setting('statement_timeout'),"
                 " set_config('statement_timeout', %s, true)",
-                [str(_milliseconds(wait))],
+                [str(math.ceil(wait * 1000))],
             )
             before = cursor.fetchone()[0]
             yield
@@ -287,15 +284,5 @@ def _poll(rows: models.QuerySet[M], deadline: Deadline) -> list[M]:
 def _lock_file(connection: Any, model: Any, wait: float | None) -> None:
     """Make this transaction the only writer: SQLite has no other lock."""
     table = connection.ops.quote_name(model._meta.db_table)
-    with connection.cursor() as cursor:
-        cursor.execute("PRAGMA busy_timeout")
-        before = cursor.fetchone()[0]
-        cursor.execute(f"PRAGMA busy_timeout = {_milliseconds(wait)}")
-        try:
-            cursor.execute(f"DELETE FROM {table} WHERE 0")
-        finally:
-            cursor.execute(f"PRAGMA busy_timeout = {before}")
-
-
-def _milliseconds(wait: float | None) -> int:
-    return LONGEST_MS if wait is None else math.ceil(wait * 1000)
+    with connection.cursor() as cursor, waiting_for_file(cursor, wait):
+        cursor.execute(f"DELETE FROM {table} WHERE 0")

@@ -1,8 +1,14 @@
-"""The code that a database gave for an error, whichever driver reported it."""
+"""What drivers have in common: the code of an error; how long SQLite waits for its file."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+# The longest wait that SQLite and PostgreSQL accept, in milliseconds: 24 days.
+LONGEST_MS = 2**31 - 1
 
 
 def code_of(error: BaseException) -> Any:
@@ -17,3 +23,24 @@ def code_of(error: BaseException) -> Any:
     # Our own, psycopg 3, psycopg 2; what is left is SQLite.
     codes = (getattr(cause, name, None) for name in ("code", "sqlstate", "pgcode"))
     return next(filter(None, codes), first)
+
+
+@contextmanager
+def waiting_for_file(cursor: Any, wait: float | None) -> Iterator[None]:
+    """Let SQLite wait so many seconds (None: forever) for a file that others write to."""
+    cursor.execute("PRAGMA busy_timeout")
+    before = cursor.fetchone()[0]
+    wait_ms = LONGEST_MS if wait is None else min(math.ceil(wait * 1000), LONGEST_MS)
+    cursor.execute(f"PRAGMA busy_timeout = {wait_ms}")
+    try:
+        yield
+    finally:
+        cursor.execute(f"PRAGMA busy_timeout = {before}")
+
+
+def is_of_old_snapshot(error: BaseException) -> bool:
+    """Whether SQLite refused a write on a snapshot too old for it: that gets no newer by waiting.
+
+    Python 3.10 cannot tell.
+    """
+    return getattr(error.__cause__ or error, "sqlite_errorname", "") == "SQLITE_BUSY_SNAPSHOT"

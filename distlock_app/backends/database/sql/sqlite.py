@@ -7,12 +7,12 @@ fixed width, in milliseconds as its clock is: Django reads them, and they sort a
 
 from __future__ import annotations
 
-import math
 import re
 from time import sleep
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
+from ....primitives.drivers import is_of_old_snapshot, waiting_for_file
 from ....primitives.timing import monotonic
 from .base import ROW_WAIT, Cursor, Dialect, Named, Step, busy
 
@@ -103,21 +103,13 @@ class SQLite(Dialect):
     def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
         """Lock the file for writing, which is all that SQLite can lock."""
         asked = {"key": key, "owner": ""}
-        cursor.execute("PRAGMA busy_timeout")
-        before = cursor.fetchone()[0]
-        longest = 2**31 - 1
-        wait_ms = longest if wait is None else min(math.ceil(wait * 1000), longest)
-        cursor.execute(f"PRAGMA busy_timeout = {wait_ms}")
         try:
-            cursor.execute(self.MAKE, asked)
-            taken = cursor.execute(self.LOCK_ROW, asked).rowcount == 1
+            with waiting_for_file(cursor, wait):
+                cursor.execute(self.MAKE, asked)
+                taken = cursor.execute(self.LOCK_ROW, asked).rowcount == 1
         except Exception as error:
-            # A snapshot that is too old gets no newer by waiting. (Python 3.10 cannot tell.)
-            too_old = getattr(error, "sqlite_errorname", "") == "SQLITE_BUSY_SNAPSHOT"
-            if too_old or not self.contended(error):
+            if is_of_old_snapshot(error) or not self.contended(error):
                 raise
             return Busy()
-        finally:
-            cursor.execute(f"PRAGMA busy_timeout = {before}")
         # Leased at the last moment: this transaction has the file, and its holder cannot go on.
         return int(cursor.execute(self.FENCE, asked).fetchone()[0]) if taken else Busy()
