@@ -77,10 +77,8 @@ def register() -> None:
 
 
 def _says(alias: str, error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, ImproperlyConfigured) and alias in text:
-        return text
-    return f"DISTLOCK[{alias!r}]: {text or type(error).__name__}"
+    where, text = f"DISTLOCK[{alias!r}]: ", str(error) or type(error).__name__
+    return text if text.startswith(where) else where + text
 
 
 def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
