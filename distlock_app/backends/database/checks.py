@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 
 from django.conf import settings
@@ -43,21 +44,18 @@ def refuse_wrong_options(queue: int, poll_min: float, poll_max: float) -> None:
         raise ImproperlyConfigured("POLL_MIN is longer than POLL_MAX")
 
 
-def check_sharing(alias: str, using: str) -> list[CheckMessage]:
+def check_sharing(alias: str, using: str) -> Iterator[CheckMessage]:
     """Warn if other data is in the same SQLite file, unless this is a project in development."""
     ours = connections[using]
     names = [database["NAME"] for database in connections.settings.values()]
     shared = using == DEFAULT_DB_ALIAS or names.count(ours.settings_dict["NAME"]) > 1
-    if ours.vendor != "sqlite" or not shared or settings.DEBUG:
-        return []
-    return [
-        Warning(
+    if ours.vendor == "sqlite" and shared and not settings.DEBUG:
+        yield Warning(
             f"DISTLOCK[{alias!r}] keeps its locks in the same SQLite file as other data.",
             hint="A lock waits for every transaction that writes, and cannot be taken inside"
             " one. Add a database file for locks to DATABASES and set it as LOCATION.",
             id="distlock_app.W011",
         )
-    ]
 
 
 def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
@@ -89,58 +87,49 @@ def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
     ]
 
 
-def check_pooler(alias: str, session: Session) -> list[CheckMessage]:
+def check_pooler(alias: str, session: Session) -> Iterator[CheckMessage]:
     """Report a pooler that lends sessions by the transaction, if the settings do not name it."""
     using, known = session.wrapper.alias, isinstance(session.cursor, PooledCursor)
-    if known or not isinstance(session.dialect, PostgreSQL) or not lends_by_transaction(using):
-        return []
-    return [
-        Error(
+    if isinstance(session.dialect, PostgreSQL) and not known and lends_by_transaction(using):
+        yield Error(
             f"DISTLOCK[{alias!r}]: {using!r} is behind a transaction pooler: statements fail, or"
             " take as long as they may.",
             hint="Set DISABLE_SERVER_SIDE_CURSORS in DATABASES to True, or QUEUE in DISTLOCK to 0.",
             id="distlock_app.E018",
         )
-    ]
 
 
-def check_engine(alias: str, session: Session) -> list[CheckMessage]:
+def check_engine(alias: str, session: Session) -> Iterator[CheckMessage]:
     """Report a table without transactions on MySQL or MariaDB, such as MyISAM's."""
     if session.wrapper.vendor != "mysql":
-        return []
+        return
     with session.wrapper.cursor() as cursor:
         cursor.execute(ENGINE, [session.dialect.table_name])
         row = cursor.fetchone()
-    if row is None:
-        return []
-    text = f"DISTLOCK[{alias!r}]: the lock table on {session.wrapper.alias!r} is in {row[0]},"
-    return [
-        Error(
+    if row is not None:
+        text = f"DISTLOCK[{alias!r}]: the lock table on {session.wrapper.alias!r} is in {row[0]},"
+        yield Error(
             f"{text} without transactions: lock_in_transaction() and hold.pin() exclude nobody.",
             hint=f"ALTER TABLE {session.dialect.table_name} ENGINE = InnoDB",
             id="distlock_app.E019",
         )
-    ]
 
 
-def check_generic(alias: str, session: Session) -> list[CheckMessage]:
+def check_generic(alias: str, session: Session) -> Iterator[CheckMessage]:
     """Report what is missing and what may go wrong where Django generates the SQL."""
     if not isinstance(session.dialect, Generic):
-        return []
+        return
     server = session.wrapper.display_name
-    found: list[CheckMessage] = [
-        Info(
-            f"DISTLOCK[{alias!r}]: this app has no SQL for {server}; Django generates it."
-            " Waiters poll, in no order of arrival.",
-            hint="This was tested with PostgreSQL, MariaDB and SQLite as stand-ins.",
-            id="distlock_app.I011",
-        )
-    ]
+    yield Info(
+        f"DISTLOCK[{alias!r}]: this app has no SQL for {server}; Django generates it."
+        " Waiters poll, in no order of arrival.",
+        hint="This was tested with PostgreSQL, MariaDB and SQLite as stand-ins.",
+        id="distlock_app.I011",
+    )
     now = Rows(session.wrapper).now()
     now = now if now.tzinfo else now.replace(tzinfo=timezone.utc)
     ahead = now - datetime.now(timezone.utc)
     if abs(ahead) > ZONE:
         text = f"DISTLOCK[{alias!r}]: the clock of {server} is {ahead / timedelta(minutes=1):+.0f}"
         hint = "Set the server or its sessions to UTC: summer time would end every lease at once."
-        found.append(Warning(f"{text} minutes from UTC.", hint=hint, id="distlock_app.W012"))
-    return found
+        yield Warning(f"{text} minutes from UTC.", hint=hint, id="distlock_app.W012")

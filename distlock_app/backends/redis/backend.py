@@ -249,7 +249,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         return int(cleared)
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
-        messages = check_sharing(self.alias, self.location)
+        messages = [*check_sharing(self.alias, self.location)]
         if ask:
             messages += check_server(self.alias, self._pool, self._replicas)[0]
         return messages

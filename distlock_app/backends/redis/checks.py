@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
 from typing import Any
 
 from django.conf import settings
@@ -22,23 +23,20 @@ def refuse_wrong_prefix(prefix: Any) -> None:
         raise ImproperlyConfigured("PREFIX must be text without braces or blanks.")
 
 
-def check_sharing(alias: str, location: str | None) -> list[CheckMessage]:
+def check_sharing(alias: str, location: str | None) -> Iterator[CheckMessage]:
     """Warn if a cache lives in the database of the locks: its clear() is a FLUSHDB."""
     if location is None:
-        return []
+        return
     here = server_of(location)
     others = [other for other in settings.CACHES if other != location and server_of(other) == here]
-    if here is None or (location != "default" and not others):
-        return []
-    return [
-        Warning(
+    if here is not None and (location == "default" or others):
+        yield Warning(
             f"The locks of DISTLOCK[{alias!r}] are in the Redis database of the cache "
             f"{(others or [location])[0]!r}: clearing that cache deletes them all.",
             hint="Give the locks an alias of their own in CACHES, with another database number "
             "or another server, and never clear it.",
             id="distlock_app.W013",
         )
-    ]
 
 
 def check_server(
