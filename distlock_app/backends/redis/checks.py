@@ -50,36 +50,34 @@ def check_server(
         facts = {node.name: _facts_of(node) for node in servers.nodes()}
     except BackendError as error:
         return [no_answer(alias, error, "distlock_app.E013")], {}
-    messages: list[CheckMessage] = []
+    return [*_wrong_in(facts, alias, replicas)], facts
+
+
+def _wrong_in(
+    facts: dict[str, dict[str, str]], alias: str, replicas: int
+) -> Iterator[CheckMessage]:
     policies = {fact.get("maxmemory_policy", "noeviction") for fact in facts.values()}
     for policy in sorted(policies - {"noeviction"}):
-        messages.append(
-            Warning(
-                f"The Redis of DISTLOCK[{alias!r}] evicts locks when its memory is full "
-                f"(maxmemory-policy {policy}).",
-                hint="Set maxmemory-policy to noeviction, or give the locks a server of their own.",
-                id="distlock_app.W014",
-            )
+        yield Warning(
+            f"The Redis of DISTLOCK[{alias!r}] evicts locks when its memory is full "
+            f"(maxmemory-policy {policy}).",
+            hint="Set maxmemory-policy to noeviction, or give the locks a server of their own.",
+            id="distlock_app.W014",
         )
     for name, fact in facts.items():
         if fact.get("role") == "slave":
-            messages.append(
-                Error(
-                    f"Redis {name!r} of DISTLOCK[{alias!r}] is a replica: it grants no lock.",
-                    hint="Let the alias lead to the primary.",
-                    id="distlock_app.E013",
-                )
+            yield Error(
+                f"Redis {name!r} of DISTLOCK[{alias!r}] is a replica: it grants no lock.",
+                hint="Let the alias lead to the primary.",
+                id="distlock_app.E013",
             )
         if (connected := int(fact.get("connected_slaves", 0))) < replicas:
-            messages.append(
-                Warning(
-                    f"Redis {name!r} has {connected} replicas, but REPLICAS of "
-                    f"DISTLOCK[{alias!r}] requires {replicas}: it grants no lock.",
-                    hint="Add replicas, or lower REPLICAS.",
-                    id="distlock_app.W016",
-                )
+            yield Warning(
+                f"Redis {name!r} has {connected} replicas, but REPLICAS of DISTLOCK[{alias!r}] "
+                f"requires {replicas}: it grants no lock.",
+                hint="Add replicas, or lower REPLICAS.",
+                id="distlock_app.W016",
             )
-    return messages, facts
 
 
 def _facts_of(node: Pool) -> dict[str, str]:

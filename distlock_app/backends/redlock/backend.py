@@ -228,7 +228,7 @@ class RedlockBackend(ForPeople):
         return len(owners)
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
-        return check_nodes(self.alias, self.location, ask=ask)
+        return [*check_nodes(self.alias, self.location, ask=ask)]
 
     def ping(self) -> None:
         self._held([0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -43,35 +43,32 @@ def _check_independence(location: Sequence[str]) -> None:
         names[server] = alias
 
 
-def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> list[CheckMessage]:
+def check_nodes(alias: str, location: Sequence[str], *, ask: bool) -> Iterator[CheckMessage]:
     """Look at every node; `ask` allows questions to the servers."""
-    messages = [message for name in location for message in check_sharing(alias, name)]
+    for name in location:
+        yield from check_sharing(alias, name)
     if not ask:
-        return messages
+        return
     names: dict[str, str] = {}  # of the servers, by what tells them apart
     forgetful = []
     for name in location:
         with closing(Pool(name, recipe(name))) as pool:
             found, by_name = check_server(alias, pool)
-        messages, facts = messages + found, by_name.get(name, {})
+        yield from found
+        facts = by_name.get(name, {})
         other = names.setdefault(facts.get("run_id", name), name)
         if other != name:
-            messages.append(
-                Error(
-                    f"DISTLOCK[{alias!r}] counts one server twice: {other!r} and {name!r}.",
-                    hint="A majority needs independent servers: replace one of the aliases.",
-                    id="distlock_app.E014",
-                )
+            yield Error(
+                f"DISTLOCK[{alias!r}] counts one server twice: {other!r} and {name!r}.",
+                hint="A majority needs independent servers: replace one of the aliases.",
+                id="distlock_app.E014",
             )
         if facts.get("aof_enabled") == "0":
             forgetful.append(name)
     if forgetful:
-        messages.append(
-            Warning(
-                f"DISTLOCK[{alias!r}]: {', '.join(forgetful)} lose all locks in a restart.",
-                hint="Set appendonly yes and appendfsync always, or restart a node that went down "
-                "only after the longest ttl.",
-                id="distlock_app.W015",
-            )
+        yield Warning(
+            f"DISTLOCK[{alias!r}]: {', '.join(forgetful)} lose all locks in a restart.",
+            hint="Set appendonly yes and appendfsync always, or restart a node that went down only "
+            "after the longest ttl.",
+            id="distlock_app.W015",
         )
-    return messages
