@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from asyncio import CancelledError
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 from ..errors import BackendError, LockError, LockLost, NotHeld, Terminated
@@ -118,11 +117,7 @@ class Ending(Entered):
             self._left_badly(error, exc)
 
     def end_block(
-        self,
-        block: AbstractContextManager[None],
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, block: Any, exc_type: Any, exc: BaseException | None, traceback: Any
     ) -> None:
         """Commit the `atomic()` block inside this hold, or roll it back if the lock is lost."""
         if self._lease.foreign:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from django.db import transaction
@@ -28,22 +28,14 @@ class Entered:
             raise NotHeld("this hold was released: acquire the lock again")
         return self.enter()  # type: ignore[attr-defined,no-any-return]
 
-    def __exit__(
-        self: Any,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self: Any, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
         self.leave(exc)
 
     async def __aenter__(self: HeldT) -> HeldT:
         return Entered.__enter__(self)
 
     async def __aexit__(
-        self: Any,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self: Any, exc_type: Any, exc: BaseException | None, traceback: Any
     ) -> None:
         await self.aleave(exc)
 
@@ -160,12 +152,7 @@ class WithBlock(Generic[HeldT]):
             raise
         return hold  # type: ignore[no-any-return]
 
-    def __exit__(
-        self: Any,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self: Any, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
         hold = None
         try:
             hold = entered(self, sys._getframe(1))
@@ -185,10 +172,7 @@ class WithBlock(Generic[HeldT]):
         return hold  # type: ignore[no-any-return]
 
     async def __aexit__(
-        self: Any,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self: Any, exc_type: Any, exc: BaseException | None, traceback: Any
     ) -> None:
         hold = entered(self, sys._getframe(1))
         forget(hold)
