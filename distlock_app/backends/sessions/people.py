@@ -20,19 +20,16 @@ class ForPeople(SessionsBackend):
     """Asks the server for the sessions that have locks of ours, of any process."""
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        ours = {
-            session.number: session for session in list(self._taken.values()) if not session.waits
-        }
-        keys = [session.claim.key for session in ours.values() if session.claim]
+        sessions = [session for session in list(self._taken.values()) if not session.waits]
+        ours = {s.number: (claim, s.fence) for s in sessions if (claim := s.claim)}
+        keys = [claim.key for claim, _ in ours.values()]
         for fields in self._question(lambda session: list(session.locks(key, keys))):
             number, now_us = fields.pop("number"), fields.pop("now_us")
             since_us, named = fields.pop("since_us", None), fields.pop("named", None)
-            session = ours.get(number)
-            claim = session.claim if session else None
-            # What we know ourselves, or else what the session's last statement said.
             lock, said = fields["key"], fields.pop("note", None)
-            if session and claim and claim.key == lock:
-                said = note(claim, session.fence)
+            # What we know ourselves, or else what the session's last statement said.
+            if number in ours and ours[number][0].key == lock:
+                said = note(*ours[number])
             fields |= from_note(said, lock)
             fields.setdefault("name", from_note(named, lock).get("name", f"({lock})"))
             if (began_us := fields.get("fence") or since_us) is not None:
