@@ -59,8 +59,7 @@ class LiveActions(LiveColumns, _Base):
 
     def clear_view(self, request: HttpRequest) -> HttpResponse:
         """Show the confirmation; on POST, release the locks."""
-        if not self.has_clear_permission(request):
-            raise PermissionDenied
+        self._require(self.has_clear_permission(request))
         posted = request.method == "POST"
         form = clearing.ReasonForm(request.POST if posted else None)
         asked = (request.POST if posted else request.GET).getlist("lock")
@@ -78,8 +77,7 @@ class LiveActions(LiveColumns, _Base):
 
     def extend_view(self, request: HttpRequest) -> HttpResponse:
         """Extend a lock to this many seconds from now or more; POST only."""
-        if not self.has_extend_permission(request):
-            raise PermissionDenied
+        self._require(self.has_extend_permission(request))
         if request.method != "POST":
             # A login on the way, say, has lost the form.
             self._warn(request, gettext("Nothing was extended. Please try again."))
@@ -99,8 +97,7 @@ class LiveActions(LiveColumns, _Base):
 
     def leftover_view(self, request: HttpRequest) -> HttpResponse:
         """Count expired claims and old rows in lock tables; on POST, clear or purge them."""
-        if not self.has_clear_permission(request):
-            raise PermissionDenied
+        self._require(self.has_clear_permission(request))
         posted = request.method == "POST"
         form: clearing.CountForm = (
             clearing.LeftoverForm(request.POST)
@@ -175,6 +172,10 @@ class LiveActions(LiveColumns, _Base):
             "clear_url": self._url("clear"),
         }
         return TemplateResponse(request, "admin/distlock_app/livelock/clear.html", context)
+
+    def _require(self, allowed: bool) -> None:
+        if not allowed:
+            raise PermissionDenied
 
     def _warn(self, request: HttpRequest, *problems: str) -> None:
         for problem in problems:

@@ -9,7 +9,6 @@ from urllib.parse import urlencode
 from django.contrib import admin
 from django.contrib.admin.utils import quote, unquote
 from django.contrib.admin.views.main import ChangeList
-from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path
@@ -142,8 +141,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+        self._require(self.has_view_permission(request))
         if too_long(request):
             self._warn(request, str(TOO_LONG))
             return HttpResponseRedirect(self._list())
@@ -171,8 +169,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
         """Show one holding, or say that the lock is free or changed hands."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+        self._require(self.has_view_permission(request))
         if (parts := parts_of(unquote(object_id))) is None:
             self._warn(request, gettext("There is no such lock."))
             return HttpResponseRedirect(self._list())
@@ -201,8 +198,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
 
     def events_view(self, request: HttpRequest) -> HttpResponse:
         """Show what happened to a lock lately, with any holder, also when it is free."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+        self._require(self.has_view_permission(request))
         parts = parts_of(request.GET.get("lock", ""))
         if parts is None or not history.kept():
             return HttpResponseRedirect(self._list())
@@ -254,8 +250,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         self, request: Any, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show the forced releases of this lock, from any holder, also when it is free."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+        self._require(self.has_view_permission(request))
         if (parts := parts_of(unquote(object_id))) is None:
             return HttpResponseRedirect(self._list())
         alias, key, _seen = parts
