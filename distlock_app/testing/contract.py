@@ -281,12 +281,12 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
         self.backend.release(grant)
 
     def test_one_of_many_threads_has_it_at_a_time(self) -> None:
-        name, counter, pool = self.name(), [0], ThreadPoolExecutor(8)
+        name, counter, pool = self.name(), [0], ThreadPoolExecutor(4)
 
-        counts = [pool.submit(self.count_to_ten, counter, name) for _ in range(8)]
+        counts = [pool.submit(self.count_to_ten, counter, name) for _ in range(4)]
 
-        assert [count.exception(90) for count in counts] == [None] * 8
-        assert counter == [80]
+        assert [count.exception(90) for count in counts] == [None] * 4
+        assert counter == [40]
         pool.shutdown()
 
     def test_the_server_answers(self) -> None:
