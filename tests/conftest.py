@@ -55,7 +55,7 @@ def certified(directory):
 ONCE = (
     *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
     "test_contract_proof",
-    *("test_core_async", "test_core_cost", "test_core_fork", "test_core_holds"),
+    *("test_core_async", "test_core_clock", "test_core_cost", "test_core_fork", "test_core_holds"),
     "test_core_sessions",
     "test_health",
     *("test_core_settings", "test_core_waiting", "test_etags", "test_history"),
@@ -68,6 +68,7 @@ ONCE = (
         "test_benchmarks",
         "test_etcd_",
         "test_model_checking",
+        "test_proxy",
         "test_redlock",
         "test_translations",
         "test_unique_tasks",
@@ -96,6 +97,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             asked[name] for name in ("using", "bystander") if isinstance(asked.get(name), str)
         )
         fixtures = set(getattr(item, "fixturenames", ()))
+        # All aliases are in memory; pytest-django lets no test without the mark into a database.
+        in_memory = "memory" in fixtures and not item.get_closest_marker("django_db")
+        in_memory = in_memory and "transactional_db" not in fixtures
+        elsewhere = elsewhere or in_memory
         if elsewhere or fixtures & OTHER_SERVERS or item.path.stem.startswith(ONCE):
             item.add_marker("once")
         if fixtures & {"processes", "shells", "started"}:

@@ -685,6 +685,7 @@ def test_run_gives_the_program_no_connection_in_place_of_a_closed_input(started)
     assert "socket:" not in out
 
 
+@pytest.mark.once
 def test_run_gives_a_busy_lock_up_with_75_and_names_the_holder(started):
     taken("a", who="bob /b")
 
@@ -695,6 +696,7 @@ def test_run_gives_a_busy_lock_up_with_75_and_names_the_holder(started):
     assert out == "" and "bob /b" in err
 
 
+@pytest.mark.once
 def test_run_ends_with_75_although_its_stderr_is_closed(started):
     taken("a")
     closed = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
@@ -710,6 +712,7 @@ def test_the_holder_of_a_busy_lock_cannot_write_to_the_terminal(memory):
     assert "GET /" in said and said.isprintable()
 
 
+@pytest.mark.once
 def test_run_waits_for_its_turn(started):
     grant = taken("a")
     process = started("run", "a", "--wait", "30", *shell("echo ran"))
@@ -742,6 +745,7 @@ def test_run_passes_signals_on_and_releases(started, tmp_path, number):
     assert not is_held("a")
 
 
+@pytest.mark.once
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
 def test_run_waits_for_a_program_that_it_may_not_signal(started):
     mere_root = ["setpriv", "--bounding-set=-kill"]  # without the right to signal other users
@@ -779,6 +783,7 @@ def test_run_gives_the_lock_up_if_no_program_can_be_started(memory):
     assert not is_held("a")
 
 
+@pytest.mark.once
 def test_run_ends_with_128_and_the_signal_that_ended_the_program(started):
     process = started("run", "a", *shell("kill -KILL $$"))
 
@@ -786,6 +791,7 @@ def test_run_ends_with_128_and_the_signal_that_ended_the_program(started):
     assert not is_held("a")
 
 
+@pytest.mark.once
 def test_a_signal_ends_the_waiting(started):
     taken("a")
     process = started("run", "a", "--wait", "60", *shell("echo ran"))
@@ -811,6 +817,7 @@ def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.once
 def test_run_says_that_a_program_whose_lock_is_lost_has_ended_by_itself(started, tmp_path):
     script = f"trap '' TERM; while [ ! -e {tmp_path}/go ]; do sleep .05; done"
     process = started("run", "a", *shell(script))
@@ -848,6 +855,7 @@ def leaders(path):
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_killed_leader_is_followed_by_the_other_candidate(started, tmp_path):
     path = tmp_path / "leaders"
@@ -865,6 +873,7 @@ def test_a_killed_leader_is_followed_by_the_other_candidate(started, tmp_path):
     assert all(one != next_one for one, next_one in pairwise(leaders(path)))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_wrapper_that_is_killed_at_any_moment_leaves_no_program_behind(started, tmp_path):
     """As the kernel kills it when memory is short: while it starts, waits or holds the lock."""
@@ -887,6 +896,7 @@ def test_a_wrapper_that_is_killed_at_any_moment_leaves_no_program_behind(started
     assert "two lead" not in leaders(path)
 
 
+@pytest.mark.once
 def test_a_leader_that_lost_its_lock_leads_again_in_its_turn(started, tmp_path):
     path = tmp_path / "leaders"
     process = lead(started, path, "0")
@@ -915,6 +925,7 @@ def begun(tmp_path):
     return len(leaders(tmp_path / "begun"))
 
 
+@pytest.mark.once
 def test_a_leader_goes_on_after_a_signal_that_its_program_survived(started, tmp_path):
     process = started("lead", "a", "--ttl", "3", *reloading(tmp_path))
     until(lambda: begun(tmp_path) == 1)
@@ -928,6 +939,7 @@ def test_a_leader_goes_on_after_a_signal_that_its_program_survived(started, tmp_
     until(lambda: begun(tmp_path) == 2)
 
 
+@pytest.mark.once
 def test_a_leader_that_was_asked_to_end_does_not_go_on_after_a_loss(started, tmp_path):
     process = started("lead", "a", "--ttl", "3", *reloading(tmp_path))
     until(lambda: begun(tmp_path) == 1)
@@ -954,6 +966,7 @@ def test_a_signal_that_another_thread_gets_is_passed_on(memory, tmp_path):
         assert run.run(Lock("a"), program) == 7
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("action", ["run", "lead"])
 def test_the_exit_code_is_known_if_the_parent_ignores_the_end_of_children(started, action):
     process = started(action, "a", *shell("exit 3"), wrapper=["env", "--ignore-signal=CHLD"])
@@ -975,6 +988,7 @@ def test_a_handler_that_python_did_not_install_is_let_be(memory, monkeypatch):
         install(signal.SIGUSR1, before)
 
 
+@pytest.mark.once
 def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
     process = started("lead", "a", *shell("exit 3"))
 
@@ -982,6 +996,7 @@ def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
     assert not is_held("a")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("closed", ["2>&-", "2> >(true)"])
 def test_a_leader_goes_on_where_nobody_reads_what_it_says(started, tmp_path, closed):
     path = tmp_path / "leaders"
@@ -1055,6 +1070,7 @@ def test_a_candidate_ends_if_one_of_its_backends_does_not_answer_at_first(memory
     assert ends_with("lead", "a", "--using", using, "--", "true").returncode == 69
 
 
+@pytest.mark.once
 def test_a_program_dies_with_the_process_that_runs_it(started):
     process = started("run", "a", *shell("echo $$; exec sleep 60"))
     program = int(process.stdout.readline())
@@ -1077,6 +1093,7 @@ sys.exit(process.wait())
 """
 
 
+@pytest.mark.once
 def test_where_the_kernel_does_not_end_a_program_a_pipe_does():
     def start(script):
         command = [sys.executable, "-c", ELSEWHERE, tethered.__file__, "sh", "-c", script]
@@ -1124,6 +1141,7 @@ def test_run_leaves_the_options_of_the_program_alone(memory, capfd, before):
     assert capfd.readouterr().out == "--wait -- --settings=x -v\n"
 
 
+@pytest.mark.once
 def test_locks_on_other_engines_are_shown_and_cleared_while_the_database_is_down(
     redis_url, started
 ):
@@ -1228,6 +1246,7 @@ def _interrupt(seconds):
     raise KeyboardInterrupt
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("action", [["list"], ["watch", "--interval", "0.1"]])
 def test_a_reader_that_goes_away_ends_it_quietly(started, action):
     taken("a")
