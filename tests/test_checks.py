@@ -292,6 +292,7 @@ def test_a_name_that_is_no_alias_is_told_where_it_is_written(settings):
             locked("invoice", using=wrong)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("package", "backend"),
     [
@@ -334,6 +335,7 @@ def test_the_checks_are_known_to_django():
         call_command("check", "--tag", "distlock")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "engine",
     [

@@ -57,6 +57,7 @@ class LockTable(OnDatabase):
         time.sleep(0.002)  # no crash is over before SQLite's clock, of milliseconds, moves on
 
 
+@pytest.mark.once
 class TestLocMem(LockBackendContract):
     alias = "locmem"
 
@@ -92,6 +93,7 @@ class TestAdvisoryLocks(OnDatabase, LockBackendContract):
     alias = "advisory"
 
 
+@pytest.mark.once
 class TestRedis(LockBackendContract):
     alias = "redis"
 

@@ -85,6 +85,7 @@ class OnRedis:
         return owner, left, [int(token[5:]) for token in waiting]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "case", [{"processes": 3}, {"processes": 2, "ttl": 2, "faults": 1}], ids=str
 )

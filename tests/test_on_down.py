@@ -240,6 +240,7 @@ def on_redis(own_redis, settings):
     return use
 
 
+@pytest.mark.once
 def test_a_redis_that_stops_under_load_answers_503_and_lets_nobody_in(own_redis, on_redis):
     answers = []
     stop = threading.Event()

@@ -207,6 +207,7 @@ def test_a_base_manager_that_leaves_the_version_is_a_warning() -> None:
     assert ids(Plain) == {"distlock_app.W023"}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "line",
     [
@@ -220,6 +221,7 @@ def test_what_needs_no_models_can_be_imported_before_the_apps_are_ready(line: st
     assert run.returncode == 0
 
 
+@pytest.mark.once
 def test_a_model_asked_for_too_early_is_there_later() -> None:
     code = """
 import os
