@@ -15,6 +15,7 @@ from tests.launching import NotInstalled, find_program
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.crowd
 def test_a_quick_round_measures_every_part(tmp_path):
     try:
         find_program("redis-server", "valkey-server")

@@ -90,6 +90,7 @@ def open_up(shop: Shop) -> None:
     shop.run("seed")
 
 
+@pytest.mark.crowd
 def test_the_shop_passes_its_own_tests(shop):
     said = shop.run("test", "demo_project")
 
@@ -102,6 +103,7 @@ def test_the_settings_are_sound_and_the_migrations_complete(shop):
     assert "No changes" in shop.run("makemigrations", "--check", "--dry-run")
 
 
+@pytest.mark.crowd
 def test_locks_have_a_file_of_their_own(shop):
     open_up(shop)
 
@@ -111,6 +113,7 @@ def test_locks_have_a_file_of_their_own(shop):
     assert (shop.ask(table, "locks"), shop.ask(orders, "locks")) == ([(1,)], [(0,)])
 
 
+@pytest.mark.crowd
 def test_settling_on_two_hosts_at_once_settles_each_order_once(shop):
     open_up(shop)
 
