@@ -239,6 +239,7 @@ def ended():
     return {**identity.holder_fields(identity.holder_text()), "pid": process.pid}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("left", "changes", "state"),
     [
@@ -269,6 +270,7 @@ def claim_of_a_waiter(lock):
     registry["default"].backend.acquire(a_claim(lock.name), 5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("query", "shown"),
     [
@@ -308,6 +310,7 @@ def test_names_that_begin_alike_are_a_group_that_says_how_many_they_are(viewer):
     assert len(list(rows)) == 3
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("query", ["q=nothing", "state=expiring", "group=order%3A"])
 def test_an_empty_list_says_that_it_is_because_of_a_filter(viewer, query):
     taken("a")
@@ -326,6 +329,7 @@ def test_an_empty_list_says_that_nothing_is_held_if_that_is_known(viewer, aliase
     assert "Nothing is held, as far as the backends answered." in html_of(viewer.get(LIST))
 
 
+@pytest.mark.once
 def test_every_column_can_be_sorted_both_ways(viewer):
     with Lock("a", ttl=5), Lock("b", ttl=15), Lock("c", using="second"):
         for column in range(8):
@@ -349,6 +353,7 @@ def test_a_look_that_is_cut_short_shows_no_less_than_was_read_before(viewer, mon
     assert "list comes from 3 of them" in " ".join(html_of(response).split())
 
 
+@pytest.mark.once
 def test_many_locks_come_in_pages(viewer):
     holds = [Lock(f"n{i:03}").acquire() for i in range(130)]
     first = viewer.get(LIST).context["cl"].result_list
@@ -638,6 +643,7 @@ def test_the_detail_page_of_a_holder_that_is_gone_names_the_next(viewer):
     assert "changed hands" in said(response) and "bob /b" in said(response)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("pk", ["nonsense", "a:b:c:d", "default:00:1", "none:00:1", ":", "1"])
 def test_made_up_ids_lead_back_to_the_list(clearer, pk):
     for page in (change_url(pk), history_url(pk)):
@@ -811,6 +817,7 @@ def test_a_selected_lock_that_changed_hands_is_not_even_confirmed(clearer):
     assert len(re.findall(r'name="lock" value=', html)) == 1
 
 
+@pytest.mark.once
 def test_too_many_at_once_are_refused(clearer):
     holds = [Lock(f"n{i}").acquire() for i in range(201)]
     ids = [row_id(f"n{i}") for i in range(201)]
@@ -915,6 +922,7 @@ def test_extending_needs_its_permission_a_form_of_ours_and_post(browse, viewer):
     assert left("a") < 21 and not LogEntry.objects.exists()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seconds", ["", "-1", "0", "1e9", "99999999999", "x", "nan"])
 def test_only_sensible_times_extend_a_lock(extender, seconds):
     taken("a", ttl=20)
@@ -980,6 +988,7 @@ def test_dashboards_get_the_locks_as_json_without_a_token_of_theirs(viewer):
     assert "no-store" in response["Cache-Control"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("query", "shown"),
     [
@@ -999,6 +1008,7 @@ def test_dashboards_pick_as_the_list_does(viewer, query, shown):
     assert [lock["name"] for lock in answer["locks"]] == shown
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "query", ["limit=-1", "limit=x", "start=1e3", "start=9999999999", "limit=٣"]
 )
@@ -1029,6 +1039,7 @@ def test_staff_behind_a_proxy_with_a_password_of_its_own_get_the_data(viewer):
     assert viewer.get(DATA, headers={"Authorization": "Basic YW5uOng="}).status_code == 200
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("parameter", ["q", "host", "other"])
 def test_a_question_of_any_length_is_answered_in_a_line(viewer, parameter):
     query = {parameter: "word " * 4_000}
