@@ -149,11 +149,11 @@ def test_a_guarded_script_whose_answer_was_lost_is_not_sent_again(proxy, own, ho
     backend.close()
 
 
-def test_a_thousand_lost_answers_leave_no_lock(proxy, own):
+def test_lost_answers_leave_no_lock(proxy, own):
     backend = backend_at(proxy.url)
     lost = 0
 
-    for number in range(1000):
+    for number in range(200):
         wanted = a_claim(f"n{number % 10}")
         proxy.swallow = "close"
         try:
@@ -167,7 +167,7 @@ def test_a_thousand_lost_answers_leave_no_lock(proxy, own):
         except BackendError:
             lost += 1
 
-    assert lost >= 500
+    assert lost >= 100
     assert list(own[0].holders()) == []
     backend.close()
 
