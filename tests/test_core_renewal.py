@@ -876,7 +876,7 @@ def test_a_signal_handler_that_releases_in_the_middle_of_the_timer_does_not_hang
     assert engines.free(engine, "a") and engines.free(engine, "b")
 
 
-def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeypatch):
+def test_two_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeypatch):
     batches = []
     real = engine.extend_many
 
@@ -887,11 +887,11 @@ def test_ten_thousand_holds_are_renewed_in_batches_by_one_thread(engine, monkeyp
     monkeypatch.setattr(engine, "extend_many", extend_many)
     Lock("a").acquire().release()
     threads = _renewers()
-    holds = [Lock(f"a{n}", ttl=20).acquire() for n in range(10_000)]
+    holds = [Lock(f"a{n}", ttl=20).acquire() for n in range(2_000)]
 
-    until(lambda: sum(batches) >= 10_000, within=60)
+    until(lambda: sum(batches) >= 2_000, within=60)
 
-    assert len(batches) < 5000
+    assert len(batches) < 1000
     assert _renewers() == threads
     for hold in holds:
         hold.check()
