@@ -212,7 +212,9 @@ def test_clearing_what_expired_ends_it_for_its_holder_and_spares_what_is_held(ba
     assert grab(backend, "late").fence > late.fence
 
 
-def test_what_expired_is_cleared_and_purged_however_its_key_begins(backend):
+def test_what_expired_is_cleared_and_purged_however_its_key_begins(backend, monkeypatch, request):
+    if "generic" in request.node.name:  # it takes any part alike: these are fewer statements
+        monkeypatch.setattr(people, "PARTS", list("0123456789abcdef"))
     DistLock.objects.using("locks").bulk_create(
         DistLock(key=f"{number:02x}" * 20, owner="dead", expiry=timezone.now() - timedelta(days=1))
         for number in range(256)
