@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import re
 import sqlite3
 import subprocess
@@ -33,7 +34,7 @@ from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.models import LiveLock, LockEvent
 from distlock_app.operations import history
-from distlock_app.primitives import identity, names
+from distlock_app.primitives import identity, names, threads
 from distlock_app.primitives.names import key_of
 from distlock_app.testing import held_elsewhere, lose
 from tests.engines import until
@@ -162,6 +163,19 @@ def test_a_process_that_ends_at_once_has_told(processes):
     assert ("released", "of another process") in events()
 
 
+def take_in_a_child():
+    """Let a child of multiprocessing do it."""
+    child = multiprocessing.get_context("fork").Process(target=take_once)
+    child.start()
+    child.join()
+
+
+def test_a_child_of_multiprocessing_that_ends_at_once_has_told(processes):
+    processes.run("tests.test_history:take_in_a_child", count=1)
+
+    assert ("released", "of another process") in events()
+
+
 def fail_in_a_transaction():
     """Have a lock released in the background at the end."""
     settings.DISTLOCK = {"default": {"BACKEND": "tests.test_history.SlowRelease"}}
@@ -208,6 +222,18 @@ def test_what_is_noted_just_as_the_writer_ends_a_turn_is_waited_for(kept, monkey
     writer.flush(30)
 
     assert ["two"] in written
+
+
+def test_what_is_noted_as_no_thread_can_be_started_is_written_all_the_same(kept, monkeypatch):
+    history.writer.flush(30)
+    monkeypatch.setattr(history, "writer", history._Writer())
+    monkeypatch.setattr(threads, "started", lambda work, name: False)  # as at exit on Python 3.12
+
+    with Lock("a"):
+        pass
+    history.writer.flush(30)
+
+    assert ("released", "a") in events()
 
 
 def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, caplog):

@@ -7,7 +7,6 @@ the caller's transaction, and a database that is down costs events, never a lock
 
 from __future__ import annotations
 
-import atexit
 import secrets
 import threading
 from collections import Counter, deque
@@ -24,7 +23,7 @@ from ..core.releasing import releaser
 from ..core.reporting import EXIT_PATIENCE, await_reports
 from ..models import LockEvent
 from ..primitives import identity
-from ..primitives.forks import in_child
+from ..primitives.forks import at_exit, in_child
 from ..primitives.logs import fields, logger
 from ..primitives.names import key_of, shown
 from ..primitives.threads import Worker
@@ -106,12 +105,13 @@ class _Writer:
 
     def flush(self, within: float = EXIT_PATIENCE) -> None:
         """Wait until everything is written, for `within` seconds at most."""
+        self._hurry.set()
+        self._worker.do_without_thread()
         if self._worker.running:
             done = threading.Event()
-            self._hurry.set()
             self._worker.put(done)
             done.wait(within)
-            self._hurry.clear()
+        self._hurry.clear()
 
     def _work(self, jobs: list[threading.Event | None]) -> None:
         self._hurry.wait(EVERY)
@@ -174,13 +174,15 @@ writer = _Writer()
 in_child(writer.__init__)  # type: ignore[misc]
 
 
-@atexit.register
 def _tell_all() -> None:
     """Write everything, also what is only now released in the background."""
     if kept():
         releaser.drain()
         await_reports()
         writer.flush()
+
+
+at_exit(writer, _tell_all)
 
 
 def _note(event: str, alias: str, name: str, **facts: Any) -> None:

@@ -1,7 +1,4 @@
-"""What a child process begins anew, also under uWSGI, which forks without telling Python.
-
-And what it does at its end, also a child of multiprocessing.
-"""
+"""What a child process begins anew, also under uWSGI, and what every process does at its end."""
 
 from __future__ import annotations
 
