@@ -97,10 +97,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             asked[name] for name in ("using", "bystander") if isinstance(asked.get(name), str)
         )
         fixtures = set(getattr(item, "fixturenames", ()))
-        # All aliases are in memory; pytest-django lets no test without the mark into a database.
-        in_memory = "memory" in fixtures and not item.get_closest_marker("django_db")
-        in_memory = in_memory and "transactional_db" not in fixtures
-        elsewhere = elsewhere or in_memory
+        # All aliases are in memory; pytest-django lets no test without these into a database.
+        asks_for_one = "transactional_db" in fixtures or item.get_closest_marker("django_db")
+        elsewhere |= "memory" in fixtures and not asks_for_one
         if elsewhere or fixtures & OTHER_SERVERS or item.path.stem.startswith(ONCE):
             item.add_marker("once")
         if fixtures & {"processes", "shells", "started"}:

@@ -619,6 +619,16 @@ def test_a_lock_that_was_released_is_not_kept_until_its_renewal_was_due(engine):
     assert lease not in timer.scheduled()
 
 
+def ended(code):
+    """Run it in a process of its own, which may load Django; return how that ended."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+
 def test_the_end_of_the_process_waits_for_releases_under_way():
     code = """
 import os, sys, django
@@ -637,12 +647,7 @@ engine.after["release"] = lambda: os.write(1, b"released")
 engine.fail("release", times=2)
 hold.leave(None)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        timeout=DEADLINE,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
+    done = ended(code)
 
     assert done.stdout == b"released", done.stderr
 
@@ -668,12 +673,7 @@ def test_the_end_of_the_process_waits_until_a_loss_is_told():
         except LockLost:
             pass
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        timeout=DEADLINE,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
+    done = ended(code)
 
     assert (done.returncode, done.stdout) == (0, b"told"), done.stderr
 
@@ -697,12 +697,7 @@ def test_the_end_of_the_process_waits_for_an_on_lost_callback():
         except LockLost:
             pass
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        timeout=DEADLINE,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
+    done = ended(code)
 
     assert (done.returncode, done.stdout) == (0, b"stopped"), done.stderr
 
@@ -745,12 +740,7 @@ def test_the_end_of_a_child_of_multiprocessing_waits_until_all_is_told(loaded_by
         child.start()
         child.join()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        timeout=DEADLINE,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
+    done = ended(code)
 
     assert (done.returncode, done.stdout) == (0, b"told"), done.stderr
 
@@ -769,12 +759,7 @@ def test_a_process_ends_in_silence_although_a_daemon_thread_is_in_a_with():
         threading.Thread(target=work, daemon=True).start()
         held.wait()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        timeout=DEADLINE,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
+    done = ended(code)
 
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -842,12 +827,7 @@ def test_a_release_for_which_the_ending_process_gets_no_thread_is_made_and_told(
         except ValueError:
             pass
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        timeout=DEADLINE,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
+    done = ended(code)
 
     assert (done.returncode, done.stdout) == (0, b"released"), done.stderr
 
