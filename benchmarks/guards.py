@@ -302,6 +302,8 @@ def saving(rounds: int, plain_sqlite: bool) -> dict[str, float]:
         connection.settings_dict["NAME"] = f"{connection.settings_dict['NAME']}-plain"
     with connection.schema_editor() as editor:
         for model in made.values():
+            if model._meta.db_table in connection.introspection.table_names():  # of a turn before
+                editor.delete_model(model)
             editor.create_model(model)
     rows = {title: model.objects.create() for title, model in made.items()}
 

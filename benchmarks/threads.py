@@ -10,15 +10,13 @@ from .contenders import GROUPS, Contender
 from .raw import Turn
 from .uncontended import at_most, failure
 
-TURNS = 2  # in which all are measured, one after the other
-
 
 def measure(group: str, seconds: float, counts: list[int], peers: bool) -> dict[str, Any]:
     """Return by contender and number of threads acquisitions a second, or {"error": why not}."""
     results: dict[str, Any] = {}
     made: dict[str, Turn] = {}
     contenders = GROUPS[group].of("threads", peers=peers)
-    for contender, count in [(x, n) for _ in range(TURNS) for n in counts for x in contenders]:
+    for contender, count in [(x, n) for n in counts for x in contenders]:
         found = results.setdefault(contender.title, {})
         if "error" in found:
             continue
@@ -26,8 +24,8 @@ def measure(group: str, seconds: float, counts: list[int], peers: bool) -> dict[
             with at_most(30):
                 if not contender.limit and contender.title not in made:
                     made[contender.title] = contender.make()
-                rate = _rate(contender, made.get(contender.title), count, seconds / TURNS)
-                found[str(count)] = found.get(str(count), 0) + rate / TURNS
+                shared = made.get(contender.title)
+                found[str(count)] = _rate(contender, shared, count, seconds)
         except BaseException as error:
             found.update(failure(error))
     return results

@@ -56,3 +56,18 @@ def test_tables_go_between_their_marks(page, tmp_path):
     assert ("12,345" in new) == ("before the run: 3.7" in new) == (page == "choosing-a-guard.md")
     assert ("saving, sqlite: no" in new) == (page == "benchmarks.md")
     assert new.count("<!-- end -->") == old.count("<!-- end -->")
+
+
+def test_of_several_turns_the_median_counts_and_an_error_is_not_lost():
+    from benchmarks.running import medians
+
+    slow = {"raw": {"us": 9.0}, "ours": {"us": 4.0}, "peer": {"us": 1.0}}
+    usual = {"raw": {"us": 2.0}, "ours": {"us": 3.0}, "peer": {"error": "no answer"}}
+    fast = {"raw": {"us": 1.0}, "ours": {"us": 5.0}, "peer": {"us": 1.0}}
+
+    assert medians([slow, usual, fast]) == {
+        "raw": {"us": 2.0},
+        "ours": {"us": 4.0},
+        "peer": {"error": "no answer"},
+    }
+    assert medians([{"error": "skipped"}, fast]) == {"error": "skipped"}
