@@ -161,7 +161,7 @@ class RaisesItsOwnError(Unreachable):
 
 
 class CannotList(BaseLockBackend):
-    pass
+    acquire, extend, release = Unreachable.acquire, Unreachable.extend, Unreachable.release
 
 
 class ListsAllLocks(LocMemBackend):

@@ -1194,7 +1194,10 @@ def wipe(directory):
 
 
 def test_a_wrong_location_is_refused(engine):
-    of_etcd, of_zookeeper = ["http://user:secret@127.0.0.1", ["ftp://x"]], ["h:port", ["h:1"]]
+    of_etcd, of_zookeeper = (
+        ["http://user:secret@127.0.0.1", ["ftp://x"]],
+        ["h:port", "h:1/a/../b", ["h:1"]],
+    )
     for location in [None, "", *(of_etcd if engine.name == "etcd" else of_zookeeper)]:
         with pytest.raises(ImproperlyConfigured, match="default") as raised:
             refused(engine, location)
@@ -1241,6 +1244,17 @@ def test_what_would_not_protect_anything_is_refused(engine, option):
 
     with pytest.raises(ImproperlyConfigured, match=f"{option}.* needs? .*{needs}"):
         refused(engine, location, option, "secret")
+
+
+@pytest.mark.parametrize(
+    "name, location, tls", [("etcd", "https://h", {}), ("zookeeper", "h:1", {"TLS": True})]
+)
+def test_a_key_without_its_certificate_is_refused(name, location, tls):
+    options = {**tls, "KEY": __file__}
+    setting = {"BACKEND": BACKENDS[name], "LOCATION": location, "OPTIONS": options}
+    with override_settings(DISTLOCK={"default": setting}):
+        with pytest.raises(ImproperlyConfigured, match="KEY needs a CERT"):
+            registry["default"]
 
 
 def refused(engine, location, option="PREFIX", value="x"):

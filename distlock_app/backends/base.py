@@ -7,6 +7,7 @@ import encodings.idna  # noqa: F401  else the first connection imports both: a f
 import math
 import select
 import ssl
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ class ConnectionLost(BackendError):
     """The connection broke under a request, which may have been carried out."""
 
 
-class BaseLockBackend:
+class BaseLockBackend(ABC):
     """One backend under one alias: created once per process, shared by all of its threads.
 
     Nothing connects in `__init__`. Server errors are raised as `BackendError` (chained), never
@@ -81,6 +82,7 @@ class BaseLockBackend:
 
     # Required.
 
+    @abstractmethod
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
         """Try to take `claim`; return a grant, or Busy / None if another owner has it.
 
@@ -89,15 +91,15 @@ class BaseLockBackend:
         try and leaves nothing behind: no waiter in a queue, no wake-up. If the same owner asks
         again, it is granted again, so a lost answer does no harm.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def extend(self, grant: Grant, ttl: float) -> bool:
         """Let the claim end no sooner than `ttl` seconds from now; never shorten it.
 
         False: it is certainly no longer ours.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def release(self, grant: Grant) -> bool:
         """End the claim, or leave the queue; return whether it was still ours.
 
@@ -105,7 +107,6 @@ class BaseLockBackend:
         after a failure, with a grant built from the claim (but see withdraw()). A backend that
         `blocks` also ends a wait for the claim in another thread.
         """
-        raise NotImplementedError
 
     # Optional: backends may improve on these defaults.
 
@@ -310,10 +311,13 @@ def check_security(user: Any, password: Any, files: Any, lacks: str) -> None:
 
     `lacks`: the setting without which there is no TLS; empty if it is there.
     """
+    _, cert, key = files
     if password and not user:
         raise ImproperlyConfigured("PASSWORD needs a USER.")
     if lacks and any(files):
         raise ImproperlyConfigured(f"CA, CERT and KEY need {lacks}.")
+    if key and not cert:
+        raise ImproperlyConfigured("KEY needs a CERT.")
 
 
 def tls_context(ca: Any, cert: Any, key: Any) -> ssl.SSLContext:

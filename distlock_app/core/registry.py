@@ -214,6 +214,8 @@ def _backend(alias: str, params: dict[str, Any]) -> BaseLockBackend:
             names = ", ".join(sorted(k.upper() for k in known)) or "none"
             raise ImproperlyConfigured(f"unknown option {key!r}; known are: {names}.")
     kwargs = {str(key).lower(): value for key, value in options.items()}
+    if len(kwargs) < len(options):
+        raise ImproperlyConfigured("'OPTIONS' has the same key twice, in upper and lower case.")
     try:
         backend: BaseLockBackend = cls(alias=alias, location=params.get("LOCATION"), **kwargs)
     except ImportError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +21,7 @@ from .queues import ASKING, ClaimKey, FairSemaphore
 T = TypeVar("T")
 
 
-class SessionsBackend(BaseLockBackend, ABC):
+class SessionsBackend(BaseLockBackend):
     """Knows which session of this process has which lock, and asks the server by others."""
 
     vendor: ClassVar[str]

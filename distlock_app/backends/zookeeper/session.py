@@ -15,7 +15,6 @@ from typing import Any
 from kazoo import exceptions, security
 from kazoo.client import KazooClient
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
-from kazoo.hosts import collect_hosts
 from kazoo.protocol.serialization import Connect
 from kazoo.protocol.states import KazooState
 from kazoo.retry import KazooRetry
@@ -101,7 +100,7 @@ class Session:
         """`timeout` is for an answer; the session is to last `seconds` without a sign of life."""
         self._alias = alias
         self._timeout = timeout
-        collect_hosts(hosts)  # raises ValueError now rather than for the first lock
+        KazooClient(hosts)  # raises ValueError now rather than for the first lock
         self._options: dict[str, Any] = {"hosts": hosts, "timeout": seconds}
         if login is not None:
             self._options["auth_data"] = [("digest", ":".join(login))]
