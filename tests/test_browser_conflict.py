@@ -122,7 +122,8 @@ def test_the_second_window_shows_the_conflict_and_merges_it(windows, offer, lang
     assert page.find_element(By.NAME, "name").get_attribute("value") == "Black tea"
     assert page.find_element(By.NAME, "text").get_attribute("value") == mine
     assert page.find_element(By.NAME, "price").get_attribute("value") == "12.00"
-    assert not page.find_element(By.CSS_SELECTOR, ".errornote").is_displayed()
+    assert not page.find_elements(By.CSS_SELECTOR, ".errornote, .errorlist")
+    assert page.title.startswith("Error:" if language == "en" else "오류:")
     theirs = page.find_element(By.CSS_SELECTOR, "[name=distlock_take_name][value=theirs]")
     heading = "Saved by another user" if language == "en" else "다른 사람이 저장한 값"
     assert theirs.accessible_name.startswith(f"Name {heading}")

@@ -145,9 +145,23 @@ def test_the_second_gets_a_page_that_says_what_the_first_did(
     assert "Last saved here by <strong>ann</strong>" in page
     for text in ("Green tea", "White tea", "Black &lt;b&gt;tea&lt;/b&gt;", "10.50", "My words"):
         assert text in page
-    assert "Please correct" in page and "dl-conflicting" in page
+    assert "Please correct" not in page
     offer.refresh_from_db()
     assert offer.name == "White tea"
+
+
+def test_beside_the_page_of_a_conflict_only_other_errors_are_shown(
+    ann: Client, bob: Client, offer: Offer
+) -> None:
+    of_ann, of_bob = fields(ann.get(url(offer))), fields(bob.get(url(offer)))
+    ann.post(url(offer), {**of_ann, "name": "White tea"})
+
+    response = bob.post(url(offer), {**of_bob, "name": "Black tea", "price": "much"})
+
+    page = response.content.decode()
+    assert response.status_code == 409
+    assert "Please correct the error below." in page and "Enter a number." in page
+    assert "“Green tea” became “White tea”" not in page  # the panel says so
 
 
 def test_the_page_of_a_conflict_names_a_user_whose_name_is_a_number(

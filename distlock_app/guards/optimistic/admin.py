@@ -23,7 +23,7 @@ from django.utils.translation import gettext
 
 from ...errors import StaleObjectError
 from .form_values import typed, withheld
-from .forms import VERSION, VersionedModelForm
+from .forms import CONFLICT, VERSION, VersionedModelForm
 from .saving import row_of
 
 if TYPE_CHECKING:
@@ -211,15 +211,14 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
         """Add the other user; a conflict page is not a success (409)."""
-        conflict = getattr(context["adminform"].form, "conflict", None)
-        if conflict is None:
+        form = context["adminform"].form
+        if (conflict := getattr(form, "conflict", None)) is None:
             return super().render_change_form(request, context, *args, **kwargs)
-        errors = context["errors"]
-        context |= {
-            "conflict": conflict,
-            "conflict_alone": sum(len(found) for found in errors) == 1,
-            "last": self._last_change(context["original"]),
-        }
+        # The page says it better than the error of the form.
+        said, errors = form.non_field_errors(), context["errors"]
+        said.data[:] = [error for error in said.data if error.code != CONFLICT]
+        errors[:] = [found for found in errors if found]
+        context |= {"conflict": conflict, "last": self._last_change(context["original"])}
         response = super().render_change_form(request, context, *args, **kwargs)
         response.status_code = 409
         return response

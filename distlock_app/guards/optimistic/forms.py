@@ -22,6 +22,8 @@ from .form_values import DIGEST, UPLOAD, differ, key_of, shown, withheld
 # The hidden field with the version, and the radio buttons of a conflict.
 VERSION = "distlock_version"
 TAKE = "distlock_take_{}"
+# The code of the error of a form that was refused.
+CONFLICT = "conflict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
         text = self.error_stale if conflict.known else self.error_unknown
         lines = [_line(change) for change in conflict.changes]
         message = " ".join([str(text), *lines])
-        self.add_error(None, ValidationError(message, code="conflict"))
+        self.add_error(None, ValidationError(message, code=CONFLICT))
         # Shown again, this is a form of the state that the user sees now.
         data: Any = self.data.copy()  # type: ignore[attr-defined]
         data[self.add_prefix(VERSION)] = self._token()
