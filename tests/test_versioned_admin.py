@@ -24,7 +24,7 @@ from django.test import Client
 
 from distlock_app import StaleObjectError
 from distlock_app.forms import VERSION, VersionedModelForm
-from tests.app.admin import ArticleAdmin, LeafletAdmin, NoteInline, OfferAdmin
+from tests.app.admin import ArticleAdmin, ExtraInline, LeafletAdmin, NoteInline, OfferAdmin
 from tests.app.versioned_models import Article, Extra, Leaflet, Note, Offer, Tag
 from tests.engines import running
 
@@ -266,17 +266,28 @@ def test_the_version_of_somebody_else_is_refused(ann: Client, bob: Client, offer
     assert bob.post(url(offer), {**data, "name": "Black tea"}).status_code == 409
 
 
-def test_what_was_typed_for_a_deleted_object_is_shown(ann: Client, offer: Offer) -> None:
+def test_what_was_typed_for_a_deleted_object_is_shown(
+    ann: Client, offer: Offer, monkeypatch: Any
+) -> None:
+    class SecretForm(VersionedModelForm):
+        class Meta:
+            widgets = {"price": forms.PasswordInput}
+
+    monkeypatch.setattr(ExtraInline, "form", SecretForm)
+    Extra.objects.create(offer=offer, name="bag", price=1)
     address = url(offer, "offerwithinlines")
     data = fields(ann.get(address))
     offer.delete()
 
-    typed = {"name": "A new <name>", "note_set-0-text": "A note"}
+    typed = {"name": "A new <name>", "note_set-0-text": "A note", "extra_set-0-price": "1234"}
     response = ann.post(address, {**data, **typed})
 
+    page = response.content.decode()
     assert response.status_code == 410
-    assert "A new &lt;name&gt;" in response.content.decode()
-    assert "A note" in response.content.decode()
+    assert "A new &lt;name&gt;" in page and "A note" in page
+    found = re.findall(r"extra_set-\S+|note_set-\S+", page, re.I)
+    assert [name.split("<")[0] for name in found] == ["Extra_set-0-name", "Note_set-0-text"]
+    assert "1234" not in page
     assert ann.get(address).status_code == 302
 
 

@@ -78,6 +78,14 @@ def _for_request(request: Any, form: Any) -> Any:
     return form
 
 
+def _shown_fields(formset: Any) -> Iterator[str]:
+    """Yield the names of what a user sees and types in the rows of an inline."""
+    parent = getattr(formset, "fk", None)  # not of generic ones, whose keys are no fields
+    for name, field in formset.form.base_fields.items():
+        if not (field.widget.is_hidden or withheld(field) or (parent and parent.name == name)):
+            yield name
+
+
 class _Unseen(Exception):
     """The object to delete has another version than the page showed."""
 
@@ -257,10 +265,14 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
             for name, field in form.fields.items()
             if name != VERSION and not withheld(field)
         ]
+        formsets = [inline.get_formset(request) for inline in self.get_inline_instances(request)]
+        of_inlines = {name for formset in formsets for name in _shown_fields(formset)}
+        # As in "extra_set-0-price", or "extra_set-0-sold_at_1", of a field with several inputs.
         inlines = [
             (name, value)
             for name, value in request.POST.items()
-            if value and re.search(r"-\d+-(?!id$|distlock_)", name)
+            if value and (field := re.search(r"-\d+-((\w+?)(_\d+)?)$", name))
+            if not of_inlines.isdisjoint(field.groups())
         ]
         return values + inlines
 
