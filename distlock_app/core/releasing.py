@@ -142,13 +142,9 @@ class Releaser:
     def _put(self, release: Release) -> None:
         backend = release.backend
         if (worker := self._workers.get(backend)) is None:
-            worker = Worker(f"distlock-release-{backend.alias}", self._work, threads=THREADS)
+            worker = Worker(f"distlock-release-{backend.alias}", self._try, threads=THREADS)
             worker = self._workers.setdefault(backend, worker)
         worker.put(release)
-
-    def _work(self, releases: list[Release]) -> None:
-        for release in releases:
-            self._try(release)
 
     def _try(self, release: Release) -> None:
         backend, now = release.backend, monotonic()

@@ -6,7 +6,6 @@ timer, so losses are reported on time.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -57,11 +56,8 @@ class Renewer:
 
     def await_renewal(self, lease: Lease) -> None:
         """Wait for a renewal of `lease`, which has ended, if one is in flight."""
-        if (worker := self._workers.get(_server_of(lease))) is None:
-            return
-        done = threading.Event()
-        worker.put(done)  # set after the jobs before it
-        done.wait(max(0.0, lease.trusted_until - monotonic()))
+        if (worker := self._workers.get(_server_of(lease))) is not None:
+            worker.finish(max(0.0, lease.trusted_until - monotonic()))
 
     def unpin(self, lease: Lease, ttl: float, asked_at: float) -> None:
         """Resume renewal after the commit of a pinned transaction, which extended the lease."""
@@ -117,21 +113,14 @@ class Renewer:
     def _put_extend(self, lease: Lease) -> None:
         server = _server_of(lease)
         if (worker := self._workers.get(server)) is None:
-            worker = Worker(f"distlock-worker-{lease.alias}", self._extend_all)
+            worker = Worker(f"distlock-worker-{lease.alias}", self._extend)
             worker = self._workers.setdefault(server, worker)
         worker.put(lease)
 
-    def _extend_all(self, jobs: list[Lease | threading.Event]) -> None:
-        leases = []
-        for job in jobs:
-            if isinstance(job, threading.Event):
-                job.set()
-            elif not (job.ended or job.pins or job.lost_because):
-                leases.append(job)
-        if leases:
-            self._extend(leases)
-
-    def _extend(self, leases: list[Lease]) -> None:
+    def _extend(self, asked: list[Lease]) -> None:
+        leases = [lease for lease in asked if not (lease.ended or lease.pins or lease.lost_because)]
+        if not leases:
+            return
         asked_at = monotonic()
         ttls = [lease.capped(lease.ttl) for lease in leases]
         work = [(lease.grant, ttl) for lease, ttl in zip(leases, ttls, strict=True)]

@@ -41,11 +41,7 @@ def report_lost(lease: Lease, reason: str, callbacks: tuple[Callback, ...]) -> N
 def await_reports() -> None:
     """Wait until receivers and callbacks know of all that has ended."""
     end = monotonic() + EXIT_PATIENCE
-    _notifier.do_without_thread()
-    if _notifier.running:
-        done = threading.Event()
-        _notifier.put(done.set)
-        done.wait(EXIT_PATIENCE)
+    _notifier.finish(EXIT_PATIENCE)
     for thread in threading.enumerate():
         if thread.name == CALLS_BACK:
             thread.join(max(0.0, end - monotonic()))
@@ -60,16 +56,6 @@ def lease_facts(lease: Lease) -> dict[str, Any]:
         "held": monotonic() - lease.since,
         "fence": lease.grant.fence,
     }
-
-
-def _call_all(jobs: list[Callable[[], None]]) -> None:
-    for job in jobs:
-        try:
-            job()
-        except BaseException:
-            logger.exception(
-                "reporting the end of a lock failed", extra=fields("worker_failed", "")
-            )
 
 
 def _call_back(hold_ref: weakref.ref[Any], callback: Callable[[Any], object]) -> None:
@@ -93,7 +79,7 @@ def _notify_lost(facts: dict[str, Any], reason: str, about: dict[str, Any]) -> N
     send(lock_lost, {**facts, "reason": reason})
 
 
-_notifier = Worker("distlock-notifier", _call_all)
+_notifier = Worker("distlock-notifier", lambda report: report(), threads=1)
 in_child(_notifier.forget)
 # A thread that still wrote to stderr when the interpreter ends would abort it.
 at_exit(_notifier, await_reports)

@@ -106,14 +106,10 @@ class _Writer:
     def flush(self, within: float = EXIT_PATIENCE) -> None:
         """Wait until everything is written, for `within` seconds at most."""
         self._hurry.set()
-        self._worker.do_without_thread()
-        if self._worker.running:
-            done = threading.Event()
-            self._worker.put(done)
-            done.wait(within)
+        self._worker.finish(within)
         self._hurry.clear()
 
-    def _work(self, jobs: list[threading.Event | None]) -> None:
+    def _work(self, _: list[None]) -> None:
         self._hurry.wait(EVERY)
         self._told = False
         try:
@@ -126,8 +122,6 @@ class _Writer:
             self._failing = True
         finally:
             connections.close_all()  # those of this thread
-        for done in filter(None, jobs):
-            done.set()
 
     def _write(self) -> None:
         here = _database()

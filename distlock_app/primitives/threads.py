@@ -77,14 +77,17 @@ class Gate:
 class Worker:
     """Daemon threads that are handed jobs: started on demand, gone when idle.
 
-    One thread gets all jobs that wait; of several `threads` each gets one at a time, so that a
-    slow job holds up no other.
+    One thread gets all jobs that wait, in a list. With a number of `threads` each gets one job at
+    a time, so that a slow job holds up no other.
     """
 
-    def __init__(self, name: str, work: Callable[[list[Any]], None], *, threads: int = 1) -> None:
+    def __init__(
+        self, name: str, work: Callable[[Any], object], *, threads: int | None = None
+    ) -> None:
         self._name = name
         self._work = work
-        self._threads = threads
+        self._gets_all = threads is None
+        self._threads = threads or 1
         self.forget()
 
     def forget(self) -> None:
@@ -109,11 +112,19 @@ class Worker:
                 if started(partial(self._run, token), self._name):
                     self._running.add(token)
 
+    def finish(self, within: float) -> None:
+        """Wait until the only thread has done what was put before, so many seconds at most."""
+        self.do_without_thread()
+        if self._running:
+            done = threading.Event()
+            self.put(done)
+            done.wait(within)
+
     def do_without_thread(self) -> None:
         """Do here what waits, if no thread could be started: on Python 3.12 none can at exit."""
         with suppress(queue.Empty):
             while not self._running:
-                self._work([self._jobs.get_nowait()])
+                self._do([self._jobs.get_nowait()])
 
     def _run(self, token: object) -> None:
         while True:
@@ -125,16 +136,22 @@ class Worker:
                         self._running.discard(token)
                         break
                 continue
-            try:
-                while self._threads == 1:
+            with suppress(queue.Empty):
+                while self._gets_all:
                     jobs.append(self._jobs.get_nowait())
-            except queue.Empty:
-                pass
-            try:
-                self._work(jobs)
-            except BaseException:  # also SystemExit: the next job relies on this thread
-                logger.exception(
-                    "%s failed and continues", self._name, extra=fields("worker_failed", "")
-                )
+            self._do(jobs)
             del jobs  # a lease must not live on in this frame
         connections.close_all()  # those of this thread, which receivers may have opened
+
+    def _do(self, jobs: list[Any]) -> None:
+        work = [job for job in jobs if not isinstance(job, threading.Event)]
+        try:
+            if work:
+                self._work(work if self._gets_all else work[0])
+        except BaseException:  # also SystemExit: the next job relies on this thread
+            logger.exception(
+                "%s failed and continues", self._name, extra=fields("worker_failed", "")
+            )
+        for job in jobs:
+            if isinstance(job, threading.Event):  # of finish()
+                job.set()
