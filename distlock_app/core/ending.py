@@ -176,7 +176,7 @@ class Ending(Entered):
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
-            if blocks and lease.holds == 1:
+            if blocks and lease.holds == 1 and not lease.ended:
                 blocks = [block for block in blocks if id(block) not in lease.open_transactions]
                 # First: an interrupt after this leaves no hold that nobody releases.
                 for block in blocks:
@@ -186,15 +186,16 @@ class Ending(Entered):
                         committed=partial(release_at_end, lease, id(block)),
                         dropped=partial(drop_at_end, lease, id(block)),
                     )
-            last = lease.remove_hold(self, blocks=blocks)
+                lease.wait_for(blocks)
+            last = lease.remove_hold(self)
         if last:
             # What timer.cancel() does, without its call for a lease that is on no heap yet.
             timer.young.pop(lease, None)
             if lease.due is not None:
                 timer.cancel(lease)
-        elif last is not None and lease.lost:
+        elif lease.lost:
             raise lease.lost_error()
-        return bool(last)
+        return last
 
     def _ask_release(self) -> bool:
         """Send the release; return whether the lock was ours until now."""

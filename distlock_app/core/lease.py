@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, cast
 
@@ -199,27 +199,23 @@ class Lease:
     def _add_entered(self, hold: Any) -> None:
         self.with_holds = tuple(map(weakref.ref, [*self.entered_holds(), hold]))
 
-    def remove_hold(self, hold: Any, *, blocks: Sequence[Any] = ()) -> bool | None:
-        """Remove a hold; return whether it was the last and ended the lease.
-
-        None: it was the last, but the release now also waits for `blocks`.
-        """
+    def remove_hold(self, hold: Any) -> bool:
+        """Remove a hold; return whether it was the last and ended the lease."""
         with self.lock:
             self.holds -= 1
             hold.released = True
-            answer = None
-            if self.holds > 0 or (self.open_transactions and (self.ended or not blocks)):
-                answer = False
-            elif blocks and not self.ended:
-                # A separate set, because a finalizer may remove items at any time.
-                self.__dict__.setdefault("open_transactions", set()).update(map(id, blocks))
-            else:
+            if not (self.holds > 0 or self.open_transactions):
                 self.ended = True
                 self.leave_runner()
                 return True
             if self._callbacks:
                 self._callbacks = tuple(x for x in self._callbacks if x[0]() is not hold)
-            return answer
+            return False
+
+    def wait_for(self, blocks: Iterable[Any]) -> None:
+        """Let the release wait for the end of these transactions, too."""
+        # A separate set, because a finalizer may remove items at any time.
+        self.__dict__.setdefault("open_transactions", set()).update(map(id, blocks))
 
     def transaction_ended(self, block: int) -> None:
         """Wait for this one no longer; the release may have been interrupted before it did."""
