@@ -384,9 +384,11 @@ def test_a_call_that_waits_on_the_server_and_gets_no_thread_is_told_so(engine, m
 
 
 def test_an_event_loop_that_outlives_the_main_thread_can_lock(engine):
-    for pools in (offloading._pools, offloading._holders):
-        offloading.begin(engine, int, pools=pools).result(DEADLINE)
-        pools[engine].shutdown()
+    for holder in (False, True):
+        offloading.begin(engine, int, holder=holder).result(DEADLINE)
+    threads = offloading.threads_of(engine)
+    threads.for_all.shutdown()
+    threads.for_holders.shutdown()
 
     asyncio.run(use_explicitly())
 

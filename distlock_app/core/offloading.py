@@ -19,11 +19,26 @@ from ..primitives.threads import started
 THREADS = 8  # per backend, so a backend that hangs does not delay the others
 HOLDERS = 4  # beside them: a release must not stand behind the tries of all tasks that wait
 
-Pools = weakref.WeakKeyDictionary[BaseLockBackend, ThreadPoolExecutor]
-_pools: Pools = weakref.WeakKeyDictionary()
-_holders: Pools = weakref.WeakKeyDictionary()
 # Of a backend, a function and its arguments.
 Begin = Callable[..., Future[Any]]
+
+
+class Threads:
+    """The threads of one backend."""
+
+    def __init__(self) -> None:
+        self.for_all = ThreadPoolExecutor(THREADS, thread_name_prefix="distlock-io")
+        self.for_holders = ThreadPoolExecutor(HOLDERS, thread_name_prefix="distlock-io")
+        self.first_tries = threading.Semaphore(THREADS // 2)  # that may be under way
+
+
+_threads: weakref.WeakKeyDictionary[BaseLockBackend, Threads] = weakref.WeakKeyDictionary()
+in_child(_threads.clear)
+
+
+def threads_of(backend: BaseLockBackend) -> Threads:
+    """Return the threads of `backend`."""
+    return _threads.get(backend) or _threads.setdefault(backend, Threads())
 
 
 async def in_thread(
@@ -36,7 +51,7 @@ async def in_thread(
 
     A cancellation does not wait for the call; `cancelled` is called when the call has ended.
     """
-    return await ended(begin(backend, function, *args, pools=_holders), cancelled)
+    return await ended(begin(backend, function, *args, holder=True), cancelled)
 
 
 async def ended(
@@ -60,19 +75,15 @@ async def ended(
         del request  # it refers to the error, and that to this frame
 
 
-_first_tries: weakref.WeakKeyDictionary[BaseLockBackend, threading.Semaphore]
-_first_tries = weakref.WeakKeyDictionary()
-
-
 def begin(
-    backend: BaseLockBackend, function: Callable[..., Any], *args: Any, pools: Pools = _pools
+    backend: BaseLockBackend, function: Callable[..., Any], *args: Any, holder: bool = False
 ) -> Future[Any]:
-    """Make the call in one of the threads of `backend`; raise BackendError if it has none."""
-    pool = pools.get(backend)
-    if pool is None:
-        threads = HOLDERS if pools is _holders else THREADS
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="distlock-io")
-        pool = pools.setdefault(backend, pool)
+    """Make the call in one of the threads of `backend`; raise BackendError if it has none.
+
+    `holder`: in one that is kept for holders.
+    """
+    threads = threads_of(backend)
+    pool = threads.for_holders if holder else threads.for_all
     request: Future[Any] = Future()
     try:
         pool.submit(_answer, [request, function, args])
@@ -116,7 +127,7 @@ def begin_first(backend: BaseLockBackend, *call: Any) -> Future[Any]:
 def _try_first(
     backend: BaseLockBackend, acquire: Callable[..., Any], claim: Claim, wait: float | None
 ) -> Any:
-    room = _first_tries.setdefault(backend, threading.Semaphore(THREADS // 2))
+    room = threads_of(backend).first_tries
     with_room = room.acquire(blocking=False)
     try:
         if not with_room and (answer := backend.look(claim)) is not None:
@@ -133,8 +144,3 @@ def begin_alone(backend: BaseLockBackend, function: Callable[..., Any], *args: A
     if not started(partial(_answer, [request, function, args]), "distlock-wait"):
         raise BackendError(f"{backend.alias!r} was not asked: no thread could be started.")
     return request
-
-
-in_child(_pools.clear)
-in_child(_holders.clear)
-in_child(_first_tries.clear)
