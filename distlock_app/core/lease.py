@@ -70,7 +70,6 @@ class Lease:
     open_transactions: set[int] = cast("set[int]", frozenset())
     keep_until = 0.0  # for `at_least`: stays taken until then, by monotonic()
     ended = False  # released or given up; no longer renewed
-    release_pending = False  # on a worker thread
     release_asked = False  # sent in time, but the answer was lost
     lost_because: str | None = None
     _callbacks: tuple[Callback, ...] | None = ()

@@ -37,8 +37,8 @@ class Release:
     backend: BaseLockBackend
     grant: Grant
     until: float  # by monotonic()
+    ask: Callable[[], Any]  # releases it
     lease: Lease | None = None  # its end is reported
-    ask: Callable[[], Any] | None = None  # instead of `release` of the backend
     due: float | None = None
 
 
@@ -68,9 +68,9 @@ class Releaser:
         self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
     ) -> None:
         """Have `gives_back` done, or `ask` if nobody shares the claim."""
-        if grant.claim.stable:
+        if ask is None or grant.claim.stable:
             ask = gives_back(backend, grant)
-        release = Release(backend, grant, monotonic() + grant.claim.ttl, ask=ask)
+        release = Release(backend, grant, monotonic() + grant.claim.ttl, ask)
         self._under_way.add(release)
         self._put(release)
 
@@ -87,9 +87,8 @@ class Releaser:
 
     def release_later(self, lease: Lease, ask: Callable[[], bool]) -> None:
         """Release `lease` unless it is taken again first. Never blocks; safe in a finalizer."""
-        release = Release(lease.backend, lease.grant, 0.0, lease, ask)
+        release = Release(lease.backend, lease.grant, 0.0, ask, lease)
         self._under_way.add(release)
-        lease.release_pending = True
         timer.soon(partial(self._end, release, lease))
 
     def let_expire(self, lease: Lease) -> None:
@@ -120,8 +119,11 @@ class Releaser:
     def drain(self, lease: Lease | None = None) -> None:
         """Wait for pending releases, or one, but not for a backend that does not answer."""
         end = monotonic() + EXIT_PATIENCE
-        while (lease.release_pending if lease else self._under_way) and monotonic() < end:
-            for release in self._under_way.copy():
+        while monotonic() < end:
+            pending = [one for one in self._under_way.copy() if lease in (None, one.lease)]
+            if not pending:
+                return
+            for release in pending:
                 if (worker := self._workers.get(release.backend)) is not None:
                     worker.do_without_thread()
             sleep(0.001)
@@ -133,11 +135,10 @@ class Releaser:
             self._put(release)
         else:
             self._under_way.discard(release)
-            lease.release_pending = False
 
     def _at_its_end(self, lease: Lease) -> None:
-        end = lease.trusted_until
-        timer.at(end, Release(lease.backend, lease.grant, end + lease.ttl), self._put)
+        end, ask = lease.trusted_until, gives_back(lease.backend, lease.grant)
+        timer.at(end, Release(lease.backend, lease.grant, end + lease.ttl, ask), self._put)
 
     def _put(self, release: Release) -> None:
         backend = release.backend
@@ -155,7 +156,7 @@ class Releaser:
         try:
             if late and backend.expires:
                 raise BackendError("its lease has ended")
-            was_ours = release.ask() if release.ask else backend.release(release.grant)
+            was_ours = release.ask()
         except BaseException as error:
             # A claim without expiry is retried: its backend says when the session is over.
             if release.grant.claim.stable or (late and backend.expires):
@@ -176,7 +177,6 @@ class Releaser:
     def _done(self, release: Release) -> None:
         self._under_way.discard(release)
         if release.lease is not None:
-            release.lease.release_pending = False
             release.lease.leave_runner()
 
 
