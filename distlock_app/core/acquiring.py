@@ -26,9 +26,12 @@ from .wakers import AsyncWaker, Waker
 class Attempt:
     """The state of one call of acquire."""
 
-    __slots__ = ("backend", "key", "lock", "lease_key", "runner", "started", "ttl", "wait")
+    __slots__ = (
+        *("backend", "entered", "key", "lock", "lease_key", "runner", "started", "ttl", "wait"),
+    )
 
-    def __init__(self, lock: Any, wait: float | None) -> None:
+    def __init__(self, lock: Any, wait: float | None, entered: bool = False) -> None:
+        """`entered`: the hold is for a `with`."""
         entry = registry[lock.using]
         if wait is UNSET:
             wait = lock.wait
@@ -37,24 +40,22 @@ class Attempt:
         if lock.max_hold is not None:
             self.ttl = min(self.ttl, lock.max_hold)
         self.lock = lock
+        self.entered = entered
         self.backend = entry.backend
         self.key = names.key_of(lock.name)
         self.runner = identity.current_runner()
         self.lease_key = (entry.backend, self.key, lock.shared, lock.limit)
         self.started = monotonic()
 
-    def reenter(self, *, entered: bool = False) -> Hold | None:
-        """Return another hold of a lock that this runner already has, without a request.
-
-        `entered`: it is for a `with`.
-        """
+    def reenter(self) -> Hold | None:
+        """Return another hold of a lock that this runner already has, without a request."""
         lease = self.lease()
         if lease is None or not self._shares(lease):
             return None
         if lease.holds > 0 and not self.lock.reentrant:
             raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
         hold = Hold(lease, release_now=self.lock.release == "now", released=True)
-        hold.entered = entered and next(entry_numbers)
+        hold.entered = self.entered and next(entry_numbers)
         try:
             if lease.add_hold(hold):
                 self._options(hold, lease)
@@ -100,7 +101,7 @@ class Attempt:
             blocking=waker.blocking,
         )
 
-    def hold(self, grant: Grant, asked_at: float, *, entered: bool = False) -> Hold:
+    def hold(self, grant: Grant, asked_at: float) -> Hold:
         """Return a hold for the grant, renewed from now on."""
         lock, runner = self.lock, self.runner
         lease = Lease(
@@ -113,7 +114,7 @@ class Attempt:
             max_hold=lock.max_hold,
         )
         hold = Hold(lease, release_now=lock.release == "now")
-        if entered:
+        if self.entered:
             hold.entered, lease.with_holds = next(entry_numbers), (ref(hold),)
         try:
             runner.held[self.lease_key] = lease
@@ -145,7 +146,7 @@ class Attempt:
         give_back = releaser.give_back_now if at_once else releaser.give_back
         give_back(self.backend, Grant(claim))
 
-    def opened(self, claim: Claim, error: BackendError, *, entered: bool = False) -> Hold:
+    def opened(self, claim: Claim, error: BackendError) -> Hold:
         """Return a hold of nothing, for the backend is down; raise `error` if ON_DOWN says so."""
         stand_in = registry[self.lock.using].stand_in
         if stand_in is None:
@@ -157,7 +158,7 @@ class Attempt:
             extra=fields("opened", self.lock.using, Grant(claim), error=str(error)),
         )
         self.backend = stand_in
-        return self.hold(Grant(claim), monotonic(), entered=entered)
+        return self.hold(Grant(claim), monotonic())
 
     def note_wait(self, event: str, grant: Grant | None = None) -> None:
         """Log the outcome of a long wait."""

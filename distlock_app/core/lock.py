@@ -125,10 +125,8 @@ class Lock(WithBlock[Hold]):
             identity.refuse_to_block("`async with`, or `await lock.aacquire()`")
         if self.using.__class__ is tuple:
             return self._on_all()._acquire(wait, entered=entered)  # type: ignore[return-value]
-        attempt = Attempt(self, wait)
-        hold = (
-            attempt.reenter(entered=entered) if attempt.lease_key in attempt.runner.held else None
-        )
+        attempt = Attempt(self, wait, entered)
+        hold = attempt.reenter() if attempt.lease_key in attempt.runner.held else None
         if hold is not None:
             return hold
         if not transactions.surely_none():
@@ -137,7 +135,7 @@ class Lock(WithBlock[Hold]):
         claim = attempt.claim(waker)
         try:
             grant, asked_at = acquired(attempt.backend, claim, attempt.wait, waker)
-            hold = attempt.hold(grant, asked_at, entered=entered)
+            hold = attempt.hold(grant, asked_at)
             if lock_acquired.receivers:
                 send(lock_acquired, attempt.facts(fence=grant.fence))
             return hold
@@ -146,7 +144,7 @@ class Lock(WithBlock[Hold]):
             raise
         except BackendError as error:
             send(lock_failed, attempt.failed(claim, error))
-            return attempt.opened(claim, error, entered=entered)
+            return attempt.opened(claim, error)
         except BaseException as error:
             if hold is not None:
                 hold.leave(error, unused=True)
@@ -159,9 +157,9 @@ class Lock(WithBlock[Hold]):
         if self.using.__class__ is tuple:
             holds = await self._on_all()._aacquire(wait, entered=entered)
             return holds  # type: ignore[return-value]
-        attempt = Attempt(self, wait)
+        attempt = Attempt(self, wait, entered)
         await transactions.check_caller(self.name, release_now=self.release == "now")
-        if (hold := attempt.reenter(entered=entered)) is not None:
+        if (hold := attempt.reenter()) is not None:
             return hold
         transactions.check_before_lock(self.name, release_now=self.release == "now")
         waker = AsyncWaker()
@@ -171,7 +169,7 @@ class Lock(WithBlock[Hold]):
             grant, asked_at = await arun(
                 attempt.backend, claim, attempt.wait, waker, cancelled=give_back
             )
-            hold = attempt.hold(grant, asked_at, entered=entered)
+            hold = attempt.hold(grant, asked_at)
             if lock_acquired.receivers:
                 await asend(lock_acquired, attempt.facts(fence=grant.fence))
             return hold
@@ -180,7 +178,7 @@ class Lock(WithBlock[Hold]):
             raise
         except BackendError as error:
             await asend(lock_failed, attempt.failed(claim, error))
-            return attempt.opened(claim, error, entered=entered)
+            return attempt.opened(claim, error)
         except BaseException as error:
             if hold is not None:  # cancelled meanwhile: do not wait for the backend
                 hold.abandon()
