@@ -78,13 +78,19 @@ class Waiter:
         return grant
 
 
+class Untold(AsyncWaker):
+    """Gives nothing back if its event loop was closed: only the backend does."""
+
+    on_loop_closed = property(lambda self: None, lambda self, call: None)
+
+
 @contextmanager
 def left_waiting(backend: Any, name: str) -> Iterator[None]:
     """Let a task wait for the lock whose event loop was closed without a word to it."""
 
     async def wait() -> None:
-        waker = AsyncWaker()
-        await arun(backend, a_claim(name, wake=waker.wake), None, waker, cancelled=lambda: None)
+        waker = Untold()
+        await arun(backend, a_claim(name, wake=waker.wake), None, waker)
 
     if isinstance(backend, RedisBackend):
         backend._listener(key_of(name)).ensure_subscribed()

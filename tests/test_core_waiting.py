@@ -234,7 +234,7 @@ def test_an_error_keeps_nothing_of_its_caller(answers):
         weakref.finalize(mine, end.append, "async")
         backend = Scripted(*answers)
         with pytest.raises((BackendError, LockBusy)) as caught:
-            await arun(backend, claim(), 0.02, AsyncWaker(), cancelled=lambda: None)
+            await arun(backend, claim(), 0.02, AsyncWaker())
         del caught
 
     gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any
 
 from ..backends.base import BaseLockBackend
@@ -79,14 +78,12 @@ class Latch:
         """Like `wait`, without blocking the event loop: a waiting task costs no thread."""
         waker = AsyncWaker()
         claim = self._claim(None, waker)
-        give_back = partial(releaser.give_back, self._backend, Grant(claim))
         try:
-            wait = self._timeout(timeout)
-            await arun(self._backend, claim, wait, waker, cancelled=give_back)
+            await arun(self._backend, claim, self._timeout(timeout), waker)
         except LockBusy:
             return False
         except Exception:
-            give_back()
+            releaser.give_back(self._backend, Grant(claim))
             raise
         return True
 

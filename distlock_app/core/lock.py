@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from typing import Literal
 
 from django.core.exceptions import ImproperlyConfigured
@@ -164,11 +163,8 @@ class Lock(WithBlock[Hold]):
         transactions.check_before_lock(self.name, release_now=self.release == "now")
         waker = AsyncWaker()
         claim = attempt.claim(waker)
-        give_back = partial(releaser.give_back, attempt.backend, Grant(claim))
         try:
-            grant, asked_at = await arun(
-                attempt.backend, claim, attempt.wait, waker, cancelled=give_back
-            )
+            grant, asked_at = await arun(attempt.backend, claim, attempt.wait, waker)
             hold = attempt.hold(grant, asked_at)
             if lock_acquired.receivers:
                 await asend(lock_acquired, attempt.facts(fence=grant.fence))
@@ -183,7 +179,7 @@ class Lock(WithBlock[Hold]):
             if hold is not None:  # cancelled meanwhile: do not wait for the backend
                 hold.abandon()
             elif isinstance(error, Exception):
-                give_back()
+                attempt.give_back(claim, at_once=False)
             raise
 
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..backends.base import BaseLockBackend
@@ -19,7 +20,7 @@ from ..primitives.forks import in_child
 from ..primitives.names import shown
 from ..primitives.timing import Deadline, full_jitter, monotonic, trusted_for
 from .offloading import Begin, Seen, begin, begin_alone, begin_first, ended
-from .releasing import gives_back
+from .releasing import gives_back, releaser
 from .wakers import AsyncWaker, Waker
 
 # Seconds between the expected expiry of a claim and the next try.
@@ -229,19 +230,14 @@ def run(steps: Generator[Step, Any, Any], waker: Waker) -> Any:
 
 
 async def arun(
-    backend: BaseLockBackend,
-    claim: Claim,
-    wait: float | None,
-    waker: AsyncWaker,
-    *,
-    cancelled: Callable[[], None],
+    backend: BaseLockBackend, claim: Claim, wait: float | None, waker: AsyncWaker
 ) -> tuple[Grant, float]:
     """Run `acquiring` in the event loop; its calls are made in threads.
 
-    When the task is cancelled, `cancelled` is called after the call in flight, or at once if that
-    call waits, to end it. It is also called if the waiter's turn comes after its loop was closed.
+    When the task is cancelled, the claim is given back after the call in flight, or at once if that
+    call waits, to end it. So it is if the waiter's turn comes after its loop was closed.
     """
-    waker.on_loop_closed = cancelled
+    give_back = waker.on_loop_closed = partial(releaser.give_back, backend, Grant(claim))
     steps = acquiring(backend, claim, wait)
     answer: Any = None
     error: Exception | None = None
@@ -257,10 +253,10 @@ async def arun(
             error = None
             try:
                 if isinstance(step, Pause):
-                    answer = await _paused(waker, step, cancelled)
+                    answer = await _paused(waker, step, give_back)
                 else:
                     request = step.begin(backend, step.function, *step.args)
-                    answer = await ended(request, cancelled, at_once=step.begin is begin_alone)
+                    answer = await ended(request, give_back, at_once=step.begin is begin_alone)
             except Exception as raised:
                 error = raised
     finally:
@@ -269,9 +265,9 @@ async def arun(
         error = request = None  # their tracebacks refer to this frame
 
 
-async def _paused(waker: AsyncWaker, pause: Pause, cancelled: Callable[[], None]) -> Any:
+async def _paused(waker: AsyncWaker, pause: Pause, give_back: Callable[[], None]) -> Any:
     try:
         return await waker.wait(pause.seconds, pause.wake_fd)
     except BaseException:
-        cancelled()
+        give_back()
         raise
