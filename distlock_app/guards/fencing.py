@@ -13,7 +13,8 @@ from .optimistic.fields import LAST
 from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
 from .optimistic.retrying import Retrying
-from .optimistic.saving import MISSING, put, row_of, unjoined
+from .optimistic.rollbacks import MISSING, restored_on_error
+from .optimistic.saving import row_of, unjoined
 from .retrying import M
 
 if TYPE_CHECKING:
@@ -220,14 +221,12 @@ class FencedModel(models.Model):
         if fence is MISSING:
             return super().save(*args, **kwargs)
         state: Any = self._state
-        before = self.__dict__.get("fence", MISSING)
         outer = getattr(state, "fencing", None)  # of a save whose receiver calls this one
-        self.fence = state.fencing = fence_of(fence)
+        number = fence_of(fence)
         try:
-            super().save(*args, **kwargs)
-        except BaseException:
-            put(self, "fence", before)
-            raise
+            with restored_on_error("fence", self):
+                self.fence = state.fencing = number
+                super().save(*args, **kwargs)
         finally:
             state.fencing = outer
 

@@ -14,8 +14,8 @@ from django.dispatch import receiver
 from .fields import AnyVersionField, VersionField
 from .querysets import VersionedManager, VersionedQuerySet, with_versions
 from .retrying import Retrying
-from .rollbacks import watch, watch_read
-from .saving import MISSING, GuardedSave, put, row_of
+from .rollbacks import MISSING, put, restored_on_error, watch, watch_read
+from .saving import GuardedSave, row_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,18 +93,15 @@ class VersionedModel(GuardedSave):
         """Refresh as Django does; the version only together with all fields, or by its name."""
         name = self._version_field.attname
         before = self.__dict__.get(name, MISSING)
-        if fields is not None:
-            fields = set(fields)
-            if from_queryset is None:  # not from a replica that may be older than the version
-                using = using or self._state.db
-        elif before is MISSING:
-            self.__dict__[name] = None  # no longer deferred: read it with the rest
-        try:
+        with restored_on_error(name, self):
+            if fields is not None:
+                fields = set(fields)
+                if from_queryset is None:  # not from a replica that may be older than the version
+                    using = using or self._state.db
+            elif before is MISSING:
+                self.__dict__[name] = None  # no longer deferred: read it with the rest
             taken = self._reads_all(from_queryset) if fields is None else name in fields
             super().refresh_from_db(using=using, fields=fields, from_queryset=from_queryset)
-        except BaseException:
-            put(self, name, before)
-            raise
         if taken or self.__dict__.get(name) != before:  # read with the fields, by only()
             watch_read(self, str(self._state.db))
         if not taken:
@@ -134,19 +131,15 @@ class VersionedModel(GuardedSave):
         rows = row_of(self, field, using)
         moved = field.after(expected)
         watch(self, expected, using)
-        try:
-            with transaction.atomic(using=using):
-                # A write, not a read: it locks the row until it is deleted, on SQLite too.
-                # The plain update(): a versioned one would have all rows watched for a rollback.
-                current = rows.filter(**{field.name: expected})
-                if models.QuerySet.update(current, **{field.name: moved}):
-                    setattr(self, field.attname, moved)  # receivers of pre_delete may save
-                elif (found := self._find_version(using, expected)) is not None:
-                    raise self._conflict(expected, found)
-                deleted = super().delete(using=using, keep_parents=keep_parents)
-        except BaseException:
-            setattr(self, field.attname, expected)
-            raise
+        with restored_on_error(field.attname, self), transaction.atomic(using=using):
+            # A write, not a read: it locks the row until it is deleted, on SQLite too.
+            # The plain update(): a versioned one would have all rows watched for a rollback.
+            current = rows.filter(**{field.name: expected})
+            if models.QuerySet.update(current, **{field.name: moved}):
+                setattr(self, field.attname, moved)  # receivers of pre_delete may save
+            elif (found := self._find_version(using, expected)) is not None:
+                raise self._conflict(expected, found)
+            deleted = super().delete(using=using, keep_parents=keep_parents)
         setattr(self, field.attname, None)
         return deleted
 

@@ -10,8 +10,8 @@ from django.db import NotSupportedError, connections, models, router, transactio
 from ..retrying import M
 from .fields import AnyVersionField
 from .retrying import Retrying
-from .rollbacks import key_in, watch_rows
-from .saving import MISSING, put, unjoined
+from .rollbacks import key_in, restored_on_error, watch_rows
+from .saving import unjoined
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,14 +99,8 @@ class VersionedQuerySet(models.QuerySet[M]):
             )
         name = self._version_field.attname
         objs = list(objs)
-        before = [(obj, obj.__dict__.get(name, MISSING)) for obj in objs]
-        try:
+        with restored_on_error(name, *objs):  # Django sets versions before it inserts the rows
             created: list[Any] = super().bulk_create(objs, batch_size, ignore_conflicts)
-        except BaseException:
-            # Django gives objects their versions before it inserts the rows.
-            for obj, version in before:
-                put(obj, name, version)
-            raise
         for obj in created:
             if ignore_conflicts:  # the row may be another writer's
                 obj.__dict__.pop(name, None)

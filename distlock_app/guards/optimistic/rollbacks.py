@@ -1,8 +1,10 @@
-"""Versions in memory, restored when the transaction that changed them is rolled back."""
+"""Versions in memory, restored when what changed them fails, or its transaction is rolled back."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from django.core.exceptions import ValidationError
@@ -10,8 +12,7 @@ from django.db import connections
 
 from ...primitives.transactions import OpenSavepoints, in_testcase, own_blocks
 
-# In place of a version that was read from a row: what the row has after a rollback is not known.
-UNKNOWN = object()
+MISSING: Any = object()  # in place of a value: the field is deferred
 
 
 class Undo:
@@ -60,14 +61,32 @@ class Undo:
                 _restore(obj, before)
 
 
+def put(obj: Any, name: str, value: Any) -> None:
+    """Set the field in memory; if the value is MISSING, defer the field."""
+    if value is MISSING:
+        obj.__dict__.pop(name, None)
+    else:
+        obj.__dict__[name] = value
+
+
+@contextmanager
+def restored_on_error(name: str, *objs: Any) -> Iterator[None]:
+    """Let the field be what it was before if the block raises."""
+    before = [(obj, obj.__dict__.get(name, MISSING)) for obj in objs]
+    try:
+        yield
+    except BaseException:
+        for obj, value in before:
+            put(obj, name, value)
+        raise
+
+
 def _restore(obj: Any, before: Any) -> None:
     name = obj._version_field.attname
-    now = obj.__dict__.get(name, UNKNOWN)
-    if before is UNKNOWN:
-        obj.__dict__.pop(name, None)
+    now = obj.__dict__.get(name, MISSING)
     # A higher version comes from the transaction, which had locked the row; None from a delete().
-    elif now is not UNKNOWN and (now is None or before is None or now > before):
-        obj.__dict__[name] = before
+    if now is not MISSING and (now is None or before in (None, MISSING) or now > before):
+        put(obj, name, before)
 
 
 def watch(obj: Any, before: Any, using: str) -> None:
@@ -101,7 +120,7 @@ def watch_read(obj: Any, using: str) -> None:
         movers = latest.moved.get(row, [])
         while movers:
             if (undo := movers[-1]()) is not None:
-                undo.note(obj, UNKNOWN)
+                undo.note(obj, MISSING)  # what the row has after a rollback is not known
                 break
             movers.pop()  # rolled back since
 

@@ -12,9 +12,8 @@ from django.db.models.sql.where import AND
 from ...errors import StaleObjectError
 from ...signals import version_conflict
 from .fields import AnyVersionField
-from .rollbacks import watch
+from .rollbacks import MISSING, put, watch
 
-MISSING = object()
 # Since 6.0 save() replaces an expression by its result, or defers the field.
 DJANGO_FORGETS = django.VERSION >= (6,)
 
@@ -234,14 +233,6 @@ def unjoined(rows: Any, using: str) -> Any:
     Then Django would read keys, and update by them without the other conditions.
     """
     return models.QuerySet(rows.model, using=using) if len(rows.query.alias_map) > 1 else rows
-
-
-def put(obj: Any, name: str, value: Any) -> None:
-    """Set the field in memory; if the value is MISSING, defer the field."""
-    if value is MISSING:
-        obj.__dict__.pop(name, None)
-    else:
-        obj.__dict__[name] = value
 
 
 def _is_first_table(field: AnyVersionField, model: Any) -> bool:
