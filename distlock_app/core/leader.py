@@ -50,8 +50,7 @@ class Leader:
         self._lock = Lock(name, ttl=ttl, wait=None, using=using)
         self._work: Callable[..., Any] = work
         self._stopped = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: Callable[[], object]  # what goes on in the loop
+        self._standing: asyncio.Future[None] | None = None
         self.hold: Hold | None = None  # while it leads
 
     @property
@@ -74,9 +73,8 @@ class Leader:
 
     async def arun(self) -> None:
         """Like `run`, in this event loop; a cancellation ends the work and the lead."""
-        standing = asyncio.ensure_future(self._stand())
-        self._loop, self._end = asyncio.get_running_loop(), standing.cancel
-        self._wake_again(self._loop)
+        standing = self._standing = asyncio.ensure_future(self._stand())
+        self._wake_again(asyncio.get_running_loop())
         try:
             await standing
         except asyncio.CancelledError:
@@ -88,9 +86,9 @@ class Leader:
     def stop(self) -> None:
         """Make run() end the work and the lead, and return; from any thread or signal handler."""
         stopped, self._stopped = self._stopped, True
-        if self._loop is not None and not stopped:
+        if self._standing is not None and not stopped:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(lambda: self._end())
+                self._standing.get_loop().call_soon_threadsafe(self._standing.cancel)
 
     def _wake_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self._alarm = loop.call_later(WAKE_EVERY, self._wake_again, loop)
@@ -121,7 +119,7 @@ class Leader:
 
     async def _lead(self, hold: Hold) -> BaseException | None:
         """Do the work until it ends; return its exception, if any."""
-        loop, standing, ended = asyncio.get_running_loop(), self._end, Event()
+        loop, ended = asyncio.get_running_loop(), Event()
         work: asyncio.Future[Any]
         end: Callable[[], object]
         self.hold = hold
@@ -132,16 +130,18 @@ class Leader:
             backend = registry[aliases_of(self._lock.using)[0]].backend
             work = asyncio.wrap_future(begin_alone(backend, _call, self._work, ended))
             end = ended.set
-        self._end = end
         hold.on_lost(lambda _: loop.call_soon_threadsafe(end))
         try:
             await asyncio.wait([work])
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
         finally:
             while not work.done():  # however often it is cancelled: the next one leads after that
                 end()
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([work])
-            self.hold, self._end = None, standing
+            self.hold = None
         return asyncio.CancelledError() if work.cancelled() else work.exception()
 
 
