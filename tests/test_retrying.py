@@ -20,7 +20,7 @@ from django.test import RequestFactory, TestCase
 
 from distlock_app.errors import RetriesExhausted, StaleObjectError
 from distlock_app.etags import PreconditionFailed, require_match
-from distlock_app.guards.optimistic import retrying
+from distlock_app.guards.optimistic import repeating
 from distlock_app.optimistic import retry_on_conflict
 from distlock_app.pessimistic import retry_on_deadlock
 from distlock_app.primitives.drivers import code_of
@@ -37,7 +37,7 @@ QUICK: dict[str, Any] = {"pause": 0.0001, "max_pause": 0.001}
 @pytest.fixture(autouse=True)
 def no_row_is_hot() -> Iterator[None]:
     yield
-    retrying._hot.clear()
+    repeating._hot.clear()
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_the_attempt_after_a_conflict_is_locked_and_the_next_change_at_once(
     assert locked.of(account, 1, lock_from=None) == [False, False]
     assert locked.of(other, 0) == [False]
 
-    over = time.monotonic() + retrying.HOT_SECONDS
+    over = time.monotonic() + repeating.HOT_SECONDS
     monkeypatch.setattr(time, "monotonic", lambda: over)
     assert locked.of(account, 0) == [False]
 
@@ -269,16 +269,16 @@ def test_a_locked_change_that_goes_well_keeps_no_row_hot(account: Account) -> No
     for lock_from in 0, 1:
         assert Locked().of(account, 0, lock_from=lock_from) == [True]
 
-    assert not retrying._hot
+    assert not repeating._hot
 
 
 def test_a_process_remembers_few_rows(account: Account, monkeypatch: Any) -> None:
-    monkeypatch.setattr(retrying, "HOT_ROWS", 2)
+    monkeypatch.setattr(repeating, "HOT_ROWS", 2)
 
     for _ in range(5):
         Locked().of(Account.objects.create(), 1)
 
-    assert len(retrying._hot) <= 2
+    assert len(repeating._hot) <= 2
 
 
 def test_it_ends_with_the_last_attempt_also_if_that_is_locked(account: Account) -> None:
@@ -288,7 +288,7 @@ def test_it_ends_with_the_last_attempt_also_if_that_is_locked(account: Account) 
         with pytest.raises(RetriesExhausted):
             locked.of(account, 9, attempts=3, **options)
         assert len(locked.seen) == 3
-        retrying._hot.clear()
+        repeating._hot.clear()
 
     assert locked.seen == [False, False, True]
 

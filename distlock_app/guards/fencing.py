@@ -12,7 +12,7 @@ from ..errors import LockError, StaleFenceError
 from .optimistic.fields import LAST
 from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
-from .optimistic.retrying import Retrying
+from .optimistic.repeating import Retrying
 from .optimistic.rollbacks import MISSING, restored_on_error
 from .optimistic.saving import row_of, unjoined
 from .retrying import M

@@ -13,7 +13,7 @@ from django.dispatch import receiver
 
 from .fields import AnyVersionField, VersionField
 from .querysets import VersionedManager, VersionedQuerySet, with_versions
-from .retrying import Retrying
+from .repeating import Retrying
 from .rollbacks import MISSING, put, restored_on_error, watch, watch_read
 from .saving import GuardedSave, row_of
 

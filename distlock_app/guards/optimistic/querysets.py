@@ -9,7 +9,7 @@ from django.db import NotSupportedError, connections, models, router, transactio
 
 from ..retrying import M
 from .fields import AnyVersionField
-from .retrying import Retrying
+from .repeating import Retrying
 from .rollbacks import key_in, restored_on_error, watch_rows
 from .saving import unjoined
 
