@@ -60,27 +60,24 @@ def acquired(
     backend: BaseLockBackend, claim: Claim, wait: float | None, waker: Waker
 ) -> tuple[Grant, float]:
     """Run `acquiring` in this thread; a free lock needs none of its steps."""
+    asked_at = monotonic()
     if backend.blocks:  # it waits in its first try
         waiting[id(waker)] = backend, claim.name
-    asked_at = monotonic()
     try:
         answer: Any = backend.acquire(claim, wait)
-    finally:
-        if backend.blocks:
-            waiting.pop(id(waker), None)
-    if answer:
-        began = asked_at if answer.asked_at is None else answer.asked_at
-        # Certainly trusted; otherwise compute it exactly.
-        if answer.ttl is None and monotonic() < began + claim.ttl / 2:
-            return answer, began
-        if (exactly := trusted(answer, asked_at)) is not None:
-            return answer, exactly
-    waiting[id(waker)] = backend, claim.name
-    try:
+        if answer:
+            began = asked_at if answer.asked_at is None else answer.asked_at
+            # Certainly trusted; otherwise compute it exactly.
+            if answer.ttl is None and monotonic() < began + claim.ttl / 2:
+                return answer, began
+            if (exactly := trusted(answer, asked_at)) is not None:
+                return answer, exactly
+        waiting[id(waker)] = backend, claim.name
         grant, began = run(acquiring(backend, claim, wait, first=(asked_at, answer)), waker)
         return grant, began
     finally:
-        waiting.pop(id(waker), None)
+        if waiting:  # else a free lock does without the call
+            waiting.pop(id(waker), None)
 
 
 def acquiring(
