@@ -20,6 +20,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ..claims import Busy, Claim, Grant, Holding
 from ..errors import BackendError, LockError
+from ..primitives.logs import fields, logger
 from ..primitives.names import checked_key
 
 # Methods for the admin and the command, which identify a lock by its key.
@@ -346,6 +347,17 @@ def readable(file: Any, seconds: float) -> bool:
     poll = select.poll()  # of its own: several threads may look
     poll.register(file, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
+
+
+def woken(claim: Claim, grant: Grant | None, alias: str) -> bool:
+    """Wake the waiter for a claim; return False if it is gone: its event loop was closed."""
+    try:
+        if claim.wake is not None:
+            claim.wake(grant)
+    except RuntimeError:
+        logger.exception("a waiter for a lock could not be woken", extra=fields("not_woken", alias))
+        return False
+    return True
 
 
 def result_of(answer: Item | Exception) -> Item:

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from ..claims import Busy, Claim, Grant, Holding
 from ..primitives import identity, names
-from ..primitives.logs import fields, logger
 from ..primitives.timing import monotonic
-from .base import BaseLockBackend
+from .base import BaseLockBackend, woken
 
 # A waiter polls at least every `poll_max`; one that has not for longer has died.
 HEARD_LATELY = 3.0
@@ -288,13 +287,7 @@ class LocMemBackend(BaseLockBackend):
         """Wake these waiters; one that is gone passes the lock on."""
         while granted:
             grant = granted.pop(0)
-            try:
-                if grant.claim.wake is not None:
-                    grant.claim.wake(grant)
-            except RuntimeError:  # its event loop was closed
-                logger.exception(
-                    "a waiter for a lock could not be woken", extra=fields("not_woken", self.alias)
-                )
+            if not woken(grant.claim, grant, self.alias):
                 self._change(grant.claim.key, _State.release, grant.claim, granted=granted)
 
     def _holding(self, held: _Held, state: _State) -> Holding:

@@ -18,6 +18,7 @@ from ...claims import Claim, Grant
 from ...primitives.logs import fields, logger
 from ...primitives.threads import Gate, started
 from ...primitives.timing import monotonic
+from ..base import woken
 from .link import HEARTBEAT, Broken, reason_of
 
 # A leader that has not looked for so long is stopped, or in a signal handler: another one leads.
@@ -263,15 +264,7 @@ class Listener(Generic[AnyWaiter]):
             if waiter.gate is not None:
                 waiter.gate.open()
             return True
-        try:
-            if claim.wake is not None:
-                claim.wake(self._grant_of(waiter))
-        except RuntimeError:  # its event loop was closed
-            logger.exception(
-                "a waiter for a lock could not be woken", extra=fields("not_woken", self._alias)
-            )
-            return False
-        return True
+        return woken(claim, self._grant_of(waiter), self._alias)
 
     def _grant_of(self, waiter: AnyWaiter) -> Grant | None:
         """Return what the message that wakes a waiter grants; None: it tries again."""
