@@ -180,6 +180,24 @@ def test_what_undoes_a_try_spares_a_later_try_of_the_same_owner(backend, nodes):
     assert backend.extend(again, 30) is True and backend.release(again) is True
 
 
+def test_tries_that_come_after_the_release_leave_nothing(backend, nodes):
+    """A busy node takes what came over two connections in any order."""
+    grant = held_everywhere(backend, nodes)
+    gone = a_claim("a")
+    stamp = backend._clock.stamp()
+    backend.release(Grant(gone))
+    place = b"-", b"%d" % stamp
+    waiting = [
+        backend._taking(gone, 30, stamp, *place),
+        backend._releasing(gone, stamp, *place),
+    ]
+    backend._quorum.ask(waiting)
+    backend.release(grant)
+    backend._quorum.ask([backend._taking(gone, 30, stamp)])
+    assert not nodes.holding(gone.key)
+    assert backend.acquire(a_claim("a"), 0), "nobody is in the queues"
+
+
 def test_a_lock_on_a_minority_blocks_nobody_and_one_on_a_majority_does(backend, nodes):
     wanted = a_claim("a")
     for count, free in ((2, True), (3, False)):

@@ -32,6 +32,7 @@ from .scripts import (
     RAISE,
     RELEASE,
     RELEASE_AND_WAIT,
+    RELEASE_FOR_GOOD,
 )
 
 # Of the latest releases: a renewal that crosses one must not bring its lock back.
@@ -153,8 +154,11 @@ class RedlockBackend(ForPeople):
         self._quorum.ask([request], undo_unless_won, grace=grace)
 
     def _releasing(self, claim: Claim, stamp: int, *waiting: bytes) -> QuorumRequest:
-        """Make the request that ends what tries up to this stamp were granted, or may yet be."""
-        script = RELEASE_AND_WAIT if waiting else RELEASE
+        """Make the request that ends what tries up to this stamp were granted, or may yet be.
+
+        `waiting`: the channel and the ticket of a waiter that stays; or b"", if no try follows.
+        """
+        script = (RELEASE, RELEASE_FOR_GOOD, RELEASE_AND_WAIT)[len(waiting)]
         words = claim.owner.encode(), b"%d" % stamp, *waiting
         return self._request(script, claim.key, *words, keep=claim.ttl)
 
@@ -200,7 +204,9 @@ class RedlockBackend(ForPeople):
         self._released.append(_acquisition(grant))
         # A hold may end in another process than it began, where the guess is another.
         stamp = max(self._clock.stamp(), grant.session or 0)
-        return self._answer(self._releasing(claim, stamp))
+        # A node may get it before tries that this process sent over other connections.
+        gone = () if claim.stable else (b"",)
+        return self._answer(self._releasing(claim, stamp, *gone))
 
     def withdraw(self, claim: Claim) -> None:
         if not self._listener.forget(claim):

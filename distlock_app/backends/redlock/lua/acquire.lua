@@ -61,7 +61,7 @@ if mine then  -- a repeated request
   end
   return {ok = '1 ' .. fence .. ' ' .. time[1] .. ' ' .. time[2] .. ' ' .. last .. ' again'}
 end
-if not held then
+if not held and not is_gone(stamp) then
   local head = first()
   if not head or head == token or ticket == 'again' then
     if head then forget(token) end

@@ -24,8 +24,14 @@ local function first()
   end
 end
 
+-- Whether a release of all tries up to this stamp overtook them, over a connection of its own.
+local function is_gone(stamp)
+  return tonumber(redis.call('GET', lock .. ':g:' .. token) or -1) >= tonumber(stamp)
+end
+
 -- Enter the queue. The ticket is the stamp of the waiter's first try.
 local function enqueue(channel, ticket)
+  if is_gone(ticket) then return end
   redis.call('HDEL', waiters, token)
   redis.call('HSET', part, lock, 'q')
   redis.call('ZADD', queue, 'NX', ticket, token)
