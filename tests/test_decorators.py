@@ -483,14 +483,13 @@ def test_a_busy_lock_inside_of_the_function_is_no_reason_to_skip_it():
 # Wrong uses
 
 
-def test_a_task_object_is_refused_with_the_order_that_works():
+@pytest.mark.parametrize("method", ["enqueue", "defer_async"])  # of Django, of Procrastinate
+def test_a_task_object_is_refused_with_the_order_that_works(method):
     class Task:
-        def enqueue(self):
-            pass
-
         def __call__(self):
             pass
 
+    setattr(Task, method, Task.__call__)
     with pytest.raises(TypeError, match="Swap the decorators"):
         on_locmem("a")(Task())
 

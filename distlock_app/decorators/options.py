@@ -18,8 +18,8 @@ from .naming import Named, NameTemplate
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Methods of the tasks of Django, Celery, RQ, Dramatiq and Huey.
-_TASK_METHODS = ("enqueue", "apply_async", "delay", "send_with_options", "call_local")
+# Methods of the tasks of Django, Celery, RQ, Dramatiq, Huey and Procrastinate.
+_TASK_METHODS = "enqueue apply_async delay send_with_options call_local defer_async".split()
 
 
 def sorted_out(first: Any, name: Callable[..., str] | None, options: bool) -> tuple[Named, Any]:
