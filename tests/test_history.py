@@ -252,6 +252,29 @@ def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, cap
     assert "could not be written" in caplog.text
 
 
+class NoHistory:
+    """Routes the history nowhere, as a router does that needs a tenant and has none."""
+
+    def db_for_write(self, model, **hints):
+        if model is LockEvent:
+            raise LookupError("no tenant")
+
+
+def test_a_router_that_raises_costs_events_and_no_other_receiver(kept, settings):
+    told = []
+
+    def tell(name, **facts):
+        told.append(name)
+
+    signals.lock_acquired.connect(tell)
+    settings.DATABASE_ROUTERS = [f"{__name__}.NoHistory"]
+    with Lock("a"):
+        pass
+    settings.DATABASE_ROUTERS = []
+
+    assert (told, events()) == (["a"], [])
+
+
 class HistoryElsewhere:
     """Routes the history to another database."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter, deque
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 from django.conf import settings
@@ -200,13 +200,15 @@ def _note(event: str, alias: str, name: str, **facts: Any) -> None:
     )
 
 
-_RECEIVERS = {
-    lock_acquired: partial(_note, LockEvent.ACQUIRED),
-    lock_busy: partial(_note, LockEvent.BUSY),
-    lock_released: partial(_note, LockEvent.RELEASED),
-    lock_lost: partial(_note, LockEvent.LOST),
-    lock_cleared: partial(_note, LockEvent.CLEARED),
+_EVENT_OF = {
+    lock_acquired: LockEvent.ACQUIRED,
+    lock_busy: LockEvent.BUSY,
+    lock_released: LockEvent.RELEASED,
+    lock_lost: LockEvent.LOST,
+    lock_cleared: LockEvent.CLEARED,
 }
+# With a name each: Django logs it if one raises, and without it calls none of the others.
+_RECEIVERS = {of: update_wrapper(partial(_note, event), _note) for of, event in _EVENT_OF.items()}
 
 
 def listen() -> None:
