@@ -46,10 +46,10 @@ def command(handle, *args, **options):
     return locked_command(*args, **{"using": "locmem", **options})(Command)
 
 
-def shell(*arguments):
+def shell(*arguments, wrapper=()):
     """Start a command as a shell does."""
     return subprocess.Popen(
-        [sys.executable, "-m", "django", *arguments],
+        [*wrapper, sys.executable, "-m", "django", *arguments],
         cwd=ROOT,
         env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
         stdout=subprocess.PIPE,
@@ -63,8 +63,8 @@ def shells():
     """Commands in other processes, killed at the end of the test."""
     started = []
 
-    def start(*arguments):
-        started.append(shell(*arguments))
+    def start(*arguments, **options):
+        started.append(shell(*arguments, **options))
         return started[-1]
 
     yield start
@@ -96,6 +96,13 @@ def test_of_two_started_at_once_one_runs_and_the_other_says_so_and_exits_with_75
             assert f"'{NAP}' is held by host" in err
             assert f"process {other.pid}, manage.py lock_nap, for " in err
     assert holders() == []
+
+
+def test_a_busy_command_exits_with_75_although_its_stderr_is_closed(shells):
+    closed = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+
+    with held_elsewhere(NAP):
+        assert shells("lock_nap", "--skip-checks", wrapper=closed).wait(60) == 75
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])

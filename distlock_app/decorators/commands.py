@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 import threading
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar, overload
 
 from django.apps import apps
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
 
 from ..core.acquiring import held_by_runner, release_half_taken
 from ..core.hold import Hold
@@ -109,6 +111,7 @@ def _wrap(guard: _Guard, command: Any) -> None:
 def _under_lock(guard: _Guard, command: Any, handle: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(handle)
     def handle_under_lock(*args: Any, **options: Any) -> Any:
+        keep_exit_code(command, options)
         lock_options = dict(guard.lock_options)
         given = {option: options.pop(option, None) for option in _OPTIONS}
         passed = given if hasattr(handle, "under_lock") else {}  # to the lock that it inherits
@@ -268,6 +271,12 @@ def _end_as_others() -> None:
 
 
 in_child(_end_as_others)
+
+
+def keep_exit_code(command: BaseCommand, options: dict[str, Any]) -> None:
+    """Let Django exit with the code of a CommandError even if stderr is closed, by `2>&-`."""
+    if sys.stderr is None and not options.get("stderr"):
+        command.stderr = OutputWrapper(io.StringIO())
 
 
 def held_by(lock: Lock) -> str:

@@ -27,7 +27,13 @@ from distlock_app.core.limits import UNSET
 from distlock_app.core.lock import Lock
 from distlock_app.core.people import clear
 from distlock_app.core.registry import aliases_of, registry, using_in
-from distlock_app.decorators.commands import EX_TEMPFAIL, EX_UNAVAILABLE, held_by, unavailable
+from distlock_app.decorators.commands import (
+    EX_TEMPFAIL,
+    EX_UNAVAILABLE,
+    held_by,
+    keep_exit_code,
+    unavailable,
+)
 from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.management.looking import Looking
 from distlock_app.operations import doctor
@@ -92,8 +98,7 @@ class Command(Looking):
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         if sys.stdout is None and not options.get("stdout"):  # closed, by `>&-`
             self.stdout = OutputWrapper(io.StringIO())
-        if sys.stderr is None and not options.get("stderr"):  # Django could not say what is wrong
-            self.stderr = OutputWrapper(io.StringIO())
+        keep_exit_code(self, options)
         _escape_unencodable(self.stdout)
         try:
             code = getattr(self, f"_{action}")(action=action, **options)
