@@ -2,6 +2,11 @@
 
 It has one thread and no connection, so a worker gets nothing by the fork that a new process
 would not have. The module of the worker's function is loaded once, before the first fork.
+
+A management command is run as `python -m django` runs it, in a process group of its own:
+
+    process = command("distlock_app", "distlock", "run", "a", "--", "true", env={})
+    out, err = process.communicate()
 """
 
 from __future__ import annotations
@@ -17,24 +22,31 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO
 
 from tests.launching import ROOT, at_exit, die_with_parent, launch, mortal
 
 LONGEST = 1 << 16  # bytes of a message
+DEADLINE = 60.0  # of a command
 
 
 class Child:
     """A forked worker; what tests need of a `subprocess.Popen`."""
 
-    def __init__(self, pid: int, stdin: IO[str], stdout: IO[str], ended: int) -> None:
+    def __init__(self, pid: int, ended: int) -> None:
         self.pid = pid
-        self.stdin = stdin
-        self.stdout = stdout
         self.returncode: int | None = None
         self._ended = ended  # where the nursery writes the exit code
 
-    def wait(self, timeout: float) -> int:
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float = DEADLINE) -> int:
         """Return the exit code, negative for a signal; raise TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._ended], [], [], timeout)[0]:
@@ -45,21 +57,76 @@ class Child:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the worker has ended."""
-        try:
-            self.wait(0)
-        except subprocess.TimeoutExpired:
+        if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it ended, and the nursery says it soon
                 os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
-def fork(env: dict[str, str], job: list[str], *, stderr: int) -> Child:
+class Worker(Child):
+    """One that the test talks to."""
+
+    def __init__(self, pid: int, ended: int, stdin: int, stdout: int) -> None:
+        super().__init__(pid, ended)
+        self.stdin: IO[str] = os.fdopen(stdin, "w")
+        self.stdout: IO[str] = os.fdopen(stdout)
+
+
+class Command(Child):
+    """A management command that writes into pipes."""
+
+    def __init__(self, pid: int, ended: int, stdout: int, stderr: int) -> None:
+        super().__init__(pid, ended)
+        self.stdout: IO[str] = os.fdopen(stdout)
+        self.stderr: IO[str] = os.fdopen(stderr)
+
+    def communicate(self, timeout: float = DEADLINE) -> tuple[str, str]:
+        """Wait for its end and return what it, and what it has started, wrote until theirs."""
+        pool = ThreadPoolExecutor(2)
+        reads = [pool.submit(_read_all, stream) for stream in (self.stdout, self.stderr)]
+        pool.shutdown(wait=False)
+        self.wait(timeout)
+        out, err = (read.result(timeout) for read in reads)
+        return out, err
+
+
+def _read_all(stream: IO[str]) -> str:
+    if stream.closed:
+        return ""
+    with stream:
+        return stream.read()
+
+
+def fork(env: dict[str, str], job: list[str], *, stderr: int) -> Worker:
     """Start a worker that calls `main(*job)` of tests/processes.py, in this environment."""
-    lasting = {name: value for name, value in env.items() if name != "PYTEST_CURRENT_TEST"}
-    return _nursery(frozenset(lasting.items())).fork(job, stderr)
+    (in_, stdin), (stdout, out) = os.pipe(), os.pipe()
+    pid, ended = _nursery_in(env).fork(job, in_, out, stderr)
+    os.close(in_)
+    os.close(out)
+    return Worker(pid, ended, stdin, stdout)
+
+
+def command(app: str, name: str, *arguments: str, env: dict[str, str]) -> Command:
+    """Run a command of `app` in the environment of this process and `env`."""
+    job = [f"{app}.management.commands.{name}:Command", name, *arguments]
+    (stdout, out), (stderr, err), in_ = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
+    settings = {"DJANGO_SETTINGS_MODULE": "tests.settings"}
+    pid, ended = _nursery_in({**os.environ, **settings, **env}).fork(job, in_, out, err)
+    for theirs in in_, out, err:
+        os.close(theirs)
+    return Command(pid, ended, stdout, stderr)
+
+
+def _nursery_in(environment: dict[str, str]) -> Nursery:
+    lasting = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    return _nursery(frozenset(lasting.items()))
 
 
 @functools.cache
@@ -83,16 +150,15 @@ class Nursery:
         at_exit(process.wait)
         at_exit(self._socket.close)  # which ends it
 
-    def fork(self, job: list[str], stderr: int) -> Child:
-        """Start a worker."""
-        (in_, stdin), (stdout, out), (ended, ending) = os.pipe(), os.pipe(), os.pipe()
+    def fork(self, job: list[str], *streams: int) -> tuple[int, int]:
+        """Start a process with these streams; return its pid, and where its end is told."""
+        ended, ending = os.pipe()
         message = json.dumps(job).encode()
-        socket.send_fds(self._socket, [message], [in_, out, stderr, ending])
-        for theirs in in_, out, ending:
-            os.close(theirs)
+        socket.send_fds(self._socket, [message], [*streams, ending])
+        os.close(ending)
         pid = self._socket.recv(20)
         assert pid, "the nursery has died"
-        return Child(int(pid), os.fdopen(stdin, "w"), os.fdopen(stdout), ended)
+        return int(pid), ended
 
 
 def serve(connection: socket.socket) -> list[str] | None:
@@ -112,10 +178,15 @@ def serve(connection: socket.socket) -> list[str] | None:
         message, streams, _, _ = socket.recv_fds(connection, LONGEST, 4)
         if not message:
             return None
+        job: list[str] = json.loads(message)
+        module, _, kind = job[0].partition(":")
         with contextlib.suppress(Exception):  # the worker will say it
-            importlib.import_module(json.loads(message)[0].partition(":")[0])
+            importlib.import_module(module)
         gc.freeze()  # or each worker copies all of it when it ends: 0.3 s of CPU
         pid = os.fork()
+        if kind == "Command":
+            with contextlib.suppress(OSError):  # the child does it, too: whoever comes first
+                os.setpgid(pid, pid)
         if pid == 0:
             die_with_parent()
             for number, stream in enumerate(streams[:3]):
@@ -123,7 +194,6 @@ def serve(connection: socket.socket) -> list[str] | None:
             connection.close()
             for fd in [*streams, *workers, *(ending for _, ending in workers.values())]:
                 os.close(fd)
-            job: list[str] = json.loads(message)
             return job
         *theirs, ending = streams
         for stream in theirs:
@@ -138,9 +208,18 @@ def main() -> None:
     import django_redis.client  # noqa: F401  takes 170 ms with its driver
 
     django.setup()
+    from django.core import management
+
     from tests import processes
 
-    if job := serve(socket.socket(fileno=int(sys.argv[1]))):
+    job = serve(socket.socket(fileno=int(sys.argv[1])))
+    if job and job[0].endswith(":Command"):
+        sys.argv = [str(Path(django.__file__).parent / "__main__.py"), *job[1:]]
+        # As Python makes them for a new process; those here are for other files.
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        management.execute_from_command_line(sys.argv)
+    elif job:
         processes.main(*job)
 
 

@@ -35,6 +35,7 @@ from distlock_app.operations import reading, run, tethered
 from distlock_app.primitives import identity
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
+from tests import nursery
 from tests.conftest import missing
 from tests.engines import running, until
 from tests.launching import launch, mortal
@@ -628,15 +629,21 @@ def test_purge_deletes_from_the_lock_table_what_has_long_been_free(capsys):
 
 @pytest.fixture
 def started(transactional_db):
-    """Start the command as a shell does; whatever still runs is killed at the end."""
+    """Start the command; whatever still runs is killed at the end.
+
+    With a `wrapper` it is started as a shell does, else by a fork of what has loaded Django.
+    """
     running = []
 
     def start(*args, wrapper=(), **env):
-        command = mortal([*wrapper, sys.executable, "-m", "django", "distlock", *args])
-        env = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **env}
-        pipe = subprocess.PIPE
-        pipes = {"stdout": pipe, "stderr": pipe, "text": True}
-        process = launch(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+        if wrapper:
+            command = mortal([*wrapper, sys.executable, "-m", "django", "distlock", *args])
+            env = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **env}
+            pipe = subprocess.PIPE
+            pipes = {"stdout": pipe, "stderr": pipe, "text": True}
+            process = launch(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+        else:
+            process = nursery.command("distlock_app", "distlock", *args, env=env)
         running.append(process)
         return process
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -19,14 +20,15 @@ from distlock_app import Lock, LockBusy, LockLost, current_hold, locked_command
 from distlock_app.core.registry import registry
 from distlock_app.errors import Terminated
 from distlock_app.testing import held_elsewhere, lose
+from tests import nursery
 from tests.app.models import Counter
 from tests.engines import until
-from tests.launching import ROOT
 
 # Django 6.1 checks every database before a command.
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
 NAP = "command:testapp.lock_nap"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def holders(using="default"):
@@ -46,25 +48,13 @@ def command(handle, *args, **options):
     return locked_command(*args, **{"using": "locmem", **options})(Command)
 
 
-def shell(*arguments, wrapper=()):
-    """Start a command as a shell does."""
-    return subprocess.Popen(
-        [*wrapper, sys.executable, "-m", "django", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.fixture
 def shells():
-    """Commands in other processes, killed at the end of the test."""
+    """Commands of the test's app in other processes, killed at the end of the test."""
     started = []
 
-    def start(*arguments, **options):
-        started.append(shell(*arguments, **options))
+    def start(*arguments):
+        started.append(nursery.command("tests.app", *arguments, env={}))
         return started[-1]
 
     yield start
@@ -98,11 +88,13 @@ def test_of_two_started_at_once_one_runs_and_the_other_says_so_and_exits_with_75
     assert holders() == []
 
 
-def test_a_busy_command_exits_with_75_although_its_stderr_is_closed(shells):
+def test_a_busy_command_exits_with_75_although_its_stderr_is_closed():
     closed = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+    command = [sys.executable, "-m", "django", "lock_nap", "--skip-checks"]
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"}
 
     with held_elsewhere(NAP):
-        assert shells("lock_nap", "--skip-checks", wrapper=closed).wait(60) == 75
+        assert subprocess.call([*closed, *command], env=environment, cwd=ROOT, timeout=60) == 75
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
