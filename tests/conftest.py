@@ -159,14 +159,12 @@ def nothing_runs_on(request: pytest.FixtureRequest) -> Iterator[None]:
 def django_db_setup(django_db_setup: None) -> Iterator[None]:
     """Let the processes that a test starts use the test databases, as soon as they exist."""
     from django.conf import settings
-    from django.test import TransactionTestCase
 
     from distlock_app.core.registry import registry
-    from tests.emptying import empty_the_databases
+    from tests.emptying import emptying
 
     os.environ["DISTLOCK_TEST_DB_NAME"] = str(settings.DATABASES["default"]["NAME"])
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TransactionTestCase, "_fixture_teardown", empty_the_databases)
+    with emptying():
         yield
     del os.environ["DISTLOCK_TEST_DB_NAME"]
     registry.reset()  # PostgreSQL does not drop a database to which somebody is connected.
