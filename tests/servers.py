@@ -400,7 +400,12 @@ class EtcdServer(Server):
     """A cluster of one etcd, whose shortest lease is one second."""
 
     name = "etcd"
-    settings = {"heartbeat-interval": "50", "election-timeout": "500", "logger": "zap"}
+    settings = {
+        "heartbeat-interval": "50",
+        "election-timeout": "500",
+        "logger": "zap",
+        "bcrypt-cost": "4",  # users of tests log in often
+    }
 
     def command(self) -> list[str]:
         here = f"http://127.0.0.1:{self.port}"
