@@ -80,8 +80,11 @@ OF_THE_DATABASE = frozenset(["default", "locks", "other", "named", "advisory"])
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import what `-m "... and not once"` leaves out anyway."""
-    left_out = "not once" in config.option.markexpr and collection_path.stem.startswith(ONCE)
+    """Do not import what `-m "... and not once"` or `-m "slow and ..."` leaves out anyway."""
+    marks = config.option.markexpr
+    left_out = "not once" in marks and collection_path.stem.startswith(ONCE)
+    if marks.startswith("slow and") and collection_path.suffix == ".py":
+        left_out |= "mark.slow" not in collection_path.read_text("utf-8")
     return left_out or None
 
 
