@@ -78,7 +78,7 @@ class Shop:
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Iterator[Shop]:
-    """A shop that is open: migrated, and seeded with five paid orders."""
+    """A shop with nothing in it."""
     shop = Shop(tmp_path)
     yield shop
     shop.close()
@@ -88,6 +88,15 @@ def open_up(shop: Shop) -> None:
     shop.run("migrate", "--verbosity=0")
     shop.run("migrate", "--verbosity=0", "--database=locks")
     shop.run("seed")
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    """One that is migrated and seeded, which no test changes."""
+    shop = Shop(tmp_path_factory.mktemp("opened"))
+    open_up(shop)
+    yield shop
+    shop.close()
 
 
 @pytest.mark.crowd
@@ -104,18 +113,16 @@ def test_the_settings_are_sound_and_the_migrations_complete(shop):
 
 
 @pytest.mark.crowd
-def test_locks_have_a_file_of_their_own(shop):
-    open_up(shop)
-
+def test_locks_have_a_file_of_their_own(opened):
     table = "SELECT COUNT(*) FROM sqlite_master WHERE name = 'distlock_app_distlock'"
     orders = "SELECT COUNT(*) FROM sqlite_master WHERE name = 'shop_order'"
-    assert (shop.ask(table), shop.ask(orders)) == ([(0,)], [(1,)])
-    assert (shop.ask(table, "locks"), shop.ask(orders, "locks")) == ([(1,)], [(0,)])
+    assert (opened.ask(table), opened.ask(orders)) == ([(0,)], [(1,)])
+    assert (opened.ask(table, "locks"), opened.ask(orders, "locks")) == ([(1,)], [(0,)])
 
 
 @pytest.mark.crowd
-def test_settling_on_two_hosts_at_once_settles_each_order_once(shop):
-    open_up(shop)
+def test_settling_on_two_hosts_at_once_settles_each_order_once(shop, opened):
+    shutil.copytree(opened.var, shop.var, dirs_exist_ok=True)
 
     jobs = [shop.start("settle", "--pause=1") for _ in range(2)]
     said = [job.communicate(timeout=120)[0] for job in jobs]
