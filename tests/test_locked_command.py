@@ -88,6 +88,7 @@ def test_of_two_started_at_once_one_runs_and_the_other_says_so_and_exits_with_75
     assert holders() == []
 
 
+@pytest.mark.crowd
 def test_a_busy_command_exits_with_75_although_its_stderr_is_closed():
     closed = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
     command = [sys.executable, "-m", "django", "lock_nap", "--skip-checks"]
