@@ -64,7 +64,7 @@ def alias(**params):
         ({**alias(), 1: {"BACKEND": LOCMEM}}, "must be a dict"),
         (alias(TIMEOUT=3), "unknown key 'TIMEOUT'"),
         ({"default": {"BACKEND": LOCMEM, "TIMEOUT": 3, 5: 1}}, "unknown key 'TIMEOUT'"),
-        (alias(BACKEND="distlock_app.backends.base.BaseLockBackend"), "'acquire', 'extend'"),
+        (alias(BACKEND="distlock_app.backends.base.BaseLockBackend"), "instantiate abstract class"),
         (alias(OPTIONS={"colour": 1}), "unknown option 'colour'"),
         (alias(BACKEND=TABLE, OPTIONS={"QUEUE": False, "queue": True}), "the same key twice"),
         (alias(TTL=0), "ttl must be"),
