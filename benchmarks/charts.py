@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from math import ceil, floor, log10
 
-RAW, OURS = "#999999", "#1f6feb"
+RAW, OURS, PART_OF_OURS = "#999999", "#1f6feb", "#9ecbff"
 OTHERS = (
     *("#d08770", "#8c564b", "#2da44e", "#a371f7", "#d4a72c", "#e377c2", "#17becf", "#444444"),
     "#bcbd22",
@@ -73,9 +73,11 @@ def bars(groups: dict[str, dict[str, float]], *, label: str) -> str:
 
 
 def _colours(titles: list[str]) -> dict[str, str]:
+    begins = {"raw": RAW, "distlock_app": OURS, "its engine": PART_OF_OURS}
     others = cycle(OTHERS)
     return {
-        title: RAW if title.startswith("raw") else OURS if "distlock_app" in title else next(others)
+        title: next((begins[start] for start in begins if title.startswith(start)), "")
+        or next(others)
         for title in titles
     }
 
