@@ -811,9 +811,10 @@ def test_a_signal_ends_the_waiting(started):
 
 
 @pytest.mark.slow
-def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
-    process = started("run", "a", "--ttl", "3", *shell("exec sleep 60"))
-    until(lambda: is_held("a"))
+def test_run_ends_a_program_whose_lock_is_lost_with_76(started, tmp_path, capfd):
+    begun = tmp_path / "begun"  # earlier, `run` may not know yet that it has the lock
+    process = started("run", "a", "--ttl", "3", *shell(f"touch {begun}; exec sleep 60"))
+    until(begun.exists)
 
     registry["default"].backend.clear(key_of("a"))
     began = time.monotonic()
@@ -826,12 +827,13 @@ def test_run_ends_a_program_whose_lock_is_lost_with_76(started, capfd):
 
 @pytest.mark.once
 def test_run_says_that_a_program_whose_lock_is_lost_has_ended_by_itself(started, tmp_path):
-    script = f"trap '' TERM; while [ ! -e {tmp_path}/go ]; do sleep .05; done"
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    script = f"trap '' TERM; touch {begun}; while [ ! -e {go} ]; do sleep .05; done"
     process = started("run", "a", *shell(script))
-    until(lambda: is_held("a"))
+    until(begun.exists)  # earlier, `run` may not know yet that it has the lock
 
     registry["default"].backend.clear(key_of("a"))
-    (tmp_path / "go").touch()
+    go.touch()
     _, err = process.communicate(timeout=30)
 
     assert process.returncode == 76, err
