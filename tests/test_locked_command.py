@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -23,12 +22,12 @@ from distlock_app.testing import held_elsewhere, lose
 from tests import nursery
 from tests.app.models import Counter
 from tests.engines import until
+from tests.launching import ROOT
 
 # Django 6.1 checks every database before a command.
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
 NAP = "command:testapp.lock_nap"
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def holders(using="default"):

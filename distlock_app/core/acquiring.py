@@ -26,9 +26,7 @@ from .wakers import AsyncWaker, Waker
 class Attempt:
     """The state of one call of acquire."""
 
-    __slots__ = (
-        *("backend", "entered", "key", "lock", "lease_key", "runner", "started", "ttl", "wait"),
-    )
+    __slots__ = "backend", "entered", "key", "lease_key", "lock", "runner", "started", "ttl", "wait"
 
     def __init__(self, lock: Any, wait: float | None, entered: bool = False) -> None:
         """`entered`: the hold is for a `with`."""

@@ -134,7 +134,7 @@ class Leader:
         try:
             await asyncio.wait([work])
         except asyncio.CancelledError:
-            if not self._stopped:
+            if not self._stopped:  # after stop(), the `with` ends as after the work's own end
                 raise
         finally:
             while not work.done():  # however often it is cancelled: the next one leads after that

@@ -12,7 +12,9 @@ local channel, ticket = ARGV[3], ARGV[4]
 mine = mine and tonumber(string.match(held, '^%S+ %d+ (%d+)')) <= tonumber(ARGV[2])
 if mine then
   redis.call('DEL', lock)
-elseif channel == '' then  -- tries may come later than this; a full node does without
+elseif channel == '' then
+  -- Its tries may be in another connection, which a busy node reads a moment later: a second is
+  -- ample. A full node does without.
   redis.pcall('SET', lock .. ':g:' .. token, ARGV[2], 'PX', 1000)
   redis.pcall('HSET', part, lock, 'q')  -- so that acquire.lua looks
 end
