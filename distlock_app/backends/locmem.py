@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..claims import Busy, Claim, Grant, Holding
 from ..primitives import identity, names
+from ..primitives.rlock import RLock
 from ..primitives.timing import monotonic
 from .base import BaseLockBackend, woken
 
@@ -217,7 +217,7 @@ class LocMemBackend(BaseLockBackend):
         self._start()  # empty: what the parent holds is not ours
 
     def _start(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = RLock()
         # A later process begins with a greater one: none grants a million locks a second.
         self._fences = count(time_ns() // 1000)
         self._shards = {f"{number:02x}": _Shard() for number in range(256)}

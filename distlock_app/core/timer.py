@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 from ..primitives.forks import in_child
 from ..primitives.logs import fields, logger
+from ..primitives.rlock import RLock
 from ..primitives.threads import Gate, refuse_late_greenlets, started, threads_are_greenlets
 from ..primitives.timing import monotonic
 
@@ -33,7 +33,7 @@ class Timer:
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may release in the middle of any of the methods below.
-        self.lock = threading.RLock()
+        self.lock = RLock()
         # Most leases are released before they are first due, and never get onto the heap. Here are
         # the calls for them when the thread next wakes. Add first, then check `wakes_at`.
         self.young: dict[Timed, Callable[[Any], None]] = {}

@@ -21,6 +21,7 @@ from asgiref.sync import SyncToAsync
 from django.core.exceptions import SynchronousOnlyOperation
 
 from .forks import in_child
+from .rlock import RLock
 
 # What the running code does ("alice /pay/7", "manage.py settle"), shown beside its locks.
 _activity: ContextVar[str] = ContextVar("distlock_activity", default="")
@@ -48,7 +49,7 @@ class Runner:
         self.in_call = in_call  # of sync_to_async()
         self.call: FrameType | None = None  # its frame, while it holds something
         # Reentrant: a finalizer or a signal handler may come in the middle of a change.
-        self.lock = threading.RLock()  # of all that it holds
+        self.lock = RLock()  # of all that it holds
         self._activity: str | None = None
         self._text = ""
 

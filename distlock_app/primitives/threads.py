@@ -14,6 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from .logs import fields, logger
+from .rlock import RLock
 
 WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connections
 _local = threading.local  # that of the threads for which this app was imported
@@ -94,7 +95,7 @@ class Worker:
         """Begin anew: in the child of a fork, where none of the threads is."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Reentrant: a signal handler that releases may interrupt put().
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._running: set[object] = set()
 
     @property

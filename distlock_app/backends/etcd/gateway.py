@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import ssl
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import BackendError
+from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
 from ..base import FINISH_WITHIN, ConnectionLost, close_all, readable, system_text
 from .http import Link
@@ -55,7 +55,7 @@ class Gateway:
         self._login = {"name": user, "password": password} if user else None
         self._token = ""
         # Reentrant: a signal handler may lock or release meanwhile.
-        self._logging_in = threading.RLock()
+        self._logging_in = RLock()
         self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
         weakref.finalize(self, close_all, self._idle)  # what came back after close()
 

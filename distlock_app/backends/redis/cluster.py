@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ResponseError
 
 from ...errors import BackendError
+from ...primitives.rlock import RLock
 from ..base import ConnectionLost
 from .pool import Pool, Servers, Unreachable, code_of
 from .scripts import Script, pack
@@ -48,7 +48,7 @@ class Cluster(Servers):
         self._map: Slots = []
         # One thread asks for the map; guards the three above. Reentrant: a signal handler may lock
         # or release in the middle of it.
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def node(self, request: bytes) -> Pool:
         return self._node(self._map or self._learn([]), request)

@@ -7,7 +7,6 @@ none has to be switched to. A task cannot read: for tasks, a thread of the liste
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -16,6 +15,7 @@ from redis.exceptions import RedisError
 
 from ...claims import Claim, Grant
 from ...primitives.logs import fields, logger
+from ...primitives.rlock import RLock
 from ...primitives.threads import Gate, started
 from ...primitives.timing import monotonic
 from ..base import woken
@@ -100,7 +100,7 @@ class Listener(Generic[AnyWaiter]):
         self._alias = alias
         # Guards all below and every waiter. Reentrant: a signal handler may lock or release in the
         # middle of any method.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._waiters: Waiters[AnyWaiter] = Waiters()
         self._subscription: Subscription | None = None
         self._leader: object = None
@@ -109,7 +109,7 @@ class Listener(Generic[AnyWaiter]):
         self._for_tasks = False  # whether the thread that leads for them runs
         self._needed = 0.0  # when a waiter last armed itself
         self._closed = False
-        self._opening = threading.RLock()  # one thread subscribes
+        self._opening = RLock()  # one thread subscribes
         self._opens = False  # it does
         self._opened = 0.0
         self._retry_at, self._retry_pause = 0.0, RETRY_MIN

@@ -16,6 +16,7 @@ from functools import partial
 from redis.exceptions import AuthenticationError
 
 from ...errors import BackendError
+from ...primitives.rlock import RLock
 from ...primitives.threads import started
 from ...primitives.timing import monotonic
 from ..base import close_all
@@ -46,7 +47,7 @@ class Quorum:
         self._timeout = max(node.timeout for node in nodes)
         self._idle: deque[NodeConnections] = deque()  # its append and pop are atomic: no lock
         # Entered by itself: a Condition stays locked if a signal handler raises as it is entered.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._opened = threading.Condition(self._lock)
         self._closed = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
@@ -12,6 +11,7 @@ from django.db import connections
 
 from ...claims import Claim, Grant
 from ...errors import BackendError
+from ...primitives.rlock import RLock
 from ..base import BaseLockBackend
 from .link import ANSWER_WAIT, ReplyTimeout, ServerError
 from .lock_session import LockSession, LockSessions
@@ -41,7 +41,7 @@ class SessionsBackend(BaseLockBackend):
 
     def _begin(self) -> None:
         # Reentrant: a signal handler may lock or release in the middle of our own call.
-        self._mutex = threading.RLock()
+        self._mutex = RLock()
         self._taken: dict[ClaimKey, LockSession] = {}  # held, or waited for
         self._semaphore = FairSemaphore(ASKING)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
 
 # So many connections of a process ask at a time, beside those that stay with claims; later callers
@@ -141,7 +142,7 @@ class WaiterQueues:
         self._emptied = emptied
         self._hangs = hangs
         # Reentrant: a signal handler may enqueue, or leave, in the middle of our own step.
-        self._mutex = threading.RLock()
+        self._mutex = RLock()
         self.by_key: dict[str, WaiterQueue] = {}  # those that have waiters
         self._waiters: dict[ClaimKey, Waiter] = {}
 

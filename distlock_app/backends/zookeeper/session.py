@@ -20,6 +20,7 @@ from kazoo.protocol.states import KazooState
 from kazoo.retry import KazooRetry
 
 from ...errors import BackendError
+from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
 from ..base import system_text
 
@@ -110,7 +111,7 @@ class Session:
 
     def _reset(self) -> None:
         # Reentrant: a signal handler may lock or release while the client is made.
-        self._opening = threading.RLock()
+        self._opening = RLock()
         # kazoo's client, and its event that is set while there is a connection.
         self._client: tuple[Any, Any] | None = None
         self._granted = 0.0  # seconds that the server lets the session live
