@@ -704,11 +704,12 @@ def test_run_gives_a_busy_lock_up_with_75_and_names_the_holder(started):
 
 
 @pytest.mark.once
-def test_run_ends_with_75_although_its_stderr_is_closed(started):
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "2> >(true)"])
+def test_run_ends_with_75_although_its_stderr_cannot_be_written(started, stderr):
     taken("a")
-    closed = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+    bash = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$@" {stderr}', "bash"]
 
-    assert started("run", "a", "--wait", "0", *shell(":"), wrapper=closed).wait(60) == 75
+    assert started("run", "a", "--wait", "0", *shell(":"), wrapper=bash).wait(60) == 75
 
 
 def test_the_holder_of_a_busy_lock_cannot_write_to_the_terminal(memory):
@@ -1006,7 +1007,7 @@ def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("closed", ["2>&-", "2> >(true)"])
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "2> >(true)"])
 def test_a_leader_goes_on_where_nobody_reads_what_it_says(started, tmp_path, closed):
     path = tmp_path / "leaders"
     # Unbuffered, nothing would be left to be written at the exit.

@@ -88,8 +88,9 @@ def test_of_two_started_at_once_one_runs_and_the_other_says_so_and_exits_with_75
 
 
 @pytest.mark.crowd
-def test_a_busy_command_exits_with_75_although_its_stderr_is_closed():
-    closed = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
+def test_a_busy_command_exits_with_75_although_its_stderr_cannot_be_written(stderr):
+    closed = ["sh", "-c", f'exec "$@" {stderr}', "sh"]
     command = [sys.executable, "-m", "django", "lock_nap", "--skip-checks"]
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"}
 

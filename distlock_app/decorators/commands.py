@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import threading
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
@@ -274,9 +276,29 @@ in_child(_end_as_others)
 
 
 def keep_exit_code(command: BaseCommand, options: dict[str, Any]) -> None:
-    """Let Django exit with the code of a CommandError even if stderr is closed, by `2>&-`."""
-    if sys.stderr is None and not options.get("stderr"):
+    """Let Django exit with the code of a CommandError even if stderr cannot be written.
+
+    It may be closed, by `2>&-`, on a full disk, or read by nobody.
+    """
+    if options.get("stderr"):
+        return
+    if sys.stderr is None:
         command.stderr = OutputWrapper(io.StringIO())
+    write = command.stderr.write
+
+    def try_to_write(*args: Any, **kwargs: Any) -> None:
+        try:
+            write(*args, **kwargs)
+        except OSError:
+            discard(sys.stderr)
+
+    command.stderr.write = try_to_write  # type: ignore[method-assign]
+
+
+def discard(stream: Any) -> None:
+    """Let the rest of a stream be flushed to nowhere; otherwise Python exits with 120."""
+    with suppress(AttributeError, OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def held_by(lock: Lock) -> str:

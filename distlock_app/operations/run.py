@@ -154,7 +154,8 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
         process.send_signal(number)
     except PermissionError as error:
         what = f"cannot send {signal.Signals(number).name} to the program: {error.strerror}"
-        sys.stderr.write(f"{what}; waiting for its end\n")
+        with suppress(AttributeError, OSError):  # it is closed, on a full disk, or nobody reads it
+            sys.stderr.write(f"{what}; waiting for its end\n")
 
 
 class _Signals:

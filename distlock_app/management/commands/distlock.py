@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import getpass
 import io
-import os
 import sys
 from argparse import PARSER
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,6 +28,7 @@ from distlock_app.core.registry import aliases_of, registry, using_in
 from distlock_app.decorators.commands import (
     EX_TEMPFAIL,
     EX_UNAVAILABLE,
+    discard,
     held_by,
     keep_exit_code,
     unavailable,
@@ -104,7 +103,7 @@ class Command(Looking):
             code = getattr(self, f"_{action}")(action=action, **options)
             self.stdout.flush()
         except BrokenPipeError:  # `| head` has read enough
-            _discard(sys.stdout)
+            discard(sys.stdout)
             sys.exit(EX_NO_READER)
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
@@ -114,7 +113,7 @@ class Command(Looking):
             try:
                 sys.stderr.flush()
             except (AttributeError, OSError):  # it is closed, or nobody reads it
-                _discard(sys.stderr)
+                discard(sys.stderr)
         if code:
             sys.exit(code)
 
@@ -182,8 +181,7 @@ class Command(Looking):
 
     def _lead(self, **options: Any) -> int:
         def report(error: Exception) -> None:
-            with suppress(AttributeError, OSError):  # stderr is closed, or nobody reads it
-                self.stderr.write(f"{error}; waiting for the next turn")
+            self.stderr.write(f"{error}; waiting for the next turn")
 
         return self._under_lock(partial(lead, report=report), wait=None, **options)
 
@@ -257,12 +255,6 @@ def _escape_unencodable(stream: Any) -> None:
     """Let no name fail an action because the encoding of the output lacks its letters."""
     if reconfigure := getattr(stream, "reconfigure", None):  # that of a TextIOWrapper
         reconfigure(errors="backslashreplace")
-
-
-def _discard(stream: Any) -> None:
-    """Let the rest of a stream be flushed to nowhere; otherwise Python exits with 120."""
-    with suppress(AttributeError, OSError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _user() -> str:
