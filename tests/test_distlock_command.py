@@ -563,6 +563,17 @@ def test_a_closed_output_keeps_no_action_from_its_work(memory, monkeypatch, args
     assert bool(Lock("a").holders()) == (args[0] != "clear")
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("buffered", [["env", "-u", "PYTHONUNBUFFERED"], ["env"]])
+def test_a_list_on_a_full_disk_says_so_without_a_traceback(started, buffered):
+    full = [*buffered, "sh", "-c", 'exec "$@" >/dev/full', "sh"]
+    process = started("list", "--using", "default", wrapper=full)
+    _, err = process.communicate(timeout=60)
+
+    assert err == "CommandError: [Errno 28] No space left on device\n"
+    assert process.returncode == 1
+
+
 def test_clear_of_a_free_lock_ends_with_1(memory, capsys):
     assert say(capsys, "clear", "a", "--yes")[0] == 1
 

@@ -109,6 +109,9 @@ class Command(Looking):
             raise CommandError(str(error)) from error
         except BackendError as error:
             raise CommandError(str(error), returncode=EX_UNAVAILABLE) from error
+        except OSError as error:  # stdout is on a full disk, or the system has no file left
+            discard(sys.stdout)
+            raise CommandError(str(error)) from error
         finally:
             try:
                 sys.stderr.flush()
