@@ -150,6 +150,19 @@ def test_an_engine_that_fails_is_noted_with_what_is_left_of_the_lease(engine, lo
     hold.leave(KeyError("the caller's own"))
 
 
+def test_a_renewal_that_fails_again_and_again_is_noted_once(engine, log):
+    """A process with a thousand locks would log a thousand records a second."""
+    hold = Lock("down", ttl=3).acquire()
+    for noted in (1, 2):
+        engine.fail("extend", times=5)
+        tries = engine.asked.count("extend")
+
+        until(lambda tries=tries: engine.asked.count("extend") >= tries + 7)
+
+        assert len(log.of("not_renewed")) == noted
+    hold.release()
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 @pytest.mark.parametrize("alias", sorted(django_settings.DISTLOCK))
 def test_no_secret_is_written_anywhere(alias, log, tokens, capfd, settings):

@@ -133,6 +133,7 @@ class Renewer:
             if lease.ended or lease.lost_because is not None:
                 continue
             if answer is True or answer is None:  # None: the backend needed no request
+                lease.trouble = ""
                 if answer and _renews(lease, asked_at):
                     lease.extended(ttl, asked_at=asked_at)
                 self._schedule(lease, self._next_look(lease, asked_at))
@@ -144,13 +145,14 @@ class Renewer:
     def _retry(self, lease: Lease, error: Any) -> None:
         if lease.pins:
             return  # `_look_at` watches it
-        name = shown(lease.grant.claim.name)
         left = lease.trusted_until - monotonic()
-        logger.warning(
-            "cannot renew the lock %r (alias %r): %s",
-            *(name, lease.alias, error),
-            extra=fields("not_renewed", lease.alias, lease.grant, left=left, error=str(error)),
-        )
+        if lease.trouble != (text := str(error)):  # not at each retry: there may be many locks
+            lease.trouble = text
+            logger.warning(
+                "cannot renew the lock %r (alias %r): %s",
+                *(shown(lease.grant.claim.name), lease.alias, text),
+                extra=fields("not_renewed", lease.alias, lease.grant, left=left, error=text),
+            )
         pause = min(max(left / RETRIES_LEFT, RETRY_MIN), RETRY_MAX)
         self._schedule(lease, min(lease.trusted_until, monotonic() + pause))
 
