@@ -63,6 +63,15 @@ def test_the_same_owner_again_is_granted_again_with_the_same_fence(backend):
     assert backend.look(a_claim("a")).free_in > 19
 
 
+def test_a_lock_taken_before_the_clock_was_set_back_is_held_for_no_time(backend):
+    grab(backend, "a")
+    rows().update(acquired_at=rows().get().acquired_at + timedelta(hours=3))
+
+    [held] = backend.holders()
+
+    assert held.held_for == 0  # `distlock list` leaves out what is held for less than --held-for
+
+
 def test_release_spares_the_next_owner(backend):
     first = grab(backend, "a")
     backend.release(first)

@@ -191,7 +191,7 @@ def holdings(row: LockRow) -> Iterator[tuple[str, int, dict[str, Any], int, int 
     """
     now = row.now_us
     if row.owner not in (SHARED, PERMIT):
-        held_us = None if row.acquired_us is None else now - row.acquired_us
+        held_us = None if row.acquired_us is None else max(0, now - row.acquired_us)
         yield "exclusive", row.fence, fields_of(row.holder), row.left_us, held_us, 0
         return
     members = Members(row)
