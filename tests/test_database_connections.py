@@ -408,6 +408,8 @@ def test_a_lock_table_that_can_only_be_read_is_an_error(monkeypatch):
 
     assert found.id == "distlock_app.E011"
     assert found.msg.endswith("cannot execute UPDATE in a read-only transaction")
+    with pytest.raises(BackendError, match=r"in a read-only transaction\Z"):  # no line break
+        backend.acquire(a_claim("a"), 0)
     backend.close()
 
 

@@ -32,7 +32,7 @@ class ServerError(Exception):
     """The server refused a statement, or the session is gone; `code` is the server's."""
 
     def __init__(self, code: Any, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message.strip())  # those of PostgreSQL end with a line break
         self.code = code
 
 
