@@ -72,7 +72,7 @@ class Lease:
     ended = False  # released or given up; no longer renewed
     release_asked = False  # sent in time, but the answer was lost
     lost_because: str | None = None
-    trouble = ""  # why it could not be renewed, as logged last
+    renewal_error = ""  # the last one logged, until a renewal succeeds
     _callbacks: tuple[Callback, ...] | None = ()
 
     def __init__(

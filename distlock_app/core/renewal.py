@@ -133,7 +133,7 @@ class Renewer:
             if lease.ended or lease.lost_because is not None:
                 continue
             if answer is True or answer is None:  # None: the backend needed no request
-                lease.trouble = ""
+                lease.renewal_error = ""
                 if answer and _renews(lease, asked_at):
                     lease.extended(ttl, asked_at=asked_at)
                 self._schedule(lease, self._next_look(lease, asked_at))
@@ -146,8 +146,9 @@ class Renewer:
         if lease.pins:
             return  # `_look_at` watches it
         left = lease.trusted_until - monotonic()
-        if lease.trouble != (text := str(error)):  # not at each retry: there may be many locks
-            lease.trouble = text
+        text = str(error)
+        if lease.renewal_error != text:  # not at each retry: there may be many locks
+            lease.renewal_error = text
             logger.warning(
                 "cannot renew the lock %r (alias %r): %s",
                 *(shown(lease.grant.claim.name), lease.alias, text),
