@@ -23,7 +23,7 @@ from unicodedata import east_asian_width
 
 import pytest
 from django.core.checks import Warning
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError, call_command, load_command_class
 from django.db import connection
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
@@ -721,6 +721,21 @@ def test_run_ends_with_75_although_its_stderr_cannot_be_written(started, stderr)
     bash = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$@" {stderr}', "bash"]
 
     assert started("run", "a", "--wait", "0", *shell(":"), wrapper=bash).wait(60) == 75
+
+
+@pytest.mark.once
+def test_a_process_that_calls_the_command_keeps_its_stderr_on_a_full_disk(memory, monkeypatch):
+    full = open("/dev/full", "w", buffering=1)
+    monkeypatch.setattr("sys.stderr", full)
+    command = load_command_class("distlock_app", "distlock")
+    for _ in range(sys.getrecursionlimit()):
+        call_command(command, "list", stdout=io.StringIO())
+
+    call_command(command, "run", "a", *shell(":"))  # says that LocMem excludes no other process
+
+    assert os.readlink(f"/proc/self/fd/{full.fileno()}") == "/dev/full"
+    with suppress(OSError):
+        full.close()
 
 
 def test_the_holder_of_a_busy_lock_cannot_write_to_the_terminal(memory):

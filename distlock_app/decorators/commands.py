@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
@@ -280,25 +281,32 @@ def keep_exit_code(command: BaseCommand, options: dict[str, Any]) -> None:
 
     It may be closed, by `2>&-`, on a full disk, or read by nobody.
     """
-    if options.get("stderr"):
+    if options.get("stderr") or "write" in vars(command.stderr):
         return
     if sys.stderr is None:
         command.stderr = OutputWrapper(io.StringIO())
     write = command.stderr.write
 
     def try_to_write(*args: Any, **kwargs: Any) -> None:
-        try:
+        with suppress(OSError):
             write(*args, **kwargs)
-        except OSError:
-            discard(sys.stderr)
 
     command.stderr.write = try_to_write  # type: ignore[method-assign]
+    atexit.unregister(_end_stderr)
+    atexit.register(_end_stderr)
 
 
-def discard(stream: Any) -> None:
-    """Let the rest of a stream be flushed to nowhere; otherwise Python exits with 120."""
-    with suppress(AttributeError, OSError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+def _end_stderr() -> None:
+    end_stream(sys.stderr)
+
+
+def end_stream(stream: Any) -> None:
+    """Flush it, to nowhere if it cannot be written: else Python exits with 120."""
+    try:
+        stream.flush()
+    except (AttributeError, OSError):
+        with suppress(AttributeError, OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def held_by(lock: Lock) -> str:

@@ -28,7 +28,7 @@ from distlock_app.core.registry import aliases_of, registry, using_in
 from distlock_app.decorators.commands import (
     EX_TEMPFAIL,
     EX_UNAVAILABLE,
-    discard,
+    end_stream,
     held_by,
     keep_exit_code,
     unavailable,
@@ -103,20 +103,15 @@ class Command(Looking):
             code = getattr(self, f"_{action}")(action=action, **options)
             self.stdout.flush()
         except BrokenPipeError:  # `| head` has read enough
-            discard(sys.stdout)
+            end_stream(sys.stdout)
             sys.exit(EX_NO_READER)
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         except BackendError as error:
             raise CommandError(str(error), returncode=EX_UNAVAILABLE) from error
         except OSError as error:  # stdout is on a full disk, or the system has no file left
-            discard(sys.stdout)
+            end_stream(sys.stdout)
             raise CommandError(str(error)) from error
-        finally:
-            try:
-                sys.stderr.flush()
-            except (AttributeError, OSError):  # it is closed, or nobody reads it
-                discard(sys.stderr)
         if code:
             sys.exit(code)
 
