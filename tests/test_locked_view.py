@@ -564,6 +564,24 @@ async def async_checking_stream(request):
 
 
 @on_locmem("stream")
+def failing_stream(request):
+    def body():
+        yield b"a"
+        raise ConnectionResetError
+
+    return StreamingHttpResponse(body())
+
+
+@on_locmem("stream")
+async def async_failing_stream(request):
+    async def body():
+        yield b"a"
+        raise ConnectionResetError
+
+    return StreamingHttpResponse(body())
+
+
+@on_locmem("stream")
 def download(request):
     return FileResponse(io.BytesIO(b"ab"))
 
@@ -888,6 +906,25 @@ def test_a_stream_that_cannot_be_sent_gives_up_its_lock():
     gc.collect()
     releaser.drain()
     assert holders() == []
+
+
+@pytest.mark.django_db
+def test_a_stream_that_fails_gives_up_its_lock_though_nobody_closes_it():
+    async def main():
+        answer = await async_failing_stream(AsyncRequestFactory().post("/"))
+        with pytest.raises(ConnectionResetError):
+            _ = [part async for part in answer]
+        return answer
+
+    answer = post(failing_stream)
+    with pytest.raises(ConnectionResetError):
+        list(answer)
+    assert holders() == []
+    answers = [answer, asyncio.run(main())]
+    assert holders() == []
+
+    for answer in answers:
+        answer.close()
 
 
 # Transactions

@@ -46,7 +46,10 @@ def _give_up(hold: Any) -> None:
 
 
 class _Body:
-    """The iterator of a body, sync or async: each step of it is inside the lock."""
+    """The iterator of a body, sync or async: each step of it is inside the lock.
+
+    One that fails is the last: Django's ASGI handler does not close the response then.
+    """
 
     def __init__(self, body: Any, keeper: _Keeper) -> None:
         self._body = body
@@ -61,6 +64,10 @@ class _Body:
         self._keeper.hold.enter()
         try:
             return next(self._body)
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                self._keeper.hold.leave(error)
+            raise
         finally:
             self._keeper.hold.enter(inside=False)
 
@@ -68,5 +75,9 @@ class _Body:
         self._keeper.hold.enter()
         try:
             return await anext(self._body)
+        except Exception as error:
+            if not isinstance(error, StopAsyncIteration):
+                await self._keeper.hold.aleave(error)
+            raise
         finally:
             self._keeper.hold.enter(inside=False)
