@@ -37,13 +37,13 @@ def test_an_unprotected_counter_loses_nothing_between_processes(isolation, proce
         count=8,
         env={"DISTLOCK_TEST_ISOLATION": isolation},
         path=str(path),
-        times=25,
+        times=5,  # 40 in all: each is polled for by up to seven
         generic=True,
     )
 
-    assert path.read_text() == "200"
+    assert path.read_text() == "40"
     assert all(of_worker == sorted(of_worker) for of_worker in fences)
-    assert len({fence for of_worker in fences for fence in of_worker}) == 200
+    assert len({fence for of_worker in fences for fence in of_worker}) == 40
 
 
 @pytest.fixture
