@@ -297,7 +297,8 @@ class LaneRun:
         checks: dict[str, list[Any]] = {
             "ruff": [programs / "ruff", "check", "--no-cache", "."],
             "format": [programs / "ruff", "format", "--no-cache", "--check", "."],
-            "types": [programs / "mypy", f"--cache-dir={self._home / 'mypy'}"],
+            # Kept from run to run, beside its mypy: it checks again what has changed.
+            "types": [programs / "mypy", f"--cache-dir={programs.parent / 'mypy'}"],
             "pyright": [programs / "pyright", "--pythonpath", programs / "python"],
             "imports": [programs / "lint-imports", "--no-cache"],
             "migrations": [
