@@ -3,6 +3,9 @@
 It has one thread and no connection, so a worker gets nothing by the fork that a new process
 would not have. The module of the worker's function is loaded once, before the first fork.
 
+There is a nursery for each environment, as settings depend on that. It is a fork, too: of their
+mother, which has loaded what depends on no settings. Workers who need nurseries ask the same one.
+
 A management command is run as `python -m django` runs it, in a process group of its own:
 
     process = command("distlock_app", "distlock", "run", "a", "--", "true", env={})
@@ -22,13 +25,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from tests.launching import ROOT, at_exit, die_with_parent, launch, mortal
+from tests.launching import ROOT, at_exit, die_with_parent, launch, mortal, scratch_directory
 
 LONGEST = 1 << 16  # bytes of a message
+MOTHER = "DISTLOCK_TEST_MOTHER"  # where workers find theirs
+# What Python and its libraries read when they start: for others than hers, she is of no use.
+AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_")
 DEADLINE = 60.0  # of a command
 
 
@@ -138,17 +146,21 @@ class Nursery:
     """The test's end of a nursery; there is one for each environment."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            process = launch(
-                mortal([sys.executable, "-m", "tests.nursery", str(theirs.fileno())]),
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        at_exit(process.wait)
-        at_exit(self._socket.close)  # which ends it
+        started_with = _started_with(environment)
+        mother = os.environ.get(MOTHER, "")
+        if not mother or started_with != _started_with(os.environ):
+            mother = _mother(started_with)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(mother)
+        self._socket.send(json.dumps({**environment, MOTHER: mother}).encode())
+        at_exit(self._end)
+
+    def _end(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+        self._socket.settimeout(DEADLINE)
+        with contextlib.suppress(OSError):
+            self._socket.recv(1)  # until it has ended
+        self._socket.close()
 
     def fork(self, job: list[str], *streams: int) -> tuple[int, int]:
         """Start a process with these streams; return its pid, and where its end is told."""
@@ -159,6 +171,48 @@ class Nursery:
         pid = self._socket.recv(20)
         assert pid, "the nursery has died"
         return int(pid), ended
+
+
+def _started_with(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(item for item in environment.items() if item[0].startswith(AT_START))
+
+
+@functools.cache
+def _mother(started_with: frozenset[tuple[str, str]]) -> str:
+    """Start a mother; return where she listens."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith(AT_START)}
+    path = str(scratch_directory() / "mother")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(100)
+        process = launch(
+            mortal([sys.executable, "-m", "tests.nursery", str(listener.fileno())]),
+            cwd=ROOT,
+            env=others | dict(started_with),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
+    at_exit(process.wait)
+    at_exit(process.kill)
+    return path
+
+
+def bear(listener: socket.socket) -> socket.socket:
+    """Fork nurseries for ever; return in each of them, in its environment, what it serves."""
+    while True:
+        connection = listener.accept()[0]
+        message = connection.recv(1 << 20)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if message and os.fork() == 0:
+            die_with_parent()
+            listener.close()
+            os.environ.clear()
+            os.environ.update(json.loads(message))
+            time.tzset()
+            return connection
+        connection.close()
 
 
 def serve(connection: socket.socket) -> list[str] | None:
@@ -203,16 +257,19 @@ def serve(connection: socket.socket) -> list[str] | None:
 
 
 def main() -> None:
-    """Load Django, then serve; a worker does its job instead of the rest."""
+    """Load Django; then be a mother, a nursery, or a worker who does its job."""
     import django
+    import django.db.models
+    import django.views.debug
     import django_redis.client  # noqa: F401  takes 170 ms with its driver
-
-    django.setup()
     from django.core import management
 
     from tests import processes
 
-    job = serve(socket.socket(fileno=int(sys.argv[1])))
+    gc.freeze()
+    connection = bear(socket.socket(fileno=int(sys.argv[1])))
+    django.setup()
+    job = serve(connection)
     if job and job[0].endswith(":Command"):
         sys.argv = [str(Path(django.__file__).parent / "__main__.py"), *job[1:]]
         # As Python makes them for a new process; those here are for other files.
