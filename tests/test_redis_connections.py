@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 import redis
+from redis.exceptions import ResponseError
 
 from distlock_app.backends.redis import link, pool
 from distlock_app.claims import Grant
@@ -161,6 +162,18 @@ def test_an_error_says_that_a_command_inside_a_script_is_not_permitted(own, righ
 
     with pytest.raises(BackendError, match=r"refused the request: NoPermissionError\."):
         backend.release(grant)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The user executing the script can't run this command or subcommand script: f_1f2e",
+        "ACL failure in script: User default has no permissions to run the 'time' command",
+    ],
+    ids=["before 7.2", "since 7.2"],
+)
+def test_an_error_inside_a_script_names_the_acl_whatever_the_servers_version(text):
+    assert pool.code_of(ResponseError(text)) == "NoPermissionError"
 
 
 @pytest.mark.parametrize("module", [link, pool], ids=["link", "pool"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _socket
+import re
 import select
 import socket
 import ssl
@@ -31,8 +32,8 @@ MOST_LOADS = 3
 PING = pack(b"PING")
 # What Redis says, and redis-py as a ConnectionError without a cause.
 TOO_MANY = "max number of clients reached"
-# What Redis before 7.2 says, without NOPERM, when the ACL forbids what a script does.
-DENIED = "The user executing the script can't"
+# What Redis says, without NOPERM, when the ACL forbids what a script does: before 7.2, and since.
+DENIED = re.compile("The user executing the script can't|ACL failure in script")
 
 
 class Broken(ConnectionError):

@@ -290,7 +290,7 @@ class Pool(Servers):
 
 def code_of(error: ResponseError) -> str:
     """Return what kind of refusal it is: "OOM", or "MovedError" where redis-py has a class."""
-    if DENIED in str(error):
+    if DENIED.search(str(error)):
         return NoPermissionError.__name__
     code = re.match(r"[A-Z]+(?= )", str(error))
     return code[0] if code else type(error).__name__

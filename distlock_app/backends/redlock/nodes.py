@@ -74,7 +74,7 @@ class QuorumRequest:
         else:
             code = re.match(rb"-([A-Z]+)", line)
             self.why[node] = code[1].decode() if code else "not a Redis response"
-            if DENIED.encode() in line:
+            if DENIED.search(line.decode(errors="replace")):
                 self.why[node] = "NOPERM"
 
 
