@@ -139,7 +139,7 @@ def pairs_of(versions: Sequence[str]) -> dict[str, Pair]:
     With Django 6.0 the built wheel is tested.
     """
     olds = [version for version in ("3.11", "3.10") if version in versions]  # 5.2 is their last
-    news = [version for version in ("3.13", "3.12", "3.14") if version in versions]
+    news = [version for version in ("3.14", "3.13", "3.12") if version in versions]
     pairs = {}
     if news:
         pairs["new"] = Pair(news[0], "6.1")

@@ -382,6 +382,8 @@ class Interrupter:
             return
         if code.co_name in ("__del__", "__repr__"):
             return
+        if sys.version_info >= (3, 15) and event == "c_return" and arg.__name__ == "__enter__":
+            return  # before the body of a `with`, where only Python 3.14 looks for signals
         if sys.version_info < (3, 11):
             # A generator that goes on would end without leaving its `with`; a signal comes later.
             goes_on = event == "call" and frame.f_lasti >= 0

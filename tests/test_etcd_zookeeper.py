@@ -1463,7 +1463,7 @@ def test_locks_go_on_when_the_users_of_etcd_change(private_server, tmp_path, mon
         status, text, stays = received(link)
         answer = json.loads(text)
         if status >= 400:
-            del answer["error"]
+            answer.pop("error", None)
         return status, json.dumps(answer).encode(), stays
 
     if says == "message":

@@ -192,8 +192,9 @@ def test_gunicorns_gevent_worker_serves_others_while_a_view_holds_a_lock(redis_u
             until(lambda: Lock("slow", using="redis").locked() or slow.done(), within=60)
 
             assert fetched(f"{site}/fast") == "fast"
-            with pytest.raises(HTTPError, match="423"):
+            with pytest.raises(HTTPError, match="423") as answer:
                 fetched(f"{site}/slow")
+            answer.value.close()
             assert slow.result(60) == "held"
     finally:
         server.terminate()

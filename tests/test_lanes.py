@@ -29,13 +29,13 @@ def test_a_whole_run_has_both_lines_of_django_on_every_database():
     found = names()
 
     for database in "sqlite", "mysql", "postgresql":
-        assert f"new-{database} 3.13-6.1" in found
-        assert f"slow-{database} 3.13-6.1" in found
+        assert f"new-{database} 3.14-6.1" in found
+        assert f"slow-{database} 3.14-6.1" in found
         assert f"old-{database} 3.11-5.2" in found
         assert f"contract-{database} 3.10-5.2" in found
-    assert {"once-sqlite 3.13-6.1", "slow-once-sqlite 3.13-6.1"} < set(found)
-    assert {"new-mysql9 3.13-6.1", "lowest-sqlite 3.10-5.2", "wheel-sqlite 3.12-6.0"} < set(found)
-    assert found[-1] == "checks 3.13-6.1"
+    assert {"once-sqlite 3.14-6.1", "slow-once-sqlite 3.14-6.1"} < set(found)
+    assert {"new-mysql9 3.14-6.1", "lowest-sqlite 3.10-5.2", "wheel-sqlite 3.13-6.0"} < set(found)
+    assert found[-1] == "checks 3.14-6.1"
     assert len(found) == len(set(found)) == 18
 
 
@@ -45,7 +45,7 @@ def test_a_run_names_the_pythons_and_pairs_that_it_does_not_have():
     assert {str(lane.pair) for lane in lanes} == {"3.11-5.2", "3.14-6.1"}
     assert "lowest: no Python for it is here" in skipped
     assert "wheel: no Python for it is here" in skipped
-    assert "Python 3.14" in plan(Choice(), EVERY)[1]
+    assert "Python 3.12" in plan(Choice(), EVERY)[1]
 
 
 def test_without_a_second_old_python_the_first_runs_what_needs_no_database():
@@ -61,7 +61,7 @@ def test_one_python_is_enough():
 
 def test_a_quick_run_has_one_python_and_the_checks():
     assert names(parsed(["--quick"])) == [
-        f"{lane} 3.13-6.1" for lane in ("once-sqlite", "new-sqlite", "checks")
+        f"{lane} 3.14-6.1" for lane in ("once-sqlite", "new-sqlite", "checks")
     ]
 
 
@@ -69,14 +69,14 @@ def test_only_one_database_has_both_lines_of_django():
     found = names(parsed(["--only=mysql"]))
 
     assert set(found) == {
-        *("new-mysql 3.13-6.1", "slow-mysql 3.13-6.1", "new-mysql9 3.13-6.1"),
-        *("old-mysql 3.11-5.2", "checks 3.13-6.1"),
+        *("new-mysql 3.14-6.1", "slow-mysql 3.14-6.1", "new-mysql9 3.14-6.1"),
+        *("old-mysql 3.11-5.2", "checks 3.14-6.1"),
     }
 
 
 def test_what_is_to_come_is_tried_on_every_database_in_a_run_of_its_own():
     assert names(parsed(["--upstream"])) == [
-        f"upstream-{database} 3.13-upstream" for database in ("sqlite", "mysql", "postgresql")
+        f"upstream-{database} 3.14-upstream" for database in ("sqlite", "mysql", "postgresql")
     ]
     assert not any("upstream" in name for name in names())
 

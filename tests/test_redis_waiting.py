@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -446,8 +447,8 @@ def test_who_comes_while_another_one_subscribes_has_its_subscription(backend, mo
         return subscribe()
 
     def waits():
-        code = listener.ensure_subscribed.__code__
-        return code in [frame.f_code for frame in sys._current_frames().values()]
+        frames = [f for top in sys._current_frames().values() for f, _ in traceback.walk_stack(top)]
+        return [f.f_code for f in frames].count(listener.ensure_subscribed.__code__) == 2
 
     monkeypatch.setattr(listener, "_open", slowly)
     with ThreadPoolExecutor(2) as pool:
