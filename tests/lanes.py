@@ -71,7 +71,7 @@ class Choice:
         """What has to be on this machine."""
         whole = not self.quick
         browser = ["chromium"] if whole and self.only != "redis" else []
-        return {*self.databases, *self.stores, *browser, *(["gettext"] if whole else [])}
+        return {*self.databases, *self.stores, *browser, *(["gettext", "curl"] if whole else [])}
 
 
 @dataclass(frozen=True)

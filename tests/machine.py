@@ -69,6 +69,7 @@ def missing_packages(wanted: Container[str]) -> list[str]:
         ("chromium", has("chromium", "chromedriver"), ["chromium", "chromium-driver"]),
         ("chromium", font, ["fonts-nanum"]),
         ("gettext", has("msgfmt"), ["gettext"]),
+        ("curl", has("curl"), ["curl"]),  # the quickstart asks its site with it
     )
     return [
         package
