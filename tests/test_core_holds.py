@@ -22,6 +22,7 @@ from distlock_app.core import entered
 from distlock_app.core.acquiring import held_by_runner, release_half_taken
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
+from distlock_app.primitives.rlock import SafeRLock
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -498,6 +499,26 @@ def test_an_interrupt_at_any_moment_leaves_nobody_holding(engine, work):
     assert at > 90
     with running(with_lock):  # in another thread: no mutex of ours is left taken
         pass
+
+
+def test_an_interrupt_at_any_moment_leaves_the_mutex_of_python_3_14_free():
+    """On every version: what the test above fails for, it shows on 3.14 only."""
+    mutex = SafeRLock()
+    for at in range(1, 100):
+        interrupter = Interrupter(at)
+        try:
+            sys.setprofile(interrupter)
+            with mutex:
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert not mutex._is_owned()
+        if interrupter.where is None:
+            break
+
+    assert at > 2
 
 
 @pytest.mark.parametrize("again", [BackendError("down"), KeyboardInterrupt()], ids=repr)
