@@ -447,6 +447,7 @@ def test_who_comes_while_another_one_subscribes_has_its_subscription(backend, mo
         return subscribe()
 
     def waits():
+        # Anywhere below: on Python 3.14 a frame of the mutex that it waits for is on top.
         frames = [f for top in sys._current_frames().values() for f, _ in traceback.walk_stack(top)]
         return [f.f_code for f in frames].count(listener.ensure_subscribed.__code__) == 2
 
