@@ -5,7 +5,6 @@ from __future__ import annotations
 import encodings.ascii
 import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
 import math
-import select
 import ssl
 from abc import ABC, abstractmethod
 from collections import deque
@@ -340,13 +339,6 @@ def system_text(error: Exception | None) -> str:
         if isinstance(raised, OSError) and raised.strerror:
             return raised.strerror
     return type(error).__name__
-
-
-def readable(file: Any, seconds: float) -> bool:
-    """Return whether something comes within so many seconds, be it the end of file."""
-    poll = select.poll()  # of its own: several threads may look
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
 
 
 def woken(claim: Claim, grant: Grant | None, alias: str) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from weakref import ref
 
-from ..backends.base import readable
 from ..claims import Grant
+from ..primitives.polling import readable
 from ..primitives.threads import Gate
 
 

@@ -21,9 +21,6 @@ from ..errors import BackendError, LockBusy, LockLost
 from ..primitives.timing import full_jitter
 from . import tethered
 
-# Next to 75 (busy) in sysexits.h; no shell uses it.
-EX_LOST = 76
-
 # Signals that would end this process, and those that programs take for commands.
 PASSED_ON = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),

@@ -15,7 +15,8 @@ _told = os.getpid()  # the process for which they were made, or need not be
 
 def in_child(call: Callable[[], object]) -> None:
     """Make this call in each child of fork()."""
-    os.register_at_fork(after_in_child=call)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=call)
     _calls.append(call)
 
 

@@ -30,8 +30,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.functional import cached_property
 
 from ...errors import BackendError
+from ...primitives.polling import readable
 from ...primitives.timing import monotonic
-from ..base import ConnectionLost, readable
+from ..base import ConnectionLost
 from ..sessions.link import ReplyTimeout, ServerError
 from ..sessions.pool import Pool, PooledSession, inherited
 from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues

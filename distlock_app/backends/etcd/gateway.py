@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import BackendError
+from ...primitives.polling import readable
 from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN, ConnectionLost, close_all, readable, system_text
+from ..base import FINISH_WITHIN, ConnectionLost, close_all, system_text
 from .http import Link
 
 # Called when a request was repeated or its answer lost: it may be carried out late, too.

@@ -10,8 +10,8 @@ from io import BufferedReader
 from typing import Any
 from urllib.parse import urlsplit
 
+from ...primitives.polling import readable
 from ...primitives.timing import monotonic
-from ..base import readable
 
 # A connection that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import _socket
 import re
-import select
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
+from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
 from ..base import FINISH_WITHIN, system_text
 from .scripts import Script, pack
@@ -108,14 +109,12 @@ class Link:
         self.connection.connect()  # not left to the first command: this one asks the sentinels
         self.used = 0.0  # when it was last returned to the pool; 0: new
         self._socket = self.connection._sock
-        self._poll = None
-        if hasattr(select, "poll"):
-            self._poll = select.poll()
-            self._poll.register(self._socket, select.POLLIN)
+        self._poll = new_poll()
+        self._poll.register(self._socket, POLLIN)
         # Kernel time limits, as in hiredis: Python's own cost a poll() before each call. A signal
         # restarts them. TLS and gevent have a recv() of their own, and Windows other options.
         plain = type(self._socket).recv is _socket.socket.recv
-        self._kernel_limits = plain and self._poll is not None
+        self._kernel_limits = plain and sys.platform != "win32"
         if self._kernel_limits:
             seconds, micros = divmod(int(self.connection.socket_timeout * 1_000_000), 1_000_000)
             timeval = struct.pack("@ll", seconds, micros)
@@ -135,11 +134,7 @@ class Link:
 
     def readable(self, seconds: float) -> bool:
         """Return whether something comes within so many seconds, be it the end of file."""
-        if self._poll is not None:
-            return bool(self._poll.poll(seconds * 1000))
-        with suppress(ValueError):  # closed by another thread: the next to read is told
-            return bool(select.select([self._socket], [], [], seconds)[0])
-        return True
+        return bool(self._poll.poll(seconds * 1000))
 
     def talk(
         self, script: Script | None, requests: Sequence[bytes], loads: int = MOST_LOADS

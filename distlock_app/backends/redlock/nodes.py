@@ -7,7 +7,6 @@ one on that connection.
 from __future__ import annotations
 
 import re
-import select
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
 from ..base import FINISH_WITHIN
 from ..redis.link import DENIED, Broken, Lines
@@ -159,7 +159,7 @@ class Links:
     def __init__(self) -> None:
         self._links: dict[int, Link] = {}  # by node
         self._at: dict[int, int] = {}  # node by file descriptor
-        self._poll = select.poll()
+        self._poll = new_poll()
 
     def close(self) -> None:
         """Drop every connection."""
@@ -168,7 +168,7 @@ class Links:
 
     def _add(self, at: int, link: Link) -> None:
         self._at[link.fd] = at
-        self._poll.register(link.fd, select.POLLIN)
+        self._poll.register(link.fd, POLLIN)
         self._links[at] = link  # last: an interrupted call leaves nothing to drop
 
     def _drop(self, at: int) -> None:

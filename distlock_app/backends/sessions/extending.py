@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import select
 from collections.abc import Sequence
 from typing import Any
 
 from ...claims import Claim, Grant
 from ...errors import BackendError
+from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
 from ..base import result_of
 from .asking import SessionsBackend
@@ -39,7 +39,7 @@ class Extending(SessionsBackend):
         """
         answers: list[Any] = [False] * len(work)
         asked: dict[int, tuple[int, LockSession]] = {}
-        poll = select.poll()
+        poll = new_poll()
         now = monotonic()
         for index, (grant, _) in enumerate(work):
             session = self._session_of(grant)
@@ -50,7 +50,7 @@ class Extending(SessionsBackend):
                 answers[index] = self._begin_beat(session, grant.claim, now)
                 if answers[index] is True:
                     asked[session.fd] = index, session
-                    poll.register(session.fd, select.POLLIN)
+                    poll.register(session.fd, POLLIN)
                 else:
                     session.mutex.release()
         end = now + BEAT_WAIT

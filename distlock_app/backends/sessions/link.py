@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import socket
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
 
 # Seconds to wait for the server's answer to a statement that needs no wait.
@@ -51,8 +51,8 @@ class Link:
         """Use the `connection` of a driver."""
         self.connection = connection
         self.fd = int(connection.fileno())
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
+        self._poll = new_poll()
+        self._poll.register(self.fd, POLLIN)
 
     def send(self, statement: str, values: Any = None) -> None:
         """Send one statement, its values apart, without waiting; raise ServerError."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import select
 import socket
 import ssl
 import threading
@@ -20,6 +19,7 @@ from kazoo.protocol.states import KazooState
 from kazoo.retry import KazooRetry
 
 from ...errors import BackendError
+from ...primitives.polling import POLLIN, POLLOUT, new_poll
 from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
 from ..base import system_text
@@ -73,11 +73,11 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
             raise
 
     def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
-        poll = select.poll()
+        poll = new_poll()
         for one in readers:
-            poll.register(one, select.POLLIN)
+            poll.register(one, POLLIN)
         for one in writers:
-            poll.register(one, select.POLLOUT)
+            poll.register(one, POLLOUT)
         milliseconds = None if timeout is None else math.ceil(timeout * 1000)
         # Answers that came in one TLS record, as from a proxy, have left the socket together.
         read = {one.fileno() for one in readers if isinstance(one, ssl.SSLSocket) and one.pending()}

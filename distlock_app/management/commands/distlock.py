@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import getpass
 import io
+import os
 import sys
 from argparse import PARSER
 from collections.abc import Callable, Sequence
@@ -37,7 +38,6 @@ from distlock_app.errors import BackendError, LockBusy, LockLost
 from distlock_app.management.looking import Looking
 from distlock_app.operations import doctor
 from distlock_app.operations.holdings import facts_of, has_version
-from distlock_app.operations.run import EX_LOST, lead, run
 from distlock_app.operations.tables import SORTS
 from distlock_app.operations.tethered import EX_NOT_EXECUTABLE, EX_NOT_FOUND
 from distlock_app.primitives import identity
@@ -45,6 +45,7 @@ from distlock_app.primitives import identity
 # A fence goes on from the server's clock, which is never set back by so much.
 PURGED_AFTER = 7 * 24 * 3600.0
 EX_USAGE = 2  # that of argparse
+EX_LOST = 76  # next to 75 (busy) in sysexits.h; no shell uses it
 EX_NO_READER = 141  # as of a program that SIGPIPE ended
 NOT_STARTED = {EX_NOT_FOUND: "not found", EX_NOT_EXECUTABLE: "cannot be run"}
 STUCK_AFTER = 60.0  # seconds; no request takes so long
@@ -175,13 +176,13 @@ class Command(Looking):
             self.stdout.write(f"{count} {'to delete' if dry_run else 'deleted'}")
 
     def _run(self, *, wait: float | None, **options: Any) -> int:
-        return self._under_lock(run, wait=UNSET if wait is None else wait, **options)
+        return self._under_lock(_running().run, wait=UNSET if wait is None else wait, **options)
 
     def _lead(self, **options: Any) -> int:
         def report(error: Exception) -> None:
             self.stderr.write(f"{error}; waiting for the next turn")
 
-        return self._under_lock(partial(lead, report=report), wait=None, **options)
+        return self._under_lock(partial(_running().lead, report=report), wait=None, **options)
 
     def _under_lock(
         self,
@@ -247,6 +248,15 @@ def _verdict(backend: doctor.Finding) -> str:
         f"{backend.backend} works; one round trip took {backend.ping_ms:.1f} ms, "
         f"a lock and its release {backend.pair_ms:.1f} ms"
     )
+
+
+def _running() -> Any:
+    """Return the module that runs programs, which cannot be loaded everywhere."""
+    if not hasattr(os, "fork"):
+        raise CommandError("run and lead need fork() and POSIX signals, which this system lacks")
+    from distlock_app.operations import run
+
+    return run
 
 
 def _escape_unencodable(stream: Any) -> None:
