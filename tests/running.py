@@ -36,7 +36,7 @@ from typing import IO, Any
 
 from tests.lanes import DATABASES, SERVERS, Choice, Lane, plan
 from tests.launching import ROOT
-from tests.machine import Environments, Pair, find_python, has, install, missing_packages
+from tests.machine import PIP, Environments, Pair, find_python, has, install, missing_packages
 
 # Percent of the app's lines and branches that the tests have to run.
 COVERED = 95
@@ -276,7 +276,7 @@ class LaneRun:
         build = [python, "-m", "build", "--wheel", "--outdir", self._home / "dist"]
         with (self._home / "build.log").open("w") as log:
             built = self._run.run(*build, cwd=project, out=log)
-        pip = [python, "-m", "pip", "-qq", "--disable-pip-version-check"]
+        pip = [python, "-m", "pip", *PIP]
         wheels = [*(self._home / "dist").glob("*.whl")]
         if not built or not self._run.run(
             *pip, "install", "--no-deps", "--force-reinstall", *wheels, out=self._out

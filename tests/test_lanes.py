@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import machine
 from tests.lanes import SERVERS, Choice, Lane, plan
 from tests.launching import ROOT
-from tests.machine import Environments, Pair
+from tests.machine import PIP, Environments, Pair
 from tests.running import LaneRun, Run, Stopped, _summary, parsed
 from tests.servers import KINDS
 
@@ -114,6 +115,29 @@ def test_pre_releases_are_installed_of_what_is_listed(tmp_path):
     wanted = Environments(Run(Choice(), tmp_path).run, compiler=True)._requirements(pair)
 
     assert "Django>=6.0a0" in wanted and not any("~=upstream" in line for line in wanted)
+
+
+@pytest.mark.parametrize("uv", [True, False])
+def test_an_environment_is_made_by_uv_or_by_pip_where_that_cannot_be_had(uv, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "VENVS", tmp_path)
+    asked = []
+
+    def run(*command, out=None):
+        words = [str(word) for word in command]
+        asked.append(words)
+        if "venv" in words:
+            Path(words[-1], "bin").mkdir(parents=True, exist_ok=True)
+        if words[-1] == "uv" and uv:
+            (tmp_path / "uv/bin/uv").touch()
+        return words[-1] != "uv" or uv
+
+    version = ".".join(map(str, sys.version_info[:2]))
+    environments = Environments(run, compiler=False)
+
+    assert environments.make(Pair(version, "6.1"))
+    assert asked[-1][1 : 3 if uv else 4] == (["pip", "install"] if uv else ["-m", "pip", *PIP[:1]])
+    made = len(asked)
+    assert environments.make(Pair(version, "6.1")) and len(asked) == made  # it is kept
 
 
 def test_what_follows_two_dashes_is_for_pytest():
