@@ -64,30 +64,27 @@ class LiveActions(LiveColumns, _Base):
         form = clearing.ReasonForm(request.POST if posted else None)
         asked = (request.POST if posted else request.GET).getlist("lock")
         found = clearing.rows_of(asked[: MOST_CLEARED + 1])
-        self._warn(request, *found.problems)
         if not found.rows:
-            if not found.problems:  # a login on the way, say, has lost the form
-                self._warn(request, gettext("Nothing was released. Please try again."))
-            return HttpResponseRedirect(self._list())
+            # Nothing was asked for if a login on the way, say, has lost the form.
+            nothing = gettext("Nothing was released. Please try again.")
+            return self._back(request, *(found.problems or [nothing]))
+        self._warn(request, *found.problems)
         if len(found.rows) > MOST_CLEARED or not form.is_valid():
             return self._confirm(request, found.rows, form)
         for row in found.rows:
             self._clear(request, row, form.cleaned_data["reason"])
-        return HttpResponseRedirect(self._list())
+        return self._back(request)
 
     def extend_view(self, request: HttpRequest) -> HttpResponse:
         """Extend a lock to this many seconds from now or more; POST only."""
         self._require(self.has_extend_permission(request))
-        if request.method != "POST":
-            # A login on the way, say, has lost the form.
-            self._warn(request, gettext("Nothing was extended. Please try again."))
-            return HttpResponseRedirect(self._list())
+        if request.method != "POST":  # a login on the way, say, has lost the form
+            return self._back(request, gettext("Nothing was extended. Please try again."))
         form = clearing.ExtendForm(request.POST)
         found = clearing.rows_of([request.POST.get("lock", "")])
         problems = [*found.problems, *(str(e) for errors in form.errors.values() for e in errors)]
         if not found.rows:
-            self._warn(request, *(problems or [gettext("There is no such lock.")]))
-            return HttpResponseRedirect(self._list())
+            return self._back(request, *(problems or [gettext("There is no such lock.")]))
         row = found.rows[0]
         if problems:
             self._warn(request, *problems)
@@ -157,8 +154,7 @@ class LiveActions(LiveColumns, _Base):
     ) -> HttpResponse:
         if len(rows) > MOST_CLEARED:
             text = gettext("Select at most %(most)d locks at a time.") % {"most": MOST_CLEARED}
-            self._warn(request, text)
-            return HttpResponseRedirect(self._list())
+            return self._back(request, text)
         facts = [getattr(self, fact) for fact in FACTS]
         context = {
             **self._context(
@@ -180,6 +176,11 @@ class LiveActions(LiveColumns, _Base):
     def _warn(self, request: HttpRequest, *problems: str) -> None:
         for problem in problems:
             self.message_user(request, problem, messages.WARNING)
+
+    def _back(self, request: HttpRequest, *problems: str) -> HttpResponseRedirect:
+        """Go to the list, and show the problems there."""
+        self._warn(request, *problems)
+        return HttpResponseRedirect(self._list())
 
     def _context(self, request: Any, title: Any) -> dict[str, Any]:
         request.current_app = self.admin_site.name

@@ -143,8 +143,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
     ) -> HttpResponse:
         self._require(self.has_view_permission(request))
         if too_long(request):
-            self._warn(request, str(TOO_LONG))
-            return HttpResponseRedirect(self._list())
+            return self._back(request, str(TOO_LONG))
         reading = self.reading(request)
         cut = _cut(request, reading)
         looks = _looks_through(request)
@@ -171,8 +170,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Show one holding, or say that the lock is free or changed hands."""
         self._require(self.has_view_permission(request))
         if (parts := parts_of(unquote(object_id))) is None:
-            self._warn(request, gettext("There is no such lock."))
-            return HttpResponseRedirect(self._list())
+            return self._back(request, gettext("There is no such lock."))
         found = clearing.rows_of([unquote(object_id)])
         if not found.rows:
             alias, key, _seen = parts
@@ -201,7 +199,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         self._require(self.has_view_permission(request))
         parts = parts_of(request.GET.get("lock", ""))
         if parts is None or not history.kept():
-            return HttpResponseRedirect(self._list())
+            return self._back(request)
         alias, key, _seen = parts
         reading = read({alias: [key]})
         [backend] = reading.backends
@@ -252,7 +250,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Show the forced releases of this lock, from any holder, also when it is free."""
         self._require(self.has_view_permission(request))
         if (parts := parts_of(unquote(object_id))) is None:
-            return HttpResponseRedirect(self._list())
+            return self._back(request)
         alias, key, _seen = parts
         lock_id = id_of(alias, key)
         request.distlock_row = LiveLock(id=lock_id, name=_brief(clearing.name_of(alias, key)))
