@@ -90,7 +90,7 @@ class LiveActions(LiveColumns, _Base):
             self._warn(request, *problems)
         else:
             self._extend(request, row, form.cleaned_data["seconds"])
-        return HttpResponseRedirect(self._url("change", quote(row.pk)))
+        return HttpResponseRedirect(self._url("change", row.pk))
 
     def leftover_view(self, request: HttpRequest) -> HttpResponse:
         """Count expired claims and old rows in lock tables; on POST, clear or purge them."""
@@ -195,6 +195,6 @@ class LiveActions(LiveColumns, _Base):
     def _list(self) -> str:
         return self._url("changelist")
 
-    def _url(self, page: str, *args: str) -> str:
+    def _url(self, page: str, *ids: str) -> str:
         name = f"admin:distlock_app_livelock_{page}"
-        return reverse(name, args=args, current_app=self.admin_site.name)
+        return reverse(name, args=[*map(quote, ids)], current_app=self.admin_site.name)

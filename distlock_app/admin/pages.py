@@ -218,19 +218,17 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         """Return what both pages of a lock show of its holders, its waiters and its past."""
         rows = [row_of(held) for held in holdings or ()]
         return {
-            "holders": [
-                (_who(row.holding.holder), self._url("change", quote(row.pk))) for row in rows
-            ],
+            "holders": [(_who(row.holding.holder), self._url("change", row.pk)) for row in rows],
             "queue": [_who(waiter) for waiter in queue_of(alias, key) or ()],
             "past": past_events.past_of(alias, key, holdings),
-            "history_url": self._url("history", quote(id_of(alias, key))),
+            "history_url": self._url("history", id_of(alias, key)),
         }
 
     def _free(self, request: HttpRequest, alias: str, key: str) -> str:
         """Return the message for a link to a lock that is free by now."""
         facts = {"name": clearing.name_of(alias, key, request.GET.get("name", ""))}
         said = gettext("“%(name)s” is free now.") % facts
-        url = self._url("history", quote(id_of(alias, key)))
+        url = self._url("history", id_of(alias, key))
         return format_html('{} <a href="{}">{}</a>', said, url, gettext("Change history"))
 
     def _events(self, alias: str, key: str) -> str:
