@@ -38,9 +38,9 @@ class Chart:
     end: datetime
     panels: Sequence[Panel]
     overlap: bool  # whether two may seem to hold it, as one noticed late that it was lost
-    width: int = BARS * BAR
-    height: int = HEIGHT
-    bar_width: int = BAR - 1  # with a gap
+
+    # The same in every chart; the bars have a gap between them.
+    width, height, bar_width = BARS * BAR, HEIGHT, BAR - 1
 
 
 def chart_of(events: Sequence[LockEvent], holdings: Iterable[Holding]) -> Chart | None:
@@ -66,8 +66,7 @@ def chart_of(events: Sequence[LockEvent], holdings: Iterable[Holding]) -> Chart 
 
 def _cleared(events: Iterable[LockEvent]) -> dict[int | None, datetime]:
     """Return the fencing tokens that were cleared, each with the time of that."""
-    clears = [e for e in events if e.event == LockEvent.CLEARED and e.fence is not None]
-    return {e.fence: e.at for e in clears}
+    return {e.fence: e.at for e in events if e.event == LockEvent.CLEARED and e.fence is not None}
 
 
 def _before(end: datetime, seconds: float | None) -> Span:
@@ -84,10 +83,10 @@ def _panel(label: Any, kind: str, spans: list[Span], begin: datetime, end: datet
     """Compute for each bar how many spans cover it on average."""
     width = (end - begin).total_seconds() / BARS or 1.0
     sums = [0.0] * BARS
-    for first, last in spans:
-        left, right = (first - begin).total_seconds(), (last - begin).total_seconds()
-        for bar in range(int(left / width), min(BARS, int(right / width) + 1)):
-            sums[bar] += max(0.0, min(right, (bar + 1) * width) - max(left, bar * width)) / width
+    for span in spans:
+        left, right = ((at - begin).total_seconds() / width for at in span)  # in bars
+        for bar in range(int(left), min(BARS, int(right) + 1)):
+            sums[bar] += min(right, bar + 1) - max(left, bar)
     top = max(1.0, *sums)
     bars = []
     for bar, value in enumerate(sums):
