@@ -155,11 +155,10 @@ class LiveActions(LiveColumns, _Base):
         if len(rows) > MOST_CLEARED:
             text = gettext("Select at most %(most)d locks at a time.") % {"most": MOST_CLEARED}
             return self._back(request, text)
+        title = ngettext("Force release of a lock", "Force release of locks", len(rows))
         facts = [getattr(self, fact) for fact in FACTS]
         context = {
-            **self._context(
-                request, ngettext("Force release of a lock", "Force release of locks", len(rows))
-            ),
+            **self._context(request, title),
             "headings": [fact.short_description for fact in facts],
             "rows": [
                 (row, [(fact.short_description, fact(row)) for fact in facts]) for row in rows
