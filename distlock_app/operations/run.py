@@ -21,15 +21,12 @@ from ..errors import BackendError, LockBusy, LockLost
 from ..primitives.timing import full_jitter
 from . import tethered
 
-# Signals that would end this process, and those that programs take for commands.
-PASSED_ON = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
-)
+# Signals that ask a program to end.
+ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+# Those, and the ones that programs take for commands.
+PASSED_ON = ENDS | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM}
 # A terminal sends them to the whole group: the program has them already.
 OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
-# Signals that end a program unless it handles them.
-ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 # Those that end this process even if the program goes on; the others may be commands to it.
 FINAL = frozenset({signal.SIGTERM, signal.SIGINT})
 
