@@ -30,8 +30,7 @@ class ProcessContract(Suite):
     """What a backend keeps in several processes; see LockBackendContract."""
 
     def test_one_of_many_processes_has_it_at_a_time(self) -> None:
-        if self.backend.local:
-            raise SkipTest("it does not exclude other processes")
+        self._needs_processes()
         name = self.name()
 
         with mmap.mmap(-1, 1 + CHILDREN) as counter:  # which the children share
@@ -42,17 +41,15 @@ class ProcessContract(Suite):
                     sleep(0)  # no longer: the others would be done meanwhile
                 self.count_to_ten(counter, name)
 
-            self._join([self._fork(partial(work, number)) for number in range(CHILDREN)])
+            self._in_children(work)
 
             assert counter[0] == 10 * CHILDREN, "two processes had it at a time"
 
     def test_of_processes_that_come_at_once_one_has_it(self) -> None:
-        if self.backend.local:
-            raise SkipTest("it does not exclude other processes")
+        self._needs_processes()
         name = self.name()
         with mmap.mmap(-1, CHILDREN * (1 + TURNS)) as marks:  # which the children share
-            rush = partial(self._rush, marks, name)
-            self._join([self._fork(partial(rush, number)) for number in range(CHILDREN)])
+            self._in_children(partial(self._rush, marks, name))
             self._one_in_each_turn(marks)
 
     def test_of_threads_that_come_at_once_one_has_it(self) -> None:
@@ -87,8 +84,7 @@ class ProcessContract(Suite):
 
     def test_fences_grow_from_process_to_process(self) -> None:
         self.needs("fences")
-        if self.backend.local:
-            raise SkipTest("it does not exclude other processes")
+        self._needs_processes()
         name = self.name()
         fences = [self._fence_of(name)]
 
@@ -102,6 +98,11 @@ class ProcessContract(Suite):
             fences += [int.from_bytes(last[:], "big"), self._fence_of(name)]
 
         assert fences == sorted(set(fences)), f"one process after the other had {fences}"
+
+    def _needs_processes(self) -> None:
+        """Skip the test for a backend whose locks are in the memory of one process."""
+        if self.backend.local:
+            raise SkipTest("it does not exclude other processes")
 
     def _fence_of(self, name: str) -> int:
         grant = self.eventually(lambda: self.take(name))
@@ -157,6 +158,10 @@ class ProcessContract(Suite):
             assert not self.take_here(name)
             assert self.backend.release(grant) is True
             assert self.backend.release(grant) is False
+
+    def _in_children(self, work: Callable[[int], None]) -> None:
+        """Let CHILDREN processes do it at the same time, each with its number."""
+        self._join([self._fork(partial(work, number)) for number in range(CHILDREN)])
 
     def _fork(self, work: Callable[[], None]) -> int:
         """Let a child process do it, and then close its backend; return its pid."""
