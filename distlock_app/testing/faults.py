@@ -15,7 +15,7 @@ from ..core.lock import Lock
 from ..errors import BackendError, LockTimeout
 from ..primitives.timing import monotonic
 from .claims import a_claim
-from .suite import Suite
+from .suite import ROUNDING, Suite
 
 
 class FaultContract(Suite):
@@ -79,7 +79,7 @@ class FaultContract(Suite):
         assert self.backend.acquire(claim, 0)
 
         self.eventually(lambda: self.take(claim.name))
-        assert monotonic() - asked_at >= 0.6 - 0.005
+        assert monotonic() - asked_at >= 0.6 - ROUNDING
 
     def test_a_lock_that_is_waited_for_is_had_soon_after_the_release(self) -> None:
         name = self.name()
@@ -109,7 +109,7 @@ class FaultContract(Suite):
         took = monotonic() - began
         assert not refusal
         if self.backend.blocks:
-            assert took >= wait - 0.005, "it has `blocks`, so acquire() must wait itself"
+            assert took >= wait - ROUNDING, "it has `blocks`, so acquire() must wait itself"
         else:
             assert took < self.patience, "acquire() waits: it must answer at once, or set `blocks`"
         self.backend.acquire(waiter, 0)
@@ -119,7 +119,7 @@ class FaultContract(Suite):
         name = self.name()
         held = self.take(name)
 
-        assert 0.3 - 0.005 <= self._waited(name, 0.3) < self.patience
+        assert 0.3 - ROUNDING <= self._waited(name, 0.3) < self.patience
 
         assert self.backend.release(held) is True
         assert self.take(name)

@@ -14,7 +14,7 @@ from ..claims import Grant
 from ..core.latch import Latch
 from ..primitives.timing import monotonic
 from .claims import Waiter, a_claim
-from .suite import Suite
+from .suite import ROUNDING, Suite
 
 WRITER: dict[str, Any] = {}
 READER: dict[str, Any] = {"shared": True}
@@ -144,7 +144,7 @@ class SharingContract(Suite):
 
             self.eventually(lambda n=name: self.take(n), within=5)
 
-            assert monotonic() - asked_at >= 0.5 - 0.005
+            assert monotonic() - asked_at >= 0.5 - ROUNDING
 
     def test_holders_list_each_of_several_and_clear_takes_one_away(self) -> None:
         self.needs("lists")

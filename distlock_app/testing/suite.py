@@ -41,6 +41,9 @@ PROMISED = {
     "prolongs": ("prolong",),
 }
 
+# Seconds by which a wait may seem too short: the backends' clocks count whole milliseconds.
+ROUNDING = 0.005
+
 
 class Suite:
     """The base of the suite's parts."""
