@@ -84,7 +84,7 @@ class Found:
 
     rows: list[LiveLock]
     problems: list[str]  # for the user who asked
-    same: list[Holding]  # what is held of these locks, by any owner
+    holdings: list[Holding]  # of these locks, by any owner
     free: int  # how many of these locks are
 
 

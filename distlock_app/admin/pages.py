@@ -188,7 +188,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             "extend_form": clearing.ExtendForm(),
             "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
             "row": row,
-            **self._facts(row.holding.alias, row.holding.key, found.same),
+            **self._facts(row.holding.alias, row.holding.key, found.holdings),
         }
         return super().change_view(
             request, quote(row.pk), form_url, {**more, **(extra_context or {})}
