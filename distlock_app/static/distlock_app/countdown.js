@@ -12,11 +12,11 @@
 
   // When the answer came, not when this ran: a slow page must not make locks look younger.
   const navigation = performance.getEntriesByType("navigation")[0];
-  const came = navigation ? navigation.responseStart : performance.now();
+  const page = document.documentElement.dataset;
+  page.dlCame = navigation ? navigation.responseStart : performance.now(); // then set by refresh.js
 
   function tick() {
-    const again = document.documentElement.dataset.dlCame; // of refresh.js
-    const passed = (performance.now() - (again ? Number(again) : came)) / 1000;
+    const passed = (performance.now() - Number(page.dlCame)) / 1000;
     for (const cell of document.querySelectorAll("[data-dl-left]")) {
       const left = Number(cell.dataset.dlLeft) - passed;
       cell.textContent = left > 0 ? clock(left) : cell.dataset.dlOver;
