@@ -219,7 +219,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         rows = [row_of(held) for held in holdings or ()]
         return {
             "holders": [(_who(row.holding.holder), self._url("change", row.pk)) for row in rows],
-            "queue": [_who(waiter) for waiter in queue_of(alias, key) or ()],
+            "queue": [_who(waiter) for waiter in queue_of(alias, key)],
             "past": past_events.past_of(alias, key, holdings),
             "history_url": self._url("history", id_of(alias, key)),
         }

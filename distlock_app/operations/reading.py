@@ -172,10 +172,10 @@ def round_trip_ms(backend: BaseLockBackend) -> float:
     return (monotonic() - started) * 1000
 
 
-def queue_of(alias: str, key: str) -> list[Mapping[str, Any]] | None:
-    """Return the waiters for a lock, in order of arrival; None if that is not known."""
+def queue_of(alias: str, key: str) -> list[Mapping[str, Any]]:
+    """Return the waiters for a lock, in order of arrival; none if they are not known."""
     [(_health, waiters)] = ask("queue", {alias: lambda backend: backend.queue(key)})
-    return waiters
+    return waiters or []
 
 
 def ask(about: str, questions: Mapping[str, Question[T]]) -> list[tuple[Health, T | None]]:

@@ -58,7 +58,7 @@ def table(held: Sequence[Holding], width: int) -> Iterable[tuple[str, str]]:
         yield _cut("  ".join(map(_fit, row, widths)).rstrip(), room), state
 
 
-def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[tuple[str, str]]:
+def card(held: Holding, queue: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
     """Yield what is known of a holding, label and text, and the commands that are of use now.
 
     What is not known is an empty text.
@@ -78,7 +78,7 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]] | None) -> Iterable[t
     yield "time left", _left(held)
     yield "fencing token", _number(held.fence)
     yield "waiters", _number(held.waiters)
-    for number, waiter in enumerate(queue or (), start=1):
+    for number, waiter in enumerate(queue, start=1):
         yield f"  {number}", who(waiter)
     if isinstance(holder.get("pid"), int):
         look = f"ps -o pid,stat,etime,args -p {holder['pid']}"
