@@ -208,6 +208,14 @@ class CountsMilliseconds(LocMemBackend):
         return answer or Busy(free_in=30_000.0)
 
 
+class NeverExpires(LocMemBackend):
+    def acquire(self, claim, wait):
+        return super().acquire(replace(claim, ttl=3600.0), wait)
+
+    def count_down(self, claim):
+        return super().count_down(replace(claim, ttl=3600.0))
+
+
 class HasNoFence(LocMemBackend):
     def acquire(self, claim, wait):
         return super().acquire(claim, wait) and Grant(claim)
@@ -399,6 +407,8 @@ BREAKS = [
 
 # What the suite says besides that it failed.
 SAYS = [
+    (NeverExpires, "holders_to_expire", "after 0.5 s"),
+    (NeverExpires, "forgotten_after", "after 0.5 s"),
     (Hangs, "does_not_answer", "Hangs.acquire() still hangs after 3.0 s: give requests a time"),
     (RaisesItsOwnError, "does_not_answer", "it must raise BackendError"),
     (KeepsAMutexOverForks, "fork_amid", "has to be replaced in after_fork()"),

@@ -114,7 +114,7 @@ class SharingContract(Suite):
             dead = self.take(name, ttl=0.3, **kind)
 
             if kind is PERMIT:
-                self.eventually(lambda n=name: self.take(n, **PERMIT), within=5)
+                self.eventually(lambda n=name: self.take(n, **PERMIT))
             else:
                 sleep(0.4)
 
@@ -142,7 +142,7 @@ class SharingContract(Suite):
             self.take(name, ttl=0.5, **kind)
             self.take(name, ttl=0.1, **kind)
 
-            self.eventually(lambda n=name: self.take(n), within=5)
+            self.eventually(lambda n=name: self.take(n))
 
             assert monotonic() - asked_at >= 0.5 - ROUNDING
 
@@ -281,6 +281,6 @@ class SharingContract(Suite):
         latch = Latch(self.name(), 2, ttl=0.3, using=self.alias)
         latch.count_down()
 
-        self.eventually(lambda: latch.left() == 2, within=5)
+        self.eventually(lambda: latch.left() == 2)
 
         assert latch.count_down() == 1
