@@ -171,9 +171,9 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         self._require(self.has_view_permission(request))
         if (parts := parts_of(unquote(object_id))) is None:
             return self._back(request, gettext("There is no such lock."))
+        alias, key, _version = parts
         found = clearing.rows_of([unquote(object_id)])
         if not found.rows:
-            alias, key, _seen = parts
             problems = [self._free(request, alias, key)] if found.free else found.problems
             self._warn(request, *problems)
             return HttpResponseRedirect(self._events(alias, key) or self._list())
@@ -188,7 +188,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
             "extend_form": clearing.ExtendForm(),
             "may_extend": self.has_extend_permission(request) and clearing.may_extend(row),
             "row": row,
-            **self._facts(row.holding.alias, row.holding.key, found.holdings),
+            **self._facts(alias, key, found.holdings),
         }
         return super().change_view(
             request, quote(row.pk), form_url, {**more, **(extra_context or {})}
@@ -200,7 +200,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         parts = parts_of(request.GET.get("lock", ""))
         if parts is None or not history.kept():
             return self._back(request)
-        alias, key, _seen = parts
+        alias, key, _version = parts
         reading = read({alias: [key]})
         [backend] = reading.backends
         holdings = reading.holdings if backend.known else None
@@ -249,7 +249,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         self._require(self.has_view_permission(request))
         if (parts := parts_of(unquote(object_id))) is None:
             return self._back(request)
-        alias, key, _seen = parts
+        alias, key, _version = parts
         lock_id = id_of(alias, key)
         request.distlock_row = LiveLock(id=lock_id, name=_brief(clearing.name_of(alias, key)))
         more = {"list_url": self._list(), "media": self.media, **(extra_context or {})}
