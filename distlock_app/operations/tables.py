@@ -22,9 +22,18 @@ from .holdings import (
     who,
 )
 
-HEADING = ("NAME", "STATE", "HELD FOR", "WAITERS", "WHO", "WHERE", "LEFT", "ALIAS")
-# The columns that may be long, and the width that each keeps on a narrow terminal.
-NAME, WHO, WHERE = 0, 4, 5
+COLUMNS: Mapping[str, Callable[[Holding], str]] = {
+    "NAME": lambda held: shown(held.name),
+    "STATE": lambda held: state_of(held) + ("" if held.kind == "exclusive" else f" {held.kind}"),
+    "HELD FOR": lambda held: _clock(held.held_for),
+    "WAITERS": lambda held: _number(held.waiters),
+    "WHO": lambda held: activity_of(held.holder),
+    "WHERE": lambda held: place_of(held.holder),
+    "LEFT": lambda held: _left(held),
+    "ALIAS": lambda held: held.alias,
+}
+# Those that may be long, and the width that each keeps on a narrow terminal.
+LONG = ("NAME", "WHO", "WHERE")
 SHORTEST = 12
 
 UNKNOWN = "unknown"
@@ -44,18 +53,18 @@ def table(held: Sequence[Holding], width: int) -> Iterable[tuple[str, str]]:
 
     `width`: of the terminal; long cells, and at last the lines, are cut to fit. 0: nothing is cut.
     """
-    rows = [HEADING, *map(_row, held)]
-    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    rows = [[*COLUMNS], *([cell(one) or UNKNOWN for cell in COLUMNS.values()] for one in held)]
+    widths = {column[0]: max(map(_width, column)) for column in zip(*rows, strict=True)}
     spaces = 2 * (len(widths) - 1)
-    room = width or sum(widths) + spaces
-    while sum(widths) + spaces > room:
-        longest = max(NAME, WHO, WHERE, key=widths.__getitem__)
+    room = width or sum(widths.values()) + spaces
+    while sum(widths.values()) + spaces > room:
+        longest = max(LONG, key=widths.__getitem__)
         if widths[longest] <= SHORTEST:
             break
         widths[longest] -= 1
     states = ["", *map(state_of, held)]
     for row, state in zip(rows, states, strict=True):
-        yield _cut("  ".join(map(_fit, row, widths)).rstrip(), room), state
+        yield _cut("  ".join(map(_fit, row, widths.values())).rstrip(), room), state
 
 
 def card(held: Holding, queue: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
@@ -87,20 +96,6 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]]) -> Iterable[tuple[st
         command = ["python", "manage.py", "distlock", "clear", "--using", held.alias]
         names = ["--", name] if name.startswith("-") else [name]
         yield "take it away", shlex.join([*command, "--if-version", held.version, *names])
-
-
-def _row(held: Holding) -> tuple[str, ...]:
-    cells = (
-        shown(held.name),
-        state_of(held) + ("" if held.kind == "exclusive" else f" {held.kind}"),
-        _clock(held.held_for),
-        _number(held.waiters),
-        activity_of(held.holder),
-        place_of(held.holder),
-        _left(held),
-        held.alias,
-    )
-    return tuple(cell or UNKNOWN for cell in cells)
 
 
 def _left(held: Holding) -> str:
