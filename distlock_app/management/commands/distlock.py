@@ -268,5 +268,5 @@ def _escape_unencodable(stream: Any) -> None:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
+    except (OSError, KeyError, ImportError):  # a container's user without a name; Windows
         return "unknown"
