@@ -29,6 +29,7 @@ from distlock_app import (
     locked_view,
     unique_task,
 )
+from distlock_app.core.lease import Lease
 from distlock_app.core.registry import registry
 from distlock_app.decorators.naming import NameTemplate
 from distlock_app.testing import held_elsewhere
@@ -669,6 +670,22 @@ def test_a_hold_that_another_thread_enters_is_not_the_current_one_here():
         thread.start()
         thread.join()
         assert current_hold() is inner
+
+
+def test_another_thread_may_release_a_hold_while_the_current_one_is_looked_for(monkeypatch):
+    def while_another_releases(lease):
+        if not other.released:
+            thread = threading.Thread(target=other.release)
+            thread.start()
+            thread.join()
+        return entered_holds(lease)
+
+    entered_holds = Lease.entered_holds
+    with Lock("a", using="locmem") as hold:
+        other = Lock("b", using="locmem").acquire().enter()
+        monkeypatch.setattr(Lease, "entered_holds", while_another_releases)
+
+        assert current_hold("a", using="locmem") is hold
 
 
 def test_a_bare_acquire_and_another_thread_have_no_current_hold():

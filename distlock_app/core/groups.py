@@ -290,17 +290,17 @@ def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "def
     With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
     `acquire()` does not count, and `lock_in_transaction()` has no hold.
     """
-    entered = [hold for x in identity.current_runner().held.values() for hold in x.entered_holds()]
-    entered.sort(key=attrgetter("entered"), reverse=True)
-    held: dict[Any, Hold] = {}  # the innermost of each lock, latest first
-    for hold in entered:
-        held.setdefault(hold._lease.lease_key, hold)
+    by_entry = attrgetter("entered")
+    leases = [*identity.current_runner().held.values()]  # another thread may release one of them
+    innermost = [max(holds, key=by_entry) for x in leases if (holds := x.entered_holds())]
+    innermost.sort(key=by_entry)
     found: list[Any]
     if name is None:
-        found = [hold for hold in reversed(held.values()) if _as_one(hold, entered[0])]
+        found = [hold for hold in innermost if _as_one(hold, innermost[-1])]
     else:
+        held = {hold._lease.lease_key[:2]: hold for hold in innermost}  # the one taken last wins
         wanted = [(registry[alias].backend, names.key_of(name)) for alias in aliases_of(using)]
-        found = [next((held[x] for x in held if x[:2] == lock), None) for lock in wanted]
+        found = [held.get(lock) for lock in wanted]
     if not found or None in found:
         what = "no lock is held here" if name is None else f"{shown(name)!r} is not held"
         raise NotHeld(what)
