@@ -123,7 +123,7 @@ def test_a_transaction_is_not_committed_while_the_answer_to_a_release_is_missing
         hold.release()
 
     with pytest.raises(LockLost):
-        hold.end_block(Block(), None, None, None)
+        hold.end_block(Block(), None)
 
     assert ended == [LockLost]
     hold.release()

@@ -116,9 +116,7 @@ class Ending(Entered):
         except Exception as error:
             self._left_badly(error, exc)
 
-    def end_block(
-        self, block: Any, exc_type: Any, exc: BaseException | None, traceback: Any
-    ) -> None:
+    def end_block(self, block: Any, exc: BaseException | None) -> None:
         """Commit the `atomic()` block inside this hold, or roll it back if the lock is lost."""
         if self._lease.foreign:
             return  # A child of fork() shares the parent's connection: a statement would break it.
@@ -126,7 +124,7 @@ class Ending(Entered):
             error = self._lease.lost_error()
             block.__exit__(type(error), error, None)
             raise error
-        block.__exit__(exc_type, exc, traceback)
+        block.__exit__(None if exc is None else type(exc), exc, None)
 
     def __del__(self) -> None:
         if self.released or releaser is None:  # or the interpreter ends, and its modules are empty

@@ -55,7 +55,7 @@ def _break_off(hold: Any, error: BaseException, *, unused: bool = False) -> None
     try:
         block = hold.block
         if block and block in transaction.get_connection(block.using).atomic_blocks:
-            hold.end_block(block, type(error), error, error.__traceback__)
+            hold.end_block(block, error)
     finally:
         try:
             hold.leave(error, unused=unused)
@@ -157,7 +157,7 @@ class WithBlock(Generic[HeldT]):
         try:
             hold = entered(self, sys._getframe(1))
             if hold.block is not None:
-                hold.end_block(hold.block, exc_type, exc, traceback)
+                hold.end_block(hold.block, exc)
             hold.leave(exc)
             forget(hold)
         except BaseException as error:

@@ -149,10 +149,10 @@ class Holds(tuple[Hold, ...], Entered):
         """Return those that are not released, last first; if all are, one of them, to say so."""
         return [hold for hold in reversed(self) if not hold.released] or [*self[-1:]]
 
-    def end_block(self, *block_and_error: Any) -> None:
+    def end_block(self, block: Any, exc: BaseException | None) -> None:
         """Like `Hold.end_block`: one lost lock rolls it back."""
         lost = [hold for hold in self if hold.lost]
-        (lost or self)[0].end_block(*block_and_error)
+        (lost or self)[0].end_block(block, exc)
 
     def enter(self, *, inside: bool = True) -> Holds:
         """Like `Hold.enter` with each, in their order, whichever was taken first."""
