@@ -6,12 +6,12 @@ others, and renewals do not wait for releases. Failed releases are retried until
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 from ..backends.base import BaseLockBackend
 from ..claims import Grant
@@ -58,11 +58,9 @@ class Releaser:
     def __init__(self) -> None:
         self._under_way: set[Release] = set()
         # Weak: otherwise the workers would keep the backend alive.
-        self._workers: weakref.WeakKeyDictionary[BaseLockBackend, Worker]
-        self._workers = weakref.WeakKeyDictionary()
+        self._workers: WeakKeyDictionary[BaseLockBackend, Worker] = WeakKeyDictionary()
         # After a failed release, none is tried until this time: there may be very many.
-        self._quiet: weakref.WeakKeyDictionary[BaseLockBackend, float]
-        self._quiet = weakref.WeakKeyDictionary()
+        self._quiet: WeakKeyDictionary[BaseLockBackend, float] = WeakKeyDictionary()
 
     def give_back(
         self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
@@ -184,5 +182,5 @@ releaser = Releaser()
 in_child(releaser.__init__)  # type: ignore[misc]
 # The first finalizer registers the exit hook of all, and hooks run in reverse: drain() has to come
 # before the finalizers that close connections. This one does nothing.
-weakref.finalize(releaser, int)
+finalize(releaser, int)
 at_exit(releaser, releaser.drain)

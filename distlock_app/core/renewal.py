@@ -6,9 +6,9 @@ timer, so losses are reported on time.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import BackendError
 from ..primitives.forks import in_child
@@ -36,8 +36,7 @@ class Renewer:
 
     def __init__(self) -> None:
         # By server. Without a reference to it, or its backend, which live on with them otherwise.
-        self._workers: weakref.WeakKeyDictionary[object, Worker]
-        self._workers = weakref.WeakKeyDictionary()
+        self._workers: WeakKeyDictionary[object, Worker] = WeakKeyDictionary()
 
     def watch(self, lease: Lease) -> None:
         """Keep `lease` renewed, and report its loss, until it ends."""

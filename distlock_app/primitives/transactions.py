@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from asgiref.sync import AsyncToSync, sync_to_async
 from django.db import connections
@@ -108,8 +108,7 @@ async def check_caller(name: str, *, release_now: bool) -> None:
 
 # By connection: the fences of the names that its transaction has locked, and its first block, which
 # a name outlives in a TestCase only. By alias and key.
-_held: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], tuple[int, Any]]]
-_held = weakref.WeakKeyDictionary()
+_held: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[int, Any]]] = WeakKeyDictionary()
 
 
 def held_in(connection: Any) -> dict[tuple[str, str], tuple[int, Any]]:
@@ -187,7 +186,7 @@ def call_at_end(
     connection.run_on_commit.insert(0, (undone_with, end, True))
     own = connection.__dict__.get("commit")
     if before_commit is not None and getattr(own, "func", None) is not _commit:
-        connection.commit = partial(_commit, weakref.ref(connection), own)
+        connection.commit = partial(_commit, ref(connection), own)
 
 
 def _commit(reference: Any, own: Callable[[], None] | None) -> None:
