@@ -234,16 +234,16 @@ class Ending(Entered):
         if not isinstance(error, (LockLost, NotHeld)):
             self.released = True
             give_back(self._lease)
-            if isinstance(error, BackendError):
-                if not self._lease.lost:
-                    # The body ran under the lock; only the release is late.
-                    logger.warning(
-                        "cannot release %r yet: %s",
-                        *(shown(self.name), error),
-                        extra=self.log_fields("released_late", error=str(error)),
-                    )
-                    return
-                error = self._lease.lost_error()
+        if isinstance(error, BackendError):
+            if not self._lease.lost:
+                # The body ran under the lock; only the release is late.
+                logger.warning(
+                    "cannot release %r yet: %s",
+                    *(shown(self.name), error),
+                    extra=self.log_fields("released_late", error=str(error)),
+                )
+                return
+            error = self._lease.lost_error()
         if exc is None:
             raise error
         about = self.log_fields("not_raised", error=str(error))

@@ -107,10 +107,10 @@ def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
     # refuses a row that changed while we waited for it.
     if not transactions.keeps_snapshot(connection):
         answer = backend.lock_row(attempt.key, attempt.wait)
+        if isinstance(answer, Busy):
+            attempt.note_wait("timeout")
+            raise busy_error(attempt.lock.name, attempt.wait, answer.free_in)
         if answer is not None:
-            if isinstance(answer, Busy):
-                attempt.note_wait("timeout")
-                raise busy_error(attempt.lock.name, attempt.wait, answer.free_in)
             return answer
     left = deadline.remaining()
     if attempt.wait and left is not None:

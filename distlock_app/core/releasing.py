@@ -151,13 +151,14 @@ class Releaser:
             timer.at(quiet_until, release, self._put)
             return
         late = now >= release.until
+        # A claim without expiry is retried: its backend says when the session is over.
+        over = late and backend.expires
         try:
-            if late and backend.expires:
+            if over:
                 raise BackendError("its lease has ended")
             was_ours = release.ask()
         except BaseException as error:
-            # A claim without expiry is retried: its backend says when the session is over.
-            if release.grant.claim.stable or (late and backend.expires):
+            if over or release.grant.claim.stable:
                 self._done(release)
                 logger.warning(
                     "gave up releasing a lock (alias %r): %s",
