@@ -713,12 +713,12 @@ def test_an_interrupt_as_one_of_two_withs_ends_releases_that_one(monkeypatch):
             yield hold
 
     def interrupted(*args):
-        monkeypatch.setattr(entered, "entered", find)
+        monkeypatch.setattr(entered, "recorded", find)
         raise KeyboardInterrupt
 
-    find, (first, second) = entered.entered, (held(), held())
+    find, (first, second) = entered.recorded, (held(), held())
     holds = [next(first), next(second)]
-    monkeypatch.setattr(entered, "entered", interrupted)
+    monkeypatch.setattr(entered, "recorded", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(first)
 

@@ -727,7 +727,7 @@ def test_an_interrupt_after_the_block_was_opened_ends_it(engine, monkeypatch):
         assert connection.in_atomic_block
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(entered, "enter", interrupted)
+    monkeypatch.setattr(entered, "record", interrupted)
     is_undone_by_the_interrupt(engine)
 
 
@@ -744,16 +744,16 @@ def test_an_interrupt_while_the_block_opens_ends_it(engine, monkeypatch):
 
 
 def test_an_interrupt_as_the_with_ends_rolls_its_block_back(engine, monkeypatch):
-    found = entered.entered
+    found = entered.recorded
 
     def interrupted(*args):
-        monkeypatch.setattr(entered, "entered", found)
+        monkeypatch.setattr(entered, "recorded", found)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         with Lock("a", atomic=True):
             Counter.objects.create(name="a")
-            monkeypatch.setattr(entered, "entered", interrupted)
+            monkeypatch.setattr(entered, "recorded", interrupted)
 
     assert not connection.in_atomic_block
     assert not Lock("a").locked()

@@ -309,7 +309,7 @@ def test_the_reference_has_every_check_and_no_other():
 def test_the_reference_has_every_option_of_a_lock_and_every_part_of_a_hold():
     options = [field.name for field in fields(distlock_app.Lock)]
     inner = {"leave", "aleave", "end_block", "abandon", "log_fields"}
-    inner |= {"enter", "entered", "taken_at"}
+    inner |= {"enter", "entry", "taken_at"}
     parts = [
         name
         for name in {*vars(distlock_app.Lock), *vars(distlock_app.Hold)}

@@ -53,7 +53,7 @@ class Attempt:
         if lease.holds > 0 and not self.lock.reentrant:
             raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
         hold = Hold(lease, release_now=self.lock.release == "now", released=True)
-        hold.entered = self.entered and next(entry_numbers)
+        hold.entry = next(entry_numbers) if self.entered else 0
         try:
             if lease.add_hold(hold):
                 self._options(hold, lease)
@@ -113,7 +113,7 @@ class Attempt:
         )
         hold = Hold(lease, release_now=lock.release == "now")
         if self.entered:
-            hold.entered, lease.with_holds = next(entry_numbers), (ref(hold),)
+            hold.entry, lease.with_holds = next(entry_numbers), (ref(hold),)
         try:
             runner.held[self.lease_key] = lease
             if lock.at_least or lock.on_lost is not None:

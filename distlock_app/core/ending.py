@@ -33,7 +33,7 @@ class Ending(Entered):
 
     # Class defaults, also for objects that an interrupt left half made.
     released = True  # or not yet added to the lease
-    entered: int = False  # in a `with`: the number of this entry
+    entry = 0  # in a `with`: the number of this entry, see entry_numbers
     entered_with: object = None  # the same for all that were entered together
     taken_at: tuple[CodeType, int] | None = None  # without a `with`: where it was taken
 
@@ -215,7 +215,7 @@ class Ending(Entered):
                 raise lease.lost_error() from error
             lease.release_asked |= in_time
             lease.restore_hold()
-            self.released = self.entered = False
+            self.released, self.entry = False, 0
             raise
         if not (in_time or lease.release_asked):
             # It was ours all along, but the work was done without knowing that.

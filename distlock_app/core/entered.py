@@ -44,7 +44,7 @@ class Entered:
 _by_frame: dict[FrameType | None, list[Any]] = {}
 
 
-def enter(hold: Entered, lock: Any, frame: FrameType) -> None:
+def record(hold: Entered, lock: Any, frame: FrameType) -> None:
     """Record that the `with` of `lock` in `frame` was entered."""
     hold.lock, hold.frame = lock, frame
     _by_frame[frame] = [*_by_frame.get(frame, ()), hold]
@@ -73,7 +73,7 @@ def forget(hold: Entered) -> None:
     hold.frame = hold.block = None
 
 
-def entered(lock: Any, frame: FrameType) -> Any:
+def recorded(lock: Any, frame: FrameType) -> Any:
     """Return the hold or holds of the `with` of `lock` that ends in `frame`."""
     for hold in reversed(_by_frame.get(frame, ())):
         if hold.lock is lock:
@@ -146,7 +146,7 @@ class WithBlock(Generic[HeldT]):
                 using = None if self.atomic is True else self.atomic
                 hold.block = transaction.atomic(using, durable=True)
                 hold.block.__enter__()
-            enter(hold, self, sys._getframe(1))
+            record(hold, self, sys._getframe(1))
         except BaseException as error:
             _break_off(hold, error, unused=True)
             raise
@@ -155,7 +155,7 @@ class WithBlock(Generic[HeldT]):
     def __exit__(self: Any, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
         hold = None
         try:
-            hold = entered(self, sys._getframe(1))
+            hold = recorded(self, sys._getframe(1))
             if hold.block is not None:
                 hold.end_block(hold.block, exc)
             hold.leave(exc)
@@ -163,17 +163,17 @@ class WithBlock(Generic[HeldT]):
         except BaseException as error:
             # The commit failed, or Ctrl-C interrupted the release: not that no hold was found.
             if hold is not None or not isinstance(error, NotHeld):
-                _break_off(hold or entered(self, sys._getframe(1)), error)
+                _break_off(hold or recorded(self, sys._getframe(1)), error)
             raise
 
     async def __aenter__(self: Any) -> HeldT:
         hold: Any = await self._aacquire(entered=True)
-        enter(hold, self, sys._getframe(1))
+        record(hold, self, sys._getframe(1))
         return hold  # type: ignore[no-any-return]
 
     async def __aexit__(
         self: Any, exc_type: Any, exc: BaseException | None, traceback: Any
     ) -> None:
-        hold = entered(self, sys._getframe(1))
+        hold = recorded(self, sys._getframe(1))
         forget(hold)
         await hold.aleave(exc)

@@ -290,7 +290,7 @@ def current_hold(name: str | None = None, *, using: str | tuple[str, ...] = "def
     With `name` that of this lock, else of the lock taken last. Raise NotHeld outside any. A bare
     `acquire()` does not count, and `lock_in_transaction()` has no hold.
     """
-    by_entry = attrgetter("entered")
+    by_entry = attrgetter("entry")
     leases = [*identity.current_runner().held.values()]  # another thread may release one of them
     innermost = [max(holds, key=by_entry) for x in leases if (holds := x.entered_holds())]
     innermost.sort(key=by_entry)

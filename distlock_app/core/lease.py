@@ -184,7 +184,7 @@ class Lease:
         with self.lock:
             if self.ended:
                 return False
-            if hold.entered:
+            if hold.entry:
                 self._add_entered(hold)
             # No call from here on: a signal must not separate these.
             self.holds += 1
@@ -194,7 +194,7 @@ class Lease:
     def entered_holds(self) -> list[Any]:
         """Return its holds that are in a `with`, where it can be taken again."""
         holds = [hold() for hold in self.with_holds]
-        return [hold for hold in holds if hold and hold.entered and not hold.released]
+        return [hold for hold in holds if hold and hold.entry and not hold.released]
 
     def _add_entered(self, hold: Any) -> None:
         self.with_holds = tuple(map(weakref.ref, [*self.entered_holds(), hold]))
@@ -227,10 +227,10 @@ class Lease:
         with self.lock:
             if hold.released:
                 return
-            if inside and not hold.entered:
+            if inside and not hold.entry:
                 self._add_entered(hold)
             # Numbered again if it is in one: the holds of all_of() were taken in another order.
-            before, hold.entered = bool(hold.entered), inside and next(entry_numbers)
+            before, hold.entry = bool(hold.entry), next(entry_numbers) if inside else 0
             if before is inside:
                 return
         runner = identity.current_runner()
