@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from django.db import connections
 
 from ..backends.base import GuardedWrites, InTransaction
-from ..claims import Grant
 from ..errors import BackendError, LockError, NotHeld
 from ..primitives import transactions
 from ..primitives.names import shown
@@ -278,19 +277,18 @@ class Hold(Ending):
             raise LockError("dump() is not possible inside atomic(): call it after the commit")
 
     def _dumped(self) -> str:
-        release = "now" if self._release_now else "transaction_end"
-        left = self._lease.keep_until - monotonic()
-        at_least = max(MIN_TTL, left) if left > 0 else 0.0
-        return packed(self._lease.alias, self._leave_claim(), release=release, at_least=at_least)
-
-    def _leave_claim(self) -> Grant:
-        """End the hold without releasing the lock; drop the backend's session data."""
-        lease = self._lease
-        grant = lease.grant
+        """End the hold without releasing the lock; return the text that hands it over."""
+        lease, grant = self._lease, self._lease.grant
+        left = lease.keep_until - monotonic()
         if lease.remove_hold(self):
             timer.cancel(lease)
-            lease.grant = replace(grant, session=None)
-        return grant
+            lease.grant = replace(grant, session=None)  # what the backend keeps with it here
+        return packed(
+            lease.alias,
+            grant,
+            release="now" if self._release_now else "transaction_end",
+            at_least=max(MIN_TTL, left) if left > 0 else 0.0,
+        )
 
     def _extended(self, ttl: float, asked_at: float, answer: bool) -> None:
         if not answer:
