@@ -95,8 +95,8 @@ def acquiring(
     """
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
-    tried = False  # not if too many others try
-    refusal = Busy()  # by the last try: what to wait for
+    tried = False  # begin_first() may only have looked
+    refusal = Busy()  # the answer to the last try: what to wait for
     while True:
         last = (left := deadline.remaining()) == 0
         failures: list[LockError] = []
@@ -132,7 +132,7 @@ def acquiring(
 
 
 def _asking(
-    backend: BaseLockBackend, claim: Claim, left: float | None, look: bool, again: bool
+    backend: BaseLockBackend, claim: Claim, left: float | None, look: bool, tried: bool
 ) -> Generator[Step, Any, tuple[float, Any, bool]]:
     """Try to take the lock; with `look` only if it looks free.
 
@@ -143,7 +143,7 @@ def _asking(
         if (answer := (yield Call(backend.look, (claim,)))) is not None:
             return asked_at, answer, False
     asked_at = monotonic()
-    how: Begin = begin if again else begin_first
+    how: Begin = begin if tried else begin_first
     how = begin_alone if backend.blocks and left != 0 else how
     answer = yield Call(backend.acquire, (claim, left), how)
     if isinstance(answer, Seen):

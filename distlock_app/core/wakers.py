@@ -38,7 +38,7 @@ class Waker:
                     seconds = 0.0
             self._gate.wait(seconds)
         else:  # a backend with a wake_fd does not call wake()
-            readable(wake_fd, max(0.0, seconds))  # which opens no file: there may be none left
+            readable(wake_fd, seconds)  # which opens no file: there may be none left
         grant, self._grant = self._grant, None
         return grant
 
