@@ -42,8 +42,8 @@ class Release:
     due: float | None = None
 
 
-def gives_back(backend: BaseLockBackend, grant: Grant) -> Callable[[], Any]:
-    """Return what releases a claim that may have been granted.
+def release_of(backend: BaseLockBackend, grant: Grant) -> Callable[[], Any]:
+    """Return the call that releases a claim which may have been granted.
 
     A stable owner only leaves the queue: others may have the claim, or the caller again.
     """
@@ -65,9 +65,9 @@ class Releaser:
     def give_back(
         self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
     ) -> None:
-        """Have `gives_back` done, or `ask` if nobody shares the claim."""
+        """Have a claim released that may have been granted, by `ask` unless others share it."""
         if ask is None or grant.claim.stable:
-            ask = gives_back(backend, grant)
+            ask = release_of(backend, grant)
         release = Release(backend, grant, monotonic() + grant.claim.ttl, ask)
         self._under_way.add(release)
         self._put(release)
@@ -77,7 +77,7 @@ class Releaser:
     ) -> None:
         """Like `give_back`, in this thread if it succeeds; after Ctrl-C the process may end."""
         try:
-            (ask or gives_back(backend, grant))()
+            (ask or release_of(backend, grant))()
         except BaseException as again:  # the backend is down, or a second Ctrl-C
             self.give_back(backend, grant, ask)
             if not isinstance(again, Exception):
@@ -135,7 +135,7 @@ class Releaser:
             self._under_way.discard(release)
 
     def _at_its_end(self, lease: Lease) -> None:
-        end, ask = lease.trusted_until, gives_back(lease.backend, lease.grant)
+        end, ask = lease.trusted_until, release_of(lease.backend, lease.grant)
         timer.at(end, Release(lease.backend, lease.grant, end + lease.ttl, ask), self._put)
 
     def _put(self, release: Release) -> None:

@@ -20,7 +20,7 @@ from ..primitives.forks import in_child
 from ..primitives.names import shown
 from ..primitives.timing import Deadline, full_jitter, monotonic, trusted_for
 from .offloading import Begin, Seen, begin, begin_alone, begin_first, ended
-from .releasing import gives_back, releaser
+from .releasing import release_of, releaser
 from .wakers import AsyncWaker, Waker
 
 # Seconds between the expected expiry of a claim and the next try.
@@ -153,7 +153,7 @@ def _asking(
 
 def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
     try:
-        yield Call(gives_back(backend, grant), ())
+        yield Call(release_of(backend, grant), ())
     except BackendError as error:
         return [error]  # the same owner will be granted again
     return []
