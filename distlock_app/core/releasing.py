@@ -140,9 +140,9 @@ class Releaser:
 
     def _put(self, release: Release) -> None:
         backend = release.backend
-        if (worker := self._workers.get(backend)) is None:
-            worker = Worker(f"distlock-release-{backend.alias}", self._try, threads=THREADS)
-            worker = self._workers.setdefault(backend, worker)
+        worker = self._workers.get(backend) or self._workers.setdefault(
+            backend, Worker(f"distlock-release-{backend.alias}", self._try, threads=THREADS)
+        )
         worker.put(release)
 
     def _try(self, release: Release) -> None:

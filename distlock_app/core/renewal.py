@@ -111,9 +111,9 @@ class Renewer:
 
     def _put_extend(self, lease: Lease) -> None:
         server = _server_of(lease)
-        if (worker := self._workers.get(server)) is None:
-            worker = Worker(f"distlock-worker-{lease.alias}", self._extend)
-            worker = self._workers.setdefault(server, worker)
+        worker = self._workers.get(server) or self._workers.setdefault(
+            server, Worker(f"distlock-worker-{lease.alias}", self._extend)
+        )
         worker.put(lease)
 
     def _extend(self, asked: list[Lease]) -> None:
