@@ -29,7 +29,7 @@ BROKEN_OFF = (KeyboardInterrupt, CancelledError, Terminated)
 
 
 class Ending(Entered):
-    """The part of a hold that ends its claim; the last hold of a claim does."""
+    """How a hold ends; the last hold of a claim releases it."""
 
     # Class defaults, also for objects that an interrupt left half made.
     released = True  # or not yet added to the lease

@@ -16,7 +16,7 @@ HeldT = TypeVar("HeldT")
 
 
 class Entered:
-    """A hold, or several: its own `with`, and its record in the `with` of its lock."""
+    """What `Hold` and `Holds` share: a `with` of their own, and the record of the `with` around."""
 
     lock: Any = None
     frame: FrameType | None = None

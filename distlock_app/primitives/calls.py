@@ -28,7 +28,7 @@ def path_of(function: Any) -> str:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether calls are awaited: of a coroutine function, or of an object with such one."""
+    """Whether its result is awaited: a coroutine function, or an object whose `__call__` is one."""
     return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
 
 

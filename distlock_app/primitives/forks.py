@@ -10,7 +10,7 @@ from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize, register_after_fork
 
 _calls: list[Callable[[], object]] = []
-_told = os.getpid()  # the process for which they were made, or need not be
+_made_in = os.getpid()  # the child in which they were made last; at first the parent
 
 
 def in_child(call: Callable[[], object]) -> None:
@@ -33,8 +33,8 @@ def at_exit(owner: object, call: Callable[[], object]) -> None:
 
 
 def _note() -> None:
-    global _told
-    _told = os.getpid()
+    global _made_in
+    _made_in = os.getpid()
 
 
 in_child(_note)
@@ -46,7 +46,7 @@ def tell_uwsgi() -> None:
     earlier = getattr(uwsgi, "post_fork_hook", None)
 
     def hook() -> None:
-        if _told != os.getpid():
+        if _made_in != os.getpid():
             for call in _calls:
                 call()
         if earlier is not None:

@@ -67,6 +67,7 @@ def _used() -> list[Any]:
 
 
 def is_open(connection: Any) -> bool:
+    """Whether the connection is in one of the transactions that `open_blocks` returns."""
     if not connection.in_atomic_block or connection.closed_in_transaction:
         return False
     return not in_testcase(connection)
@@ -240,6 +241,7 @@ class _End:
 
 
 def is_manual(connection: Any) -> bool:
+    """Whether autocommit is off on the connection, other than for an `atomic()` block."""
     if connection.connection is None:  # it begins as its settings say
         return not connection.settings_dict["AUTOCOMMIT"]
     if connection.autocommit:
