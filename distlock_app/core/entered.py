@@ -80,15 +80,12 @@ def recorded(lock: Any, frame: FrameType) -> Any:
             return hold
     # An ExitStack, say, enters and exits in frames of its own; and a generator may be finished by
     # another thread or task.
-    runner, others = identity.current_runner(), []
-    latest = reversed(list(_by_frame.values()))
-    for hold in (hold for here in latest for hold in reversed(here)):
-        if hold.lock is lock:
-            if hold.runner is runner:
-                return hold
-            others.append(hold)
-    if len(others) == 1:
-        return others[0]
+    frames = [*_by_frame.values()]
+    latest = [hold for here in frames[::-1] for hold in here[::-1] if hold.lock is lock]
+    runner = identity.current_runner()
+    own = [hold for hold in latest if hold.runner is runner]
+    if own or len(latest) == 1:
+        return (own or latest)[0]
     raise NotHeld("cannot tell which `with` ends here: use hold = lock.acquire() instead")
 
 
