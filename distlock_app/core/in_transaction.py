@@ -84,19 +84,19 @@ def begun_under_lock(
             f"this thread already holds {shown(name)!r} as a Lock: hold.pin() keeps its row locked"
             " until the end of the transaction"
         )
-    held, lease_key = transactions.held_in(connection), (using, attempt.key)
+    held, place = transactions.held_in(connection), (using, attempt.key)
     backend = attempt.backend
     if isinstance(backend, InTransaction) and transactions.is_open(connection):
         if warn:
             transactions.check_before_lock(name, release_now=True)
         fence = _lock(attempt, backend, connection)
-        forget = partial(held.pop, lease_key, None)
+        forget = partial(held.pop, place, None)
         transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=True)
     else:  # in tests: a lock in memory, or a TestCase, which would keep the row until its end
         hold = Lock(name, wait=attempt.wait, using=using).acquire()
         hold.release()  # at the end of the transaction, but not in a TestCase
         fence = hold.fence or 0
-    held[lease_key] = fence, blocks[0]
+    held[place] = fence, blocks[0]
     return fence
 
 
