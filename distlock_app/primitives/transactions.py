@@ -11,6 +11,7 @@ import asyncio
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -215,27 +216,20 @@ def _before_commit(connection: Any) -> None:
         raise
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _End:
     """The callback that only the connection's list refers to."""
 
-    __slots__ = ("_committed", "_dropped", "before_commit")
-
-    def __init__(
-        self,
-        committed: Callable[[], object],
-        dropped: Callable[[], object],
-        before_commit: Callable[[], None] | None,
-    ) -> None:
-        self._committed = committed
-        self._dropped: Callable[[], object] | None = dropped
-        self.before_commit = before_commit
+    committed: Callable[[], object]
+    dropped: Callable[[], object] | None
+    before_commit: Callable[[], None] | None
 
     def __call__(self) -> None:
-        self._committed()
-        self._dropped = None  # not if it was interrupted
+        self.committed()
+        self.dropped = None  # not if it was interrupted
 
     def __del__(self) -> None:
-        dropped, self._dropped = self._dropped, None
+        dropped, self.dropped = self.dropped, None
         if dropped is not None:
             dropped()
 
