@@ -372,6 +372,19 @@ def test_a_release_that_fails_after_the_commit_is_tried_again(engine):
     until(lambda: not held(engine))
 
 
+def test_a_release_that_raises_what_no_engine_should_drops_no_callback_of_the_commit(engine):
+    called = []
+    engine.fail("release", error=OSError("what no engine should raise"), times=1)
+
+    with transaction.atomic():
+        with Lock("a"):
+            Counter.objects.create(name="a")
+        transaction.on_commit(lambda: called.append("called"))
+
+    assert called == ["called"]
+    until(lambda: not held(engine))
+
+
 @pytest.mark.parametrize("commits", [True, False])
 def test_the_release_at_the_end_is_told(engine, commits):
     told = []

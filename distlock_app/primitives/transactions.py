@@ -216,13 +216,16 @@ def _before_commit(connection: Any) -> None:
         raise
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class _End:
     """The callback that only the connection's list refers to."""
 
     committed: Callable[[], object]
     dropped: Callable[[], object] | None
     before_commit: Callable[[], None] | None
+
+    def __post_init__(self) -> None:
+        self.__qualname__ = type(self).__qualname__  # for Django before 6.1, if a call raises
 
     def __call__(self) -> None:
         self.committed()
