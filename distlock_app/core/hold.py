@@ -142,29 +142,8 @@ class Hold(Ending):
         Raise LockLost if the lock is already gone, LockError if it cannot be pinned.
         """
         self.check()
-        lease = self._lease
-        backend = lease.backend
-        if not isinstance(backend, InTransaction):
-            raise LockError(
-                f"only a lock table in the database of the data can be pinned, not the backend of"
-                f" alias {lease.alias!r}: write with a fencing token instead"
-            )
-        if lease.grant.claim.shared or lease.grant.claim.limit > 1:
-            raise LockError(
-                f"{shown(self.name)!r} cannot be pinned: only an exclusive lock can, readers and"
-                " permits share their row"
-            )
+        lease, backend = self._lease, self._pinning()
         connection: Any = connections[backend.using]
-        if transactions.is_manual(connection):
-            raise LockError(
-                f"pin() needs autocommit on {backend.using!r}: Django does not tell when a"
-                " transaction under manual management ends"
-            )
-        if not transactions.own_blocks(connection):
-            raise LockError(
-                f"pin() needs a transaction: open atomic() on {backend.using!r} first, where the"
-                " lock table is" + transactions.elsewhere()
-            )
         if not transactions.is_open(connection):  # in a TestCase, which ends too late
             self.extend()
             return
@@ -247,7 +226,34 @@ class Hold(Ending):
         self._lease.enter(self, inside=inside)
         return self
 
+    def _pinning(self) -> InTransaction:
+        """Return the backend as one that can pin the lock now, or raise LockError."""
+        claim, backend = self._lease.grant.claim, self._lease.backend
+        if not isinstance(backend, InTransaction):
+            raise LockError(
+                f"only a lock table in the database of the data can be pinned, not the backend of"
+                f" alias {backend.alias!r}: write with a fencing token instead"
+            )
+        if claim.shared or claim.limit > 1:
+            raise LockError(
+                f"{shown(self.name)!r} cannot be pinned: only an exclusive lock can, readers and"
+                " permits share their row"
+            )
+        connection: Any = connections[backend.using]
+        if transactions.is_manual(connection):
+            raise LockError(
+                f"pin() needs autocommit on {backend.using!r}: Django does not tell when a"
+                " transaction under manual management ends"
+            )
+        if not transactions.own_blocks(connection):
+            raise LockError(
+                f"pin() needs a transaction: open atomic() on {backend.using!r} first, where the"
+                " lock table is" + transactions.elsewhere()
+            )
+        return backend
+
     def _guarding(self, what: str) -> GuardedWrites:
+        """Return the backend as one that has `what`, or raise LockLost or LockError."""
         self.check()
         backend = self._lease.backend
         if not isinstance(backend, GuardedWrites):
