@@ -51,7 +51,7 @@ class Attempt:
         if lease is None or not self._shares(lease):
             return None
         if lease.holds > 0 and not self.lock.reentrant:
-            raise LockBusy(f"this thread or task already holds the lock {self.lock.name!r}")
+            raise LockBusy(f"this thread or task already holds the lock {shown(self.lock.name)!r}")
         hold = Hold(lease, release_now=self.lock.release == "now", released=True)
         hold.entry = next(entry_numbers) if self.entered else 0
         try:
