@@ -98,11 +98,11 @@ def acquiring(
     tried = False  # begin_first() may only have looked
     refusal = Busy()  # the answer to the last try: what to wait for
     while True:
-        last = (left := deadline.remaining()) == 0
+        last = (left := wait if first else deadline.remaining()) == 0
         failures: list[LockError] = []
         try:
-            if first is not None:
-                asked_at, answer, was_try, first, last = *first, True, None, wait == 0
+            if first:
+                (asked_at, answer), was_try, first = first, True, None
             else:
                 look = tried and not (last and _keeps_place(backend))
                 asked_at, answer, was_try = yield from _asking(backend, claim, left, look, tried)
