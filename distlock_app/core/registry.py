@@ -93,9 +93,13 @@ class Registry:
         except TypeError:  # no hash
             message = f"using={alias!r}: give an alias or a tuple of them."
             raise ImproperlyConfigured(message) from None
+        setting = self.setting()
+        if alias not in setting:
+            known = ", ".join(sorted(setting)) or "none"
+            raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r} (it has: {known}).")
         # Not under a mutex: it imports a module, which may create locks or be imported by another
         # thread. If two threads create the entry, neither has connected yet.
-        return self._entries.setdefault(alias, self._make(alias))
+        return self._entries.setdefault(alias, self._entry(alias, setting[alias]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.setting())
@@ -154,13 +158,6 @@ class Registry:
         """Add an alias that is not in settings, for this process."""
         if alias not in self._entries:
             self._entries[alias] = self._entry(alias, params)
-
-    def _make(self, alias: str) -> Entry:
-        setting = self.setting()
-        if alias not in setting:
-            known = ", ".join(sorted(setting)) or "none"
-            raise ImproperlyConfigured(f"DISTLOCK has no alias {alias!r} (it has: {known}).")
-        return self._entry(alias, setting[alias])
 
     def _entry(self, alias: str, params: dict[str, Any]) -> Entry:
         try:
