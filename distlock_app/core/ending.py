@@ -175,16 +175,7 @@ class Ending(Entered):
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
             if blocks and lease.holds == 1 and not lease.ended:
-                blocks = [block for block in blocks if id(block) not in lease.open_transactions]
-                # First: an interrupt after this leaves no hold that nobody releases.
-                for block in blocks:
-                    transactions.call_at_end(
-                        block,
-                        before_commit=partial(check_at_end, lease),
-                        committed=partial(release_at_end, lease, id(block)),
-                        dropped=partial(drop_at_end, lease, id(block)),
-                    )
-                lease.wait_for(blocks)
+                release_after(lease, blocks)
             last = lease.remove_hold(self)
         if last:
             # What timer.cancel() does, without its call for a lease that is on no heap yet.
@@ -268,6 +259,19 @@ def end_claim(lease: Lease) -> bool:
 def give_back(lease: Lease) -> None:
     """Have `end_claim` done until it arrives."""
     releaser.give_back(lease.backend, lease.grant, partial(end_claim, lease))
+
+
+def release_after(lease: Lease, blocks: list[Any]) -> None:
+    """Have `lease` released when these transactions have ended, beside those it waits for."""
+    new = [block for block in blocks if id(block) not in lease.open_transactions]
+    for block in new:
+        transactions.call_at_end(
+            block,
+            before_commit=partial(check_at_end, lease),
+            committed=partial(release_at_end, lease, id(block)),
+            dropped=partial(drop_at_end, lease, id(block)),
+        )
+    lease.wait_for(new)  # last: an interrupt before it leaves no hold that nobody releases
 
 
 def release_at_end(lease: Lease, block: int) -> None:
