@@ -63,10 +63,12 @@ class TiringBackend(LocMemBackend):
 
 
 class StubbornBackend(LocMemBackend):
-    """Goes down between the look at a lock and its clearing."""
+    """Goes down between the look at a lock and its clearing or extending."""
 
-    def clear(self, key, if_version=None):
+    def clear(self, key, if_version=None, ttl=0.0):
         raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
+
+    prolong = clear
 
 
 class UnlistedBackend(LocMemBackend):

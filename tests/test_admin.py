@@ -958,6 +958,17 @@ def test_what_changed_hands_or_cannot_be_extended_is_not(extender, aliases):
     assert left("a") < 21 and not LogEntry.objects.exists()
 
 
+def test_an_engine_that_fails_at_the_extending_is_named_without_its_secrets(extender, aliases):
+    aliases("stubborn", "tests.failing_engines.StubbornBackend")
+
+    with Lock("a", using="stubborn"):
+        response = extended(extender, row_id("a", "stubborn"))
+
+    assert "“stubborn”: cannot be used" in said(response)
+    assert "hunter2" not in response.content.decode()
+    assert not LogEntry.objects.exists()
+
+
 def test_without_a_lock_table_there_is_nothing_to_clear_up(clearer):
     assert LEFTOVER not in clearer.get(LIST).content.decode()
     assert clearer.get(LEFTOVER).status_code == 200

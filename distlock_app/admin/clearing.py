@@ -151,7 +151,7 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
         if people.prolong(held.alias, held.key, row.name, held.version, seconds, user):
             return ""
     except BackendError as error:
-        return Health(alias=held.alias, error=error).reason
+        return _problem(held.alias, Health(alias=held.alias, error=error).reason)
     return _why_not(row)
 
 
