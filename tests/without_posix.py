@@ -16,6 +16,7 @@ import selectors
 import signal
 import stat
 import sys
+import unittest
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
@@ -111,6 +112,20 @@ def call_commands(aliases: list[str]) -> None:
         raise AssertionError("distlock run went on without fork()")
 
 
+def test_a_backend() -> None:
+    """Run the part of the backends' suite about processes, which skips what needs fork()."""
+    from distlock_app.testing import LockBackendContract
+    from distlock_app.testing.processes import ProcessContract
+
+    class OnLocMem(LockBackendContract, unittest.TestCase):
+        alias = "locmem"
+
+    result = unittest.TestResult()
+    tests = [name for name in vars(ProcessContract) if name.startswith("test_")]
+    unittest.TestSuite(map(OnLocMem, tests)).run(result)
+    assert result.wasSuccessful(), result.errors
+
+
 def main(aliases: list[str]) -> None:
     become_like_windows()
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
@@ -118,6 +133,7 @@ def main(aliases: list[str]) -> None:
     for alias in aliases:
         take_turns(alias)
     call_commands(aliases)
+    test_a_backend()
     print("done:", *aliases)
 
 

@@ -187,7 +187,7 @@ class ProcessContract(Suite):
     @staticmethod
     def _join(children: list[int]) -> None:
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert -signal.SIGALRM not in codes, (
+        assert not any(code == -signal.SIGALRM for code in codes), (
             f"a child process hung for {CHILD_LIVES} s: what it inherited (a connection, an open "
             "file, a mutex that another thread held) has to be replaced in after_fork()"
         )
