@@ -446,6 +446,15 @@ def test_nobody_waits_for_itself() -> None:
             Lock("invoice:13", wait=DEADLINE).acquire()
 
 
+def test_a_lock_that_a_rollback_has_ended_keeps_nobody_out_of_the_next_transaction() -> None:
+    for _ in range(3):
+        with transaction.atomic():
+            Lock("invoice:14").acquire().release()
+            transaction.set_rollback(True)
+
+        assert in_own_transaction("invoice:14")
+
+
 @pytest.fixture
 def repeatable_read() -> Iterator[None]:
     """The transactions of `default` read a snapshot."""

@@ -79,11 +79,7 @@ def begun_under_lock(
     attempt = Attempt(lock, UNSET)
     if (fence := transactions.fence_of(connection, using, attempt.key)) is not None:
         return fence
-    if (lease := attempt.lease()) is not None and not lease.ended:
-        raise LockBusy(
-            f"this thread already holds {shown(name)!r} as a Lock: hold.pin() keeps its row locked"
-            " until the end of the transaction"
-        )
+    _end_own_lease(attempt)
     held, place = transactions.held_in(connection), (using, attempt.key)
     backend = attempt.backend
     if isinstance(backend, InTransaction) and transactions.is_open(connection):
@@ -98,6 +94,18 @@ def begun_under_lock(
         fence = hold.fence or 0
     held[place] = fence, blocks[0]
     return fence
+
+
+def _end_own_lease(attempt: Attempt) -> None:
+    """Wait until what a rollback ended is released; raise LockBusy if this thread has the lock."""
+    if (lease := attempt.lease()) is None:
+        return
+    if not lease.ended and (lease.holds or lease.open_transactions):
+        raise LockBusy(
+            f"this thread already holds {shown(attempt.lock.name)!r} as a Lock: hold.pin() keeps"
+            " its row locked until the end of the transaction"
+        )
+    releaser.drain(lease)
 
 
 def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
