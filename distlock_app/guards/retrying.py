@@ -74,8 +74,7 @@ def retry_on_conflict(
         return functools.partial(retry_on_conflict, **options)
 
     def raise_final(error: Exception, attempt: int) -> None:
-        final = isinstance(error, RetriesExhausted) or _in_transaction()
-        if final or not (may_pass(error) or was_sacrificed(error)):
+        if _in_transaction() or not may_pass(error):
             raise error
         if attempt == attempts:
             raise exhausted(attempts, error) from error
@@ -189,11 +188,14 @@ def _refuse_after_commit(error: Exception) -> None:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether it is a conflict that a retry can resolve.
+    """Whether another try may succeed after this conflict or error of the database.
 
-    It cannot if the object was read without its version, or if a client named another one.
+    Not if the conflict was retried already, if the object was read without its version, or if a
+    client named the version.
     """
     if not isinstance(error, StaleObjectError):
+        return was_sacrificed(error)
+    if isinstance(error, RetriesExhausted):
         return False
     return error.obj is None or error.expected is not None
 

@@ -12,10 +12,10 @@ from typing import Any, Generic
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import OperationalError, connections, transaction
 
-from ...errors import RetriesExhausted, StaleObjectError
+from ...errors import StaleObjectError
 from ...primitives.calls import is_async, refuse_undone
 from ...primitives.timing import full_jitter
-from ..retrying import ATTEMPTS, MAX_PAUSE, PAUSE, M, exhausted, may_pass, was_sacrificed
+from ..retrying import ATTEMPTS, MAX_PAUSE, PAUSE, M, exhausted, may_pass
 
 # How the message about a change that returned a coroutine or generator ends.
 UNMADE = "was not made: pass the async function itself, and no generator function"
@@ -147,9 +147,9 @@ def _version_of(obj: Any) -> Any:
 def _may_repeat(error: Exception, obj: Any, *, inside: bool) -> bool:
     """Whether another writer of the same row was in the way, and the change can be repeated."""
     if isinstance(error, StaleObjectError):
-        return error.obj is obj and may_pass(error) and not isinstance(error, RetriesExhausted)
+        return error.obj is obj and may_pass(error)
     # The whole transaction was aborted: only its outermost block can be restarted.
-    return not inside and was_sacrificed(error)
+    return not inside and may_pass(error)
 
 
 @contextmanager
