@@ -200,7 +200,7 @@ def may_pass(error: Exception) -> bool:
     return error.obj is None or error.expected is not None
 
 
-def exhausted(attempts: int, failure: Exception | None) -> RetriesExhausted:
+def exhausted(attempts: int, failure: Exception) -> RetriesExhausted:
     """Return the error to raise after the last attempt, with what `failure` says of the row."""
     return RetriesExhausted(
         f"each of {attempts} attempts had a conflict with another writer",

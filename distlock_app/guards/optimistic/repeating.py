@@ -66,6 +66,7 @@ class Retrying(Generic[M]):
         if is_async(self.change):
             self.change = async_to_sync(self.change)
         self._row = self.using, self.model, str(self.pk)  # a composite key may come as a list
+        self._attempt = 0
         if self.lock_from is None:
             return
         if _hot.get(self._row, 0.0) > time.monotonic():
@@ -75,38 +76,35 @@ class Retrying(Generic[M]):
 
     def run(self) -> M:
         """Return the saved object, or raise RetriesExhausted."""
-        for attempt in range(1, self.attempts + 1):
-            obj, conflict, pause = self._once(attempt)
-            if conflict is None:
-                return obj
+        while (pause := self._once()) is not None:
             time.sleep(pause)
-        raise exhausted(self.attempts, conflict) from conflict
+        return self._obj
 
     async def arun(self) -> M:
         """Like `run`; queries and the change use a thread, pauses do not."""
-        for attempt in range(1, self.attempts + 1):
-            obj, conflict, pause = await sync_to_async(self._once)(attempt)
-            if conflict is None:
-                return obj
+        while (pause := await sync_to_async(self._once)()) is not None:
             await asyncio.sleep(pause)
-        raise exhausted(self.attempts, conflict) from conflict
+        return self._obj
 
-    def _once(self, attempt: int) -> tuple[M, Exception | None, float]:
-        """Try once; return the object, the error if it failed, and how long to pause."""
+    def _once(self) -> float | None:
+        """Try once more; return the pause before the next attempt, or None: the object is saved."""
+        self._attempt += 1
         started = time.monotonic()
         inside = connections[self.using].in_atomic_block
-        lock = self._locks(attempt, inside=inside)
-        obj, failure = self._try(attempt, lock=lock, inside=inside)
-        if failure is None or attempt == self.attempts:
-            return obj, failure, 0.0
-        if self._locks(attempt + 1, inside=inside):
+        lock = self._locks(self._attempt, inside=inside)
+        self._obj, failure = self._try(lock=lock, inside=inside)
+        if failure is None:
+            return None
+        if self._attempt == self.attempts:
+            raise exhausted(self.attempts, failure) from failure
+        if self._locks(self._attempt + 1, inside=inside):
             if not lock:
                 _remember(self._row)
-            return obj, failure, 0.0  # the wait for the row is in the database
+            return 0.0  # the wait for the row is in the database
         base = max(self.pause, PATIENCE * (time.monotonic() - started))
-        return obj, failure, full_jitter(attempt - 1, base=base, cap=self.max_pause)
+        return full_jitter(self._attempt - 1, base=base, cap=self.max_pause)
 
-    def _try(self, attempt: int, *, lock: bool, inside: bool) -> tuple[M, Exception | None]:
+    def _try(self, *, lock: bool, inside: bool) -> tuple[M, Exception | None]:
         """Read, change and save the object; return it, and the error if this may be repeated."""
         obj: Any = None
         seen: Any = None
@@ -114,7 +112,7 @@ class Retrying(Generic[M]):
             with _locking_transaction(self.using) if lock and not inside else nullcontext():
                 obj = self.read(lock)
                 seen = _version_of(obj)
-                obj._state.attempt = attempt
+                obj._state.attempt = self._attempt
                 refuse_undone(self.change(obj), self.change, UNMADE)
                 if obj.pk is not None:  # the change may have deleted it
                     obj.save(using=self.using)
