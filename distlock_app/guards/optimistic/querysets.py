@@ -53,7 +53,7 @@ class VersionedQuerySet(models.QuerySet[M]):
         fields = tuple(name for name in fields if name != version.name)
         if not objs:
             return super().bulk_update(objs, fields, batch_size)
-        relied_on = [(obj, obj._version_to_rely_on(using)) for obj in objs]
+        relied_on = [(obj, key_in(self.model, obj), obj._version_to_rely_on(using)) for obj in objs]
         # If every row is written, the old version follows from the new one.
         computed = version.counts and not self.query.where
         with transaction.atomic(using=using):
@@ -64,9 +64,9 @@ class VersionedQuerySet(models.QuerySet[M]):
             written = self._versions(objs, lock=not computed)
             if computed:
                 before = {pk: number - 1 for pk, number in written.items()}
-            for obj, expected in _changed(relied_on, before, written):
+            for obj, key, expected in _changed(relied_on, before, written):
                 # Of two objects of one row Django uses the first; the other one is now stale.
-                now = written.pop(key_in(self.model, obj), None)
+                now = written.pop(key, None)
                 if now is not None:
                     obj._version_written(now, expected, using)
                     obj._forget_expressions(self.model._meta.get_field(f) for f in fields)
@@ -172,19 +172,20 @@ else:
 
 
 def _changed(
-    relied_on: list[tuple[Any, Any]], before: dict[Any, Any], written: dict[Any, Any]
-) -> list[tuple[Any, Any]]:
-    """Return the objects whose rows were written, with the versions that they relied on.
+    relied_on: list[tuple[Any, Any, Any]], before: dict[Any, Any], written: dict[Any, Any]
+) -> list[tuple[Any, Any, Any]]:
+    """Return those of `relied_on`, (object, key, version), whose rows were written.
 
     Raise StaleObjectError if one of them relied on another version than its row had `before`.
     """
-    # Rows outside the queryset are unchanged.
-    unchanged = {pk for pk, found in written.items() if found == before.get(pk)}
-    changed = [pair for pair in relied_on if key_in(type(pair[0]), pair[0]) not in unchanged]
-    for obj, expected in changed:
-        found = before.get(key_in(type(obj), obj))
+    changed = []
+    for obj, key, expected in relied_on:
+        found = before.get(key)
+        if key in written and written[key] == found:  # outside the queryset
+            continue
         if expected is not None and found != expected:
             raise obj._conflict(expected, found)
+        changed.append((obj, key, expected))
     return changed
 
 
