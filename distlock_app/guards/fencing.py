@@ -14,7 +14,7 @@ from .optimistic.models import VersionedModel
 from .optimistic.querysets import VersionedQuerySet
 from .optimistic.repeating import Retrying
 from .optimistic.rollbacks import MISSING, restored_on_error
-from .optimistic.saving import row_of, unjoined
+from .optimistic.saving import forced, row_of, unjoined
 from .retrying import M
 
 if TYPE_CHECKING:
@@ -264,8 +264,7 @@ class FencedModel(models.Model):
         if number is not None:
             values.append((field, None, number))  # whatever the update_fields are
             base_qs = unjoined(base_qs, using).filter(fence__lte=number)
-            # Forced: `select_on_save` treats a row in an old snapshot as written.
-            args = args[0], True, *args[2:]
+            args = forced(args)
         updated = super()._do_update(base_qs, using, pk_val, values, *args)
         if not updated and number is not None:
             self._refuse_late(using, number)

@@ -92,7 +92,7 @@ class GuardedSave(models.Model):
             saved = super()._save_table(  # type: ignore[misc]
                 False, cls, force_insert, force_update, using, update_fields
             )
-            written, expected = state.written, state.expected
+            written = state.written
             if not saved:  # inserted
                 written, expected = self.__dict__[name], None
         except BaseException as error:
@@ -114,9 +114,7 @@ class GuardedSave(models.Model):
         state: Any = self._state
         if not hasattr(state, "expected"):  # another table, or raw
             return super()._do_update(base_qs, using, pk_val, values, *args)
-        # Forced: `select_on_save` treats a row in an old snapshot as written.
-        args = args[0], True, *args[2:]
-        base_qs = unjoined(base_qs, using)
+        args, base_qs = forced(args), unjoined(base_qs, using)
         expected = state.expected
         if expected is None:
             return self._update_unread(base_qs, using, pk_val, values, *args)
@@ -225,6 +223,14 @@ def row_of(obj: Any, field: Any, using: str) -> Any:
     owner = field.model
     rows = unjoined(owner._base_manager.using(using), using)
     return rows.filter(pk=obj._get_pk_val(owner._meta))
+
+
+def forced(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the last arguments of `_do_update()` with `forced_update`.
+
+    Without it, `select_on_save` treats a row in an old snapshot as written.
+    """
+    return args[0], True, *args[2:]
 
 
 def unjoined(rows: Any, using: str) -> Any:
