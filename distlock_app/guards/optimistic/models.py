@@ -152,13 +152,13 @@ def _write_with_versions(sender: Any, **kwargs: Any) -> None:
     would repeat. And `objects` may hide rows.
     """
     meta = sender._meta
-    links = [(_add_generic_with_versions, f) for f in meta.private_fields if f.one_to_many]
+    fields = [f for f in meta.private_fields if f.one_to_many]
     if issubclass(sender, VersionedModel):
-        links += [(_add_with_versions, f) for f in meta.local_fields if f.many_to_one]
+        fields += [f for f in meta.local_fields if f.many_to_one]
         if meta.base_manager.auto_created:
             _use_versioned_manager(sender)
-    for patch, field in links:
-        lazy_related_operation(patch, sender, field.remote_field.model, field=field)
+    for field in fields:
+        lazy_related_operation(_add_with_versions, sender, field.remote_field.model, field=field)
 
 
 def _use_versioned_manager(model: Any) -> None:
@@ -170,13 +170,10 @@ def _use_versioned_manager(model: Any) -> None:
 
 
 def _add_with_versions(model: Any, related: Any, field: Any) -> None:
-    accessor = field.remote_field.get_accessor_name()
-    descriptor = related._meta.concrete_model.__dict__.get(accessor)
-    if descriptor is not None:  # otherwise it is hidden
-        descriptor.related_manager_cls = with_versions(descriptor.related_manager_cls)
-
-
-def _add_generic_with_versions(model: Any, related: Any, field: Any) -> None:
-    if issubclass(related, VersionedModel):
-        descriptor = getattr(model, field.name)
+    if field.many_to_one:  # a foreign key of `model`: the `add()` of `related`, unless hidden
+        accessor = field.remote_field.get_accessor_name()
+        descriptor = related._meta.concrete_model.__dict__.get(accessor)
+    else:  # a GenericRelation of `model`
+        descriptor = getattr(model, field.name) if issubclass(related, VersionedModel) else None
+    if descriptor is not None:
         descriptor.related_manager_cls = with_versions(descriptor.related_manager_cls)
