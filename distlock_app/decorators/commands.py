@@ -115,15 +115,12 @@ def _under_lock(guard: _Guard, command: Any, handle: Callable[..., Any]) -> Call
     @wraps(handle)
     def handle_under_lock(*args: Any, **options: Any) -> Any:
         keep_exit_code(command, options)
-        lock_options = dict(guard.lock_options)
         given = {option: options.pop(option, None) for option in _OPTIONS}
         passed = given if hasattr(handle, "under_lock") else {}  # to the lock that it inherits
         if given["no_lock"]:
             return handle(*args, **options, **passed)
-        if given["lock_wait"] is not None:
-            lock_options["wait"] = checked_wait(given["lock_wait"])
-        if given["lock_ttl"] is not None:
-            lock_options["ttl"] = given["lock_ttl"]
+        asked = {"wait": given["lock_wait"], "ttl": given["lock_ttl"]}
+        lock_options = guard.lock_options | {k: v for k, v in asked.items() if v is not None}
         named = {"args": args, **options} if args else options  # as of a LabelCommand
         if callable(using := lock_options.get("using")):
             lock_options["using"] = using(**named)
