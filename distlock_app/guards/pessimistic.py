@@ -99,14 +99,12 @@ class LockingQuerySet(models.QuerySet[M]):
         row = self.filter(pk=pk).order_by().select_related(None)
         locking = _locking(row)
         skips = _connection_in_atomic(locking.db).features.has_select_for_update_skip_locked
-        found: list[M] = []
         if _locks_joined(locking):
             found = for_update(row, wait=wait)
         else:
-            if wait is not None and skips:
-                # One query instead of up to five, if the row is not locked.
-                found = list(_locking(row, skip_locked=True))
-            found = found or _read_within(locking, wait)
+            # One query instead of up to five, if the row is not locked.
+            free = list(_locking(row, skip_locked=True)) if skips and wait is not None else []
+            found = free or _read_within(locking, wait)
         if not found:
             model: Any = self.model
             raise model.DoesNotExist(f"there is no {self.model._meta.label} {pk!r}")
