@@ -1,4 +1,4 @@
-"""`VersionedAdmin`: versioned forms in the admin: its conflict page, inlines, lists, deletions."""
+"""`VersionedAdmin`: the conflict page, inlines, lists and deletions of versioned models."""
 
 from __future__ import annotations
 

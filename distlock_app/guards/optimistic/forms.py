@@ -218,8 +218,7 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
     def _refuse(self, conflict: Conflict) -> None:
         self.conflict = conflict
         text = self.error_stale if conflict.known else self.error_unknown
-        lines = [_line(change) for change in conflict.changes]
-        message = " ".join([str(text), *lines])
+        message = " ".join([str(text), *map(_line, conflict.changes)])
         self.add_error(None, ValidationError(message, code=CONFLICT))
         # Shown again, this is a form of the state that the user sees now.
         data: Any = self.data.copy()  # type: ignore[attr-defined]
