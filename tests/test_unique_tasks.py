@@ -601,6 +601,12 @@ if find_spec("django.tasks"):
     def tell(pk):
         return Lock(f"tell:{pk}").locked()
 
+    @unique_task("atell:{pk}", ttl=TTL)
+    @task
+    async def atell(pk):
+        async with Lock(f"atell:{pk}", wait=0, reentrant=False):
+            return "it was free"
+
     @unique_task("mail:{pk}", until="success", on_duplicate=lambda busy, pk: [pk], ttl=TTL)
     @task(takes_context=True)
     def mail(context, pk, deeper=False):
@@ -665,6 +671,19 @@ def test_a_coroutine_of_django_has_it_too():
 
     assert asyncio.run(enqueue()) == ["amail:1", [1]]
     assert not Lock("amail:1").locked()
+
+
+@needs_django_tasks
+def test_a_coroutine_of_django_has_it_until_it_starts(queued):
+    atell.enqueue(1)
+    assert Lock("atell:1").locked()
+
+    assert start(queued[0]) == "it was free"
+
+
+@needs_django_tasks
+def test_a_coroutine_of_django_that_was_not_enqueued_takes_no_lock():
+    assert asyncio.run(atell.func(1)) == "it was free"
 
 
 @needs_django_tasks
