@@ -43,18 +43,15 @@ class MySQL(Dialect):
     used: MySQL folds `RELEASE_ALL_LOCKS() IS NOT NULL` to true and never calls it.
     """
 
+    us_of = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {0})"
+    time_of = "'1970-01-01' + INTERVAL {0} MICROSECOND"
     words = {
         "key": "`key`",
         "now": "UTC_TIMESTAMP(6)",
-        "now_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {now})",
-        "expiry_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expiry)",
-        "acquired_us": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', acquired_at)",
         "greatest": "GREATEST",
         "in_ttl": "{now} + INTERVAL %(ttl_us)s MICROSECOND",
         "age_ago": "{now} - INTERVAL %(age_us)s MICROSECOND",
         "long_free": "{now} - INTERVAL {handover_us} MICROSECOND",
-        "at_acquired": "'1970-01-01' + INTERVAL %(acquired_us)s MICROSECOND",
-        "at_expiry": "'1970-01-01' + INTERVAL %(expiry_us)s MICROSECOND",
         # For one pair alone MariaDB reads, and locks, all rows.
         "ours": "`key` IN ({keys}) AND (`key`, owner) IN ({marks})",
     }

@@ -19,6 +19,7 @@ from ...sessions.link import ANSWER_WAIT
 from ...sessions.pool import adapt_to_postgresql
 from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, refused
 from .cursors import PooledCursor, PostgreSQLCursor
+from .statements import Statements
 
 # The longest statement_timeout, in seconds: 24 days.
 LONGEST_WAIT = 2_147_483.0
@@ -56,18 +57,15 @@ class PostgreSQL(Dialect):
     # Serialization failure, deadlock, lock timeout or NOWAIT.
     crowded = frozenset({"40001", "40P01", "55P03"})
 
+    us_of = "(extract(epoch FROM {0}) * 1000000)::bigint"
+    time_of = "'epoch'::timestamptz + {0}::bigint * interval '1 microsecond'"
     words = {
         "key": "key",
         "now": "clock_timestamp()",
-        "now_us": "(extract(epoch FROM {now}) * 1000000)::bigint",
-        "expiry_us": "(extract(epoch FROM expiry) * 1000000)::bigint",
-        "acquired_us": "(extract(epoch FROM acquired_at) * 1000000)::bigint",
         "greatest": "greatest",
         "in_ttl": "{now} + %(ttl_us)s::bigint * interval '1 microsecond'",
         "age_ago": "{now} - %(age_us)s::bigint * interval '1 microsecond'",
         "long_free": "{now} - {handover_us} * interval '1 microsecond'",
-        "at_acquired": "'epoch'::timestamptz + %(acquired_us)s::bigint * interval '1 microsecond'",
-        "at_expiry": "'epoch'::timestamptz + %(expiry_us)s::bigint * interval '1 microsecond'",
         # A database has one set of advisory locks for the tables of all its schemas.
         "table_id": "'{table}'::regclass::oid::bigint",
     }
@@ -118,11 +116,11 @@ class PostgreSQL(Dialect):
            SET owner = '', expiry = {now}
          WHERE lock.owner = %(owner)s"""
     # RETURNING is computed for a row that was ours when it was locked, and changed.
-    RELEASE_TO_NEXT = """
-        UPDATE {table}
-           SET owner = '', expiry = {now}
-         WHERE key = %(key)s AND owner = %(owner)s
+    RELEASE_TO_NEXT = (
+        Statements.RELEASE
+        + """
      RETURNING pg_advisory_unlock(%(queue)s::bigint # {table_id})"""
+    )
     # The time for rows is not for this one; statement_timeout ends it.
     LINE_UP = """
         SELECT true, set_config('lock_timeout', '0', true),

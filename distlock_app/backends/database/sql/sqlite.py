@@ -22,19 +22,16 @@ class SQLite(Dialect):
 
     locks_rows = False
 
+    us_of = "strftime('%s', {0}) * 1000000 + substr(strftime('%f', {0}), 4) * 1000"
+    time_of = "strftime('%Y-%m-%d %H:%M:%f', {0} / 1e6, 'unixepoch')"
     words = {
         "key": "key",
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
-        "now_us": "strftime('%s', 'now') * 1000000 + substr(strftime('%f', 'now'), 4) * 1000",
-        "expiry_us": "strftime('%s', expiry) * 1000000 + substr(strftime('%f', expiry), 4) * 1000",
-        "acquired_us": "strftime('%s', acquired_at) * 1000000"
-        " + substr(strftime('%f', acquired_at), 4) * 1000",
+        "now_us": us_of.format("'now'"),
         "greatest": "max",
         "in_ttl": "strftime('%Y-%m-%d %H:%M:%f', 'now', (%(ttl_us)s / 1000000.0) || ' seconds')",
         "age_ago": "strftime('%Y-%m-%d %H:%M:%f', 'now', (%(age_us)s / -1000000.0) || ' seconds')",
         "long_free": "{now}",
-        "at_acquired": "strftime('%Y-%m-%d %H:%M:%f', %(acquired_us)s / 1e6, 'unixepoch')",
-        "at_expiry": "strftime('%Y-%m-%d %H:%M:%f', %(expiry_us)s / 1e6, 'unixepoch')",
         "ours": "(key, owner) IN (VALUES {marks})",
     }
     TAKE = """

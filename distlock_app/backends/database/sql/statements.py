@@ -25,6 +25,8 @@ class Statements:
     """
 
     words: Mapping[str, str] = {}
+    us_of = ""  # a time {0} as microseconds
+    time_of = ""  # the time of so many microseconds {0}
 
     # If the row is in the way; shorter than READ, for it is asked before many a try.
     LOOK = """
@@ -82,6 +84,11 @@ class Statements:
             "next_fence": "{greatest}(fence + 1, {now_us})",
             "extended": "CASE WHEN %(exactly)s THEN {in_ttl} ELSE {greatest}(expiry, {in_ttl}) END",
             "columns": "{key}, owner, fence, name, holder, {acquired_us}, {expiry_us}, {now_us}",
+            "now_us": self.us_of.format("{now}"),
+            "expiry_us": self.us_of.format("expiry"),
+            "acquired_us": self.us_of.format("acquired_at"),
+            "at_expiry": self.time_of.format("%(expiry_us)s"),
+            "at_acquired": self.time_of.format("%(acquired_us)s"),
             **self.words,
             "table": table,
             "handover_us": str(HANDOVER_US),
