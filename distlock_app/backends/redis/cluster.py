@@ -19,9 +19,12 @@ from .scripts import Script, pack
 FOLLOW = 3
 
 # Refusals of a node that does not serve the keys: nothing was carried out. redis-py before 7 has
-# no classes for them. After MOVED that node is the first to be asked for the map, else the last.
+# no classes for them.
 MOVED = {"MOVED", "MovedError"}
 ELSEWHERE = {*MOVED, "CLUSTERDOWN", "ClusterDownError", "MASTERDOWN", "MasterDownError"}
+# When a node is asked for a new map: first after MOVED, last if it failed otherwise.
+FIRST, BETWEEN, LAST = range(3)
+
 Address = tuple[str, int]
 Slots = list[Pool | None]
 
@@ -68,6 +71,7 @@ class Cluster(Servers):
         self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
     ) -> list[Any]:
         """Ask every master for its part; see Servers. Raise BackendError if nobody has a map."""
+        gone = (Unreachable, ConnectionLost) if repeat else Unreachable
         answers: list[Any] = [None] * len(requests)
         left: Sequence[int] = range(len(requests))
         for _ in range(FOLLOW):
@@ -80,13 +84,12 @@ class Cluster(Servers):
                 try:
                     got = pool.exchange(script, [requests[at] for at in group], repeat)
                 except BackendError as error:
-                    got, order[pool] = [error] * len(group), 2
-                    if isinstance(error, (Unreachable, ConnectionLost) if repeat else Unreachable):
-                        left += group
+                    got, order[pool] = [error] * len(group), LAST
                 for at, answer in zip(group, got, strict=True):
                     answers[at] = answer
-                    if isinstance(answer, ResponseError) and code_of(answer) in ELSEWHERE:
-                        order[pool] = 0 if code_of(answer) in MOVED else 2
+                    code = code_of(answer) if isinstance(answer, ResponseError) else ""
+                    if code in ELSEWHERE or isinstance(answer, gone):
+                        order[pool] = FIRST if code in MOVED else LAST
                         left.append(at)
             if not order:
                 break
@@ -99,7 +102,7 @@ class Cluster(Servers):
                 at
                 for at in left
                 if (asked := self._node(slots, requests[at])) is not self._node(new, requests[at])
-                or order[asked] == 0
+                or order[asked] == FIRST
             ]
         return answers
 
@@ -118,7 +121,7 @@ class Cluster(Servers):
             order = order or {}
             nodes = {address: self._pool(address) for address in self._known}
             error: BackendError | None = None
-            for address in sorted(nodes, key=lambda address: order.get(nodes[address], 1)):
+            for address in sorted(nodes, key=lambda address: order.get(nodes[address], BETWEEN)):
                 try:
                     [parts] = nodes[address].ask(pack(b"CLUSTER", b"SLOTS"))
                 except BackendError as failed:
