@@ -86,7 +86,7 @@ def test_on_mysql_the_statement_has_the_exact_limit(backend):
     statement = line._locking(a_claim("a"), 0.3)
 
     assert statement.startswith("SELECT /*+ MAX_EXECUTION_TIME(300) */ GET_LOCK('distlock:")
-    assert f"GET_LOCK('{line._lock(key_of('a'))}', 1)" in statement
+    assert f"GET_LOCK('{line.prefix + key_of('a')}', 1)" in statement
     assert "MAX_EXECUTION_TIME" not in line._locking(a_claim("a"), 0)
     line.close()
 

@@ -105,8 +105,6 @@ class NamedLockSession(MySQLLink, LockSession):
         return int(number)
 
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
-        if self.ttl != claim.ttl:
-            self.keep(claim.ttl)
         try:
             ((locked, fence),), began = self.wait(self._locking(claim, wait), wait + ANSWER_WAIT)
         except ServerError as error:
@@ -132,9 +130,6 @@ class NamedLockSession(MySQLLink, LockSession):
             f" {NOW_US}"
         )
 
-    def _lock(self, key: str) -> str:
-        return f"{self.prefix}{key}"
-
     def _after_interruption(self, wait: float) -> None:
         """Unlock what may have been locked; ServerError if that was not its time limit."""
         self.ask("SELECT RELEASE_ALL_LOCKS()")
@@ -142,7 +137,7 @@ class NamedLockSession(MySQLLink, LockSession):
             raise ServerError(None, "GET_LOCK answered NULL")
 
     def question(self, claim: Claim) -> tuple[str, Values]:
-        return f"SELECT {note(claim, self.fence)} {IS_OURS}", (self._lock(claim.key),)
+        return f"SELECT {note(claim, self.fence)} {IS_OURS}", (f"{self.prefix}{claim.key}",)
 
     def unlock(self, claim: Claim) -> bool:
         return self.ask(f"SELECT RELEASE_LOCK('{self.prefix}{claim.key}')") == [(1,)]
@@ -182,7 +177,7 @@ class NamedLockSession(MySQLLink, LockSession):
             except ServerError as error:
                 if error.code not in DENIED:
                     raise
-        more = sorted({self._lock(key) for key in keys} | {*waited} - held.keys())
+        more = sorted({f"{self.prefix}{key}" for key in keys} | {*waited} - held.keys())
         for some in batches(more, BATCH):
             (row,) = self.ask("SELECT " + ", ".join(["IS_USED_LOCK(%s)"] * len(some)), *some)
             used = zip(some, row, strict=True)
@@ -198,7 +193,7 @@ class NamedLockSession(MySQLLink, LockSession):
                 raise
 
     def kill(self, key: str, number: int) -> bool:
-        lock = self._lock(key)
+        lock = f"{self.prefix}{key}"
         try:  # NULL is not a thread
             self.ask("KILL CASE WHEN IS_USED_LOCK(%s) = %s THEN %s END", lock, number, number)
         except ServerError as error:

@@ -97,8 +97,6 @@ class AdvisoryLockSession(PostgreSQLLink, LockSession):
         return int(pid)
 
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
-        if self.ttl != claim.ttl:
-            self.keep(claim.ttl)
         if wait > 0 and self.limit != wait:
             limit = max(1, round(wait * 1000))
             self.ask(f"{self.note()} SELECT set_config('lock_timeout', $1, false)", limit)

@@ -171,6 +171,8 @@ class SessionLocksBackend(Extending, ForPeople):
             self._pool.give_back(session)
             raise
         try:
+            if session.ttl != claim.ttl:
+                session.keep(claim.ttl)
             granted = session.take(claim, timeout)
             fence, began = granted or (None, None)
             with self._mutex:
