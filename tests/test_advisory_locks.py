@@ -297,7 +297,7 @@ def test_a_lock_of_another_user_is_seen_and_what_that_user_said_is_not(backend):
 
     (held,) = session.locks(grant.claim.key, ())
 
-    assert (held["key"], held["number"]) == (grant.claim.key, grant.session.number)
+    assert (held.key, held.number) == (grant.claim.key, grant.session.number)
     assert list(session.locks(None, ())) == []
     assert list(session.locks(grant.claim.key[:15] + "00" + "0" * 23, ())) == []
     session.ask("RESET ROLE")

@@ -20,7 +20,7 @@ from ..primitives.names import KEY, is_key
 from .base import batches
 from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, MySQLLink, ServerError, Values
-from .sessions.lock_session import GRACE, REPLICA, LockSession
+from .sessions.lock_session import GRACE, REPLICA, HeldLock, LockSession
 from .sessions.notes import note
 from .sessions.pool import LONG_WAITS, PROCESSES, adapt_to_mysql
 
@@ -146,7 +146,7 @@ class NamedLockSession(MySQLLink, LockSession):
         self.ask("SET SESSION wait_timeout = %s", ceil(ttl + GRACE))
         self.ttl = ttl
 
-    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[HeldLock]:
         threads = {number: (host, text(info)) for number, host, info in self.ask(WHO)}
         waiting = [(lock, info) for _, info in threads.values() for lock in WAITS.findall(info)]
         waiters = Counter(lock for lock, _ in waiting)
@@ -156,12 +156,9 @@ class NamedLockSession(MySQLLink, LockSession):
             found = lock.removeprefix(self.prefix)
             if not is_key(found) or key not in (None, found):
                 continue
-            fields = {"number": number, "key": found, "now_us": now_us}
             address = threads.get(number, ("", ""))[0]
-            fields |= {"holder": {"host": address, "who": f"session {number}"}}
-            # A waiter for it says its name.
-            fields |= {"note": said, "named": notes.get(lock), "waiters": waiters[lock]}
-            yield fields
+            named = notes.get(lock)  # a waiter for it says its name
+            yield HeldLock(found, number, address, said, waiters[lock], now_us, named=named)
 
     def _held(self, keys: set[str], waited: Iterable[str]) -> tuple[int, Held]:
         """Return the server's time, and all locks that it shows, or else those asked for."""

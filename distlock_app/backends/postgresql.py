@@ -14,7 +14,7 @@ from django.db import connections
 from ..claims import Claim
 from .sessions.backend import SessionLocksBackend
 from .sessions.link import ANSWER_WAIT, PostgreSQLLink, ServerError, Value, Values
-from .sessions.lock_session import GRACE, REPLICA, LockSession
+from .sessions.lock_session import GRACE, REPLICA, HeldLock, LockSession
 from .sessions.notes import NOTE, note
 from .sessions.one_server import lends_by_transaction
 from .sessions.pool import adapt_to_postgresql
@@ -133,7 +133,7 @@ class AdvisoryLockSession(PostgreSQLLink, LockSession):
         self.ask(statement, min(round((ttl + GRACE) * 1000), MAX_TIMEOUT))
         self.ttl = ttl
 
-    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[HeldLock]:
         rows = self.ask(LOCKS + OF_KEY, *_ours(key)) if key else self.ask(LOCKS, *_ours())
         for row in rows:
             pid, mode, query, upper, lower, now_us, since_us, waiters, address = row
@@ -141,16 +141,8 @@ class AdvisoryLockSession(PostgreSQLLink, LockSession):
             # Untold, it is the one that was asked for; there are but 64 bits to compare.
             found = said[2] if said else key or ""
             if found.startswith(f"{upper:08x}{lower:08x}"):
-                yield {
-                    "number": pid,
-                    "key": found,
-                    "kind": "shared" if mode == "ShareLock" else "exclusive",
-                    "note": query,
-                    "now_us": now_us,
-                    "since_us": since_us,
-                    "waiters": waiters,
-                    "holder": {"host": address, "who": f"session {pid}"},
-                }
+                kind = "shared" if mode == "ShareLock" else "exclusive"
+                yield HeldLock(found, pid, address, query, waiters, now_us, since_us, kind=kind)
 
     def stop(self, number: int) -> None:
         self.ask("SELECT pg_terminate_backend($1::int, $2::bigint)", number, ANSWER_WAIT * 100)

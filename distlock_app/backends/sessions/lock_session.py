@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from math import inf
 from time import sleep
-from typing import Any
+from typing import NamedTuple
 
 from django.db import Error as DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -30,6 +30,20 @@ IDLE = 15.0
 
 # Why a session is refused: another process may ask the primary, and get the same lock.
 REPLICA = "the server is a read-only replica: its locks do not exclude callers on the primary"
+
+
+class HeldLock(NamedTuple):
+    """A lock that is held, as the server shows it."""
+
+    key: str
+    number: int  # of the session that holds it
+    address: str  # of that session's client
+    note: str | None  # in what the session said last
+    waiters: int
+    now_us: int  # the server's clock
+    since_us: int | None = None
+    named: str | None = None  # in what a waiter for it said
+    kind: str = "exclusive"
 
 
 class LockSession(PooledSession, Link):
@@ -78,12 +92,10 @@ class LockSession(PooledSession, Link):
         """Let the server keep this session for `ttl` seconds without a question."""
 
     @abstractmethod
-    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yield the fields of a Holding for each lock that the server shows, and what they rest on.
+    def locks(self, key: str | None, ours: Iterable[str]) -> Iterator[HeldLock]:
+        """Yield the locks that the server shows, or only that of `key`.
 
-        That is `number` (the session's), `now_us` (the server's clock), `since_us`, `note` (what
-        the session said last), `named` (what a waiter said). `ours`: keys to ask for, if the
-        server shows no others.
+        `ours`: keys to ask for, if the server shows no others.
         """
 
     @abstractmethod

@@ -23,18 +23,24 @@ class ForPeople(SessionsBackend):
         sessions = [session for session in list(self._taken.values()) if not session.waits]
         ours = {s.number: (claim, s.fence) for s in sessions if (claim := s.claim)}
         keys = [claim.key for claim, _ in ours.values()]
-        for fields in self._question(lambda session: list(session.locks(key, keys))):
-            number, now_us = fields.pop("number"), fields.pop("now_us")
-            since_us, named = fields.pop("since_us", None), fields.pop("named", None)
-            lock, said = fields["key"], fields.pop("note", None)
+        for lock in self._question(lambda session: list(session.locks(key, keys))):
             # What we know ourselves, or else what the session's last statement said.
-            if number in ours and ours[number][0].key == lock:
-                said = note(*ours[number])
-            fields |= from_note(said, lock)
-            fields.setdefault("name", from_note(named, lock).get("name", f"({lock})"))
-            if (began_us := fields.get("fence") or since_us) is not None:
-                fields["held_for"] = max(0.0, (now_us - began_us) / 1e6)
-            yield Holding(alias=self.alias, version=f"{number}-{fields.pop('tag', '')}", **fields)
+            known = ours.get(lock.number)
+            said = note(*known) if known and known[0].key == lock.key else lock.note
+            fields = from_note(said, lock.key)
+            tag = fields.pop("tag", "")
+            fields.setdefault("name", from_note(lock.named, lock.key).get("name", f"({lock.key})"))
+            fields.setdefault("holder", {"host": lock.address, "who": f"session {lock.number}"})
+            if (began_us := fields.get("fence") or lock.since_us) is not None:
+                fields["held_for"] = max(0.0, (lock.now_us - began_us) / 1e6)
+            yield Holding(
+                key=lock.key,
+                alias=self.alias,
+                version=f"{lock.number}-{tag}",
+                kind=lock.kind,
+                waiters=lock.waiters,
+                **fields,
+            )
 
     def clear(self, key: str, if_version: str | None = None) -> int:
         held = [holding.version for holding in self.holders(key)]
