@@ -11,13 +11,13 @@ from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import ConnectionLost
 from ..sessions.pool import database_of
+from ..sessions.queues import claim_key_of
 from . import members
 from .checks import refuse_wrong_options
 from .connections import QUEUE, RECENT, Contended, QueuedConnection, Session, Sessions
 from .extending import Extending
 from .in_transaction import InCallersTransaction
 from .people import ForPeople
-from .requests import claim_key_of
 
 
 class DatabaseBackend(InCallersTransaction, ForPeople, Extending):

@@ -35,7 +35,7 @@ from ...primitives.timing import monotonic
 from ..base import ConnectionLost
 from ..sessions.link import ReplyTimeout, ServerError
 from ..sessions.pool import Pool, PooledSession, inherited
-from ..sessions.queues import ASKING, FairSemaphore, WaiterQueues
+from ..sessions.queues import ASKING, ClaimKey, FairSemaphore, WaiterQueues
 from .sql import Dialect, dialect_for
 from .sql.base import ROW_WAIT
 
@@ -186,7 +186,7 @@ class Sessions(Pool[Session]):
         """How many connections stay with claims, or are about to."""
         return self._queue - len(self.slots)
 
-    def holding(self, key: str) -> list[Any]:
+    def holding(self, key: str) -> list[ClaimKey]:
         """Return the claims on `key` that hold the queue lock here."""
         return [k for k in list(self.queued) if k[0] == key]
 
@@ -202,7 +202,7 @@ class Sessions(Pool[Session]):
         self.__dict__.pop("dialect", None)  # a fork of a test runner has a database of its own
         # The connections of grants, by key and owner, as long as these are kept. Whoever takes one
         # out has it for itself.
-        self.queued = weakref.WeakValueDictionary[Any, QueuedConnection]()
+        self.queued = weakref.WeakValueDictionary[ClaimKey, QueuedConnection]()
         self.slots: deque[None] = deque([None] * self._queue)  # for connections that may stay
         self.polls_until = 0.0  # by monotonic(): no connection stays with a claim until then
         self.queues = WaiterQueues(self._emptied)

@@ -8,11 +8,11 @@ from typing import Any
 
 from ...claims import Grant
 from ..base import batches, result_of
+from ..sessions.queues import claim_key_of
 from . import members
 from .connections import Contended, Session
 from .members import kind_of
 from .queueing import Queueing
-from .requests import claim_key_of
 
 # Rows extended by one statement; SQLite allows 999 parameters before 3.32.
 BATCH = 400
@@ -83,6 +83,6 @@ def _extend(
         owners = {grant.claim.owner: ttl for grant, ttl in sorted(work, key=lambda one: one[1])}
         kept = members.extend(claim.key, owners, session, exactly=exactly)
         return [grant.claim.owner in kept for grant, _ in work]
-    pairs = [claim_key_of(grant.claim) for grant, _ in work]
-    ours = session.dialect.extend(session.cursor, pairs, ttl, exactly=exactly)
-    return [pair in ours for pair in pairs]
+    claim_keys = [claim_key_of(grant.claim) for grant, _ in work]
+    ours = session.dialect.extend(session.cursor, claim_keys, ttl, exactly=exactly)
+    return [claim_key in ours for claim_key in claim_keys]

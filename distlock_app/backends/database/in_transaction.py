@@ -16,9 +16,9 @@ from ...primitives.names import checked_key, shown
 from ...primitives.timing import Deadline, full_jitter
 from ...primitives.transactions import fence_of
 from ..base import InTransaction
+from ..sessions.queues import claim_key_of
 from .connections import Contended
 from .queueing import Queueing
-from .requests import claim_key_of
 from .sql import Dialect
 
 T = TypeVar("T")
@@ -34,8 +34,8 @@ class InCallersTransaction(Queueing, InTransaction):
     """On the connection of the caller, whose transaction it is; raises Django's errors."""
 
     def pin(self, grant: Grant, ttl: float) -> bool:
-        pairs = [claim_key_of(grant.claim)]
-        return bool(self._in_transaction(lambda d, cursor: d.extend(cursor, pairs, ttl)))
+        claim_keys = [claim_key_of(grant.claim)]
+        return bool(self._in_transaction(lambda d, cursor: d.extend(cursor, claim_keys, ttl)))
 
     def release_at_commit(self, grant: Grant) -> bool:
         released = self._in_transaction(lambda d, cursor: d.release_at_commit(cursor, grant.claim))

@@ -11,11 +11,11 @@ from django.utils.functional import cached_property
 from ...claims import Busy, Claim, Grant
 from ...primitives.timing import monotonic
 from ..base import ConnectionLost
-from ..sessions.queues import Waiter
+from ..sessions.queues import ClaimKey, Waiter, claim_key_of
 from . import members
 from .connections import QueuedConnection, Session
 from .members import kind_of
-from .requests import Requests, claim_key_of
+from .requests import Requests
 from .sql.base import Step
 
 NONE: deque[None] = deque()  # of the slots for connections that may stay
@@ -135,7 +135,7 @@ class Queueing(Requests):
                 return None
         return _try(session, claim, wait)
 
-    def _free_queue(self, claim_key: tuple[str, str]) -> None:
+    def _free_queue(self, claim_key: ClaimKey) -> None:
         """Let the next one in the queue come, whatever became of the row.
 
         By a statement: the server frees nothing of a connection before it has noticed its end.

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from django.db import Error as DatabaseError
 
-from ...claims import Claim
 from ...errors import BackendError
 from ..base import BaseLockBackend, ConnectionLost
 from ..sessions.link import ANSWER_WAIT
@@ -91,8 +90,3 @@ class Requests(BaseLockBackend):
             return self._ask(work)
         except Contended:
             return 0
-
-
-def claim_key_of(claim: Claim) -> tuple[str, str]:
-    """Return what the connections that stay with a claim are found by."""
-    return claim.key, claim.owner  # a stable owner may have several locks

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ...claims import Claim
 from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
 
@@ -26,6 +27,11 @@ HANGS = 3.0
 
 ClaimKey = tuple[str, str]  # key, owner
 Wake = Callable[[Any], None] | None
+
+
+def claim_key_of(claim: Claim) -> ClaimKey:
+    """Return what a claim is known by here: a stable owner may have several locks."""
+    return claim.key, claim.owner
 
 
 class FairSemaphore:

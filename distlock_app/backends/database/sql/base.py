@@ -19,6 +19,7 @@ from ....claims import Busy, Claim, Grant
 from ....primitives.drivers import code_of
 from ....primitives.names import shown
 from ...sessions.link import ServerError
+from ...sessions.queues import ClaimKey
 from .statements import Statements
 
 # Seconds to wait for a row that another transaction is just changing, which takes as long as a
@@ -35,7 +36,6 @@ ROUNDS = 3
 PAGE = 5_000  # rows of a list that one statement reads: rarely all are wanted
 
 Named = Mapping[str, Any]
-Pair = tuple[str, str]  # key, owner
 Step = Literal["try", "join", "wait"]
 
 
@@ -267,17 +267,17 @@ class Dialect(Statements):
         self.execute(cursor, self.PROBE, {"key": key}).fetchall()
 
     def extend(
-        self, cursor: Cursor, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False
-    ) -> set[Pair]:
+        self, cursor: Cursor, claim_keys: Sequence[ClaimKey], ttl: float, *, exactly: bool = False
+    ) -> set[ClaimKey]:
         """Move the expiry of rows that are still ours, also if it has passed; return which are.
 
         Nobody had such a row in between: taking it over would have changed the owner.
         """
-        numbers = range(len(pairs))
+        numbers = range(len(claim_keys))
         keys = ", ".join([f"%(key{n})s" for n in numbers])
         marks = ", ".join([f"(%(key{n})s, %(owner{n})s)" for n in numbers])
         asked: dict[str, Any] = {"ttl_us": round(ttl * 1e6), "exactly": exactly}
-        for n, (key, owner) in enumerate(pairs):
+        for n, (key, owner) in enumerate(claim_keys):
             asked |= {f"key{n}": key, f"owner{n}": owner}
 
         def ask(statement: str) -> Cursor:
@@ -285,8 +285,8 @@ class Dialect(Statements):
             return self.execute(cursor, self.written(statement), asked)
 
         extended = ask(self.EXTEND).rowcount
-        if extended in (0, len(pairs)):  # also in a transaction whose snapshot is older
-            return set(pairs if extended else ())
+        if extended in (0, len(claim_keys)):  # also in a transaction whose snapshot is older
+            return set(claim_keys if extended else ())
         return set(ask(self.OURS).fetchall())
 
     def release(self, cursor: Cursor, claim: Claim) -> bool:

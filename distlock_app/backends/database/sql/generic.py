@@ -25,7 +25,8 @@ from django.db import IntegrityError
 from django.db.models.functions import Now
 
 from ....claims import Busy, Claim, Grant
-from .base import PAGE, Cursor, Dialect, LockRow, Named, Pair, Step, busy
+from ...sessions.queues import ClaimKey
+from .base import PAGE, Cursor, Dialect, LockRow, Named, Step, busy
 from .rows import RowConflict, Rows, in_transaction, reading
 
 # Rows that have an owner. Not exclude(owner=""): what that means on Oracle, where '' is NULL,
@@ -93,10 +94,10 @@ class Generic(Dialect):
 
     @in_transaction
     def extend(
-        self, rows: Rows, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False
-    ) -> set[Pair]:
-        wanted = set(pairs)
-        locked = rows.lock(key__in=[key for key, _ in pairs])
+        self, rows: Rows, claim_keys: Sequence[ClaimKey], ttl: float, *, exactly: bool = False
+    ) -> set[ClaimKey]:
+        wanted = set(claim_keys)
+        locked = rows.lock(key__in=[key for key, _ in claim_keys])
         ours = [row for row in locked if (row.key, row.owner) in wanted]
         for row in ours:
             end = row.now_us + round(ttl * 1e6)

@@ -17,7 +17,8 @@ from ....primitives.names import key_of, shown
 from ....primitives.timing import Deadline
 from ...sessions.link import ANSWER_WAIT
 from ...sessions.pool import adapt_to_postgresql
-from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Pair, Step, refused
+from ...sessions.queues import ClaimKey
+from .base import QUEUE_WAIT, ROW_WAIT, Cursor, Dialect, Named, Step, refused
 from .cursors import PooledCursor, PostgreSQLCursor
 from .statements import Statements
 
@@ -279,10 +280,10 @@ class PostgreSQL(Dialect):
         return fence
 
     def extend(
-        self, cursor: Cursor, pairs: Sequence[Pair], ttl: float, *, exactly: bool = False
-    ) -> set[Pair]:
+        self, cursor: Cursor, claim_keys: Sequence[ClaimKey], ttl: float, *, exactly: bool = False
+    ) -> set[ClaimKey]:
         # Hex digits, so these are arrays as PostgreSQL writes them.
-        keys, owners = ("{" + ",".join(column) + "}" for column in zip(*pairs, strict=True))
+        keys, owners = ("{" + ",".join(column) + "}" for column in zip(*claim_keys, strict=True))
         asked = {"keys": keys, "owners": owners, "ttl_us": round(ttl * 1e6), "exactly": exactly}
         return set(self.execute(cursor, self.EXTEND, asked).fetchall())
 
