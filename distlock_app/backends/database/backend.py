@@ -142,7 +142,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         try:
             return self._ask(partial(_release, claim), again=again, urgent=True)
         finally:
-            self._close_connection_of(claim)  # after the row, for this calls the next one
+            sessions.close_kept(claim_key)  # after the row, for this calls the next one
 
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""

@@ -194,8 +194,12 @@ class Sessions(Pool[Session]):
         """Close also those that stay, but not those of waiters, which go when the wait ends."""
         self.close_idle()
         for claim_key in list(self.queued):
-            if queued := self.queued.pop(claim_key, None):
-                queued.give_up()
+            self.close_kept(claim_key)
+
+    def close_kept(self, claim_key: ClaimKey) -> None:
+        """Close the connection that stays with a claim, if one does: that calls the next one."""
+        if queued := self.queued.pop(claim_key, None):
+            queued.give_up()
 
     def _begin(self) -> None:
         super()._begin()

@@ -70,7 +70,7 @@ class Extending(Queueing):
             return [error] * len(work)
         for (grant, _), ours in zip(work, answers, strict=True):
             if not ours:
-                self._close_connection_of(grant.claim)
+                self._sessions.close_kept(claim_key_of(grant.claim))
         return answers
 
 

@@ -172,12 +172,6 @@ class Queueing(Requests):
         finally:
             queued.give_up()
 
-    def _close_connection_of(self, claim: Claim) -> None:
-        """Close the connection that stays with a claim, if one does: that calls the next one."""
-        queued = self._sessions.queued.pop(claim_key_of(claim), None)
-        if queued is not None:
-            queued.give_up()
-
 
 def _try(session: Session, claim: Claim, wait: float | None) -> Grant | Busy:
     if claim.shared or claim.limit > 1:
