@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -32,14 +33,18 @@ class Extending(Queueing):
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         """Extend by one statement for each 400 mutexes of one ttl, or members of one row."""
-        indexes: dict[float | str | tuple[str, float], list[int]] = {}
+        groups: defaultdict[Any, list[int]] = defaultdict(list)
         for index, (grant, ttl) in enumerate(work):
             key = grant.claim.key
-            one_ttl = (key, ttl) if key in self._locked else ttl
-            indexes.setdefault(key if kind_of(grant.claim) else one_ttl, []).append(index)
+            if kind_of(grant.claim):
+                groups[key].append(index)
+            elif key in self._locked:  # alone: no other waits for it
+                groups[key, ttl].append(index)
+            else:
+                groups[ttl].append(index)
         results: list[bool | Exception] = [False] * len(work)
-        for same in indexes.values():
-            for batch in batches(same, BATCH):
+        for group in groups.values():
+            for batch in batches(group, BATCH):
                 answers = self._extend_batch([work[index] for index in batch])
                 for index, answer in zip(batch, answers, strict=True):
                     results[index] = answer
