@@ -109,7 +109,7 @@ class RedisBackend(ForPeople, GuardedWrites):
                 return Grant(claim, answer[1], asked)
             listener = listener or self._listener(claim.key)
         channel = listener.channel if listener.ensure_subscribed() else "-"
-        waiter, losses, asked = listener.waiter_of(claim), listener.losses, monotonic()
+        waiter, losses, asked = listener.disarm(claim), listener.losses, monotonic()
         arrived = waiter.arrived if waiter else 0
         if waiter is None and len(self._listeners) > 1:  # perhaps it waits at another one
             arrived = self._arrived(claim)
@@ -188,7 +188,7 @@ class RedisBackend(ForPeople, GuardedWrites):
             return False
         owner = claim.owner.encode()
         request = REQUEST % (self._head(RELEASE, claim.key), len(owner), owner, b"")
-        return self._pool.run(RELEASE, request, once=True) == [1]
+        return self._pool.run(RELEASE, request, ends=True) == [1]
 
     def withdraw(self, claim: Claim) -> None:
         if not self._forget(claim):
@@ -223,7 +223,7 @@ class RedisBackend(ForPeople, GuardedWrites):
         head = GUARDED_SET.head(*self._keys(claim.key), key.encode(), claim.key.encode())
         until = b"0" if ttl is None else milliseconds(ttl)
         request = head + bulks(claim.owner.encode(), data, until, b"1" if release else b"0")
-        return self._pool.run(GUARDED_SET, request, once=release) == [1]
+        return self._pool.run(GUARDED_SET, request, ends=release) == [1]
 
     def guarded_script(
         self, grant: Grant, script: str, keys: Sequence[str], args: Sequence[str | bytes | float]
@@ -300,7 +300,7 @@ class RedisBackend(ForPeople, GuardedWrites):
 
         No listener wakes it until it is armed again.
         """
-        waiters = [listener.waiter_of(claim) for listener in list(self._listeners.values())]
+        waiters = [listener.disarm(claim) for listener in list(self._listeners.values())]
         return max((waiter.arrived for waiter in waiters if waiter), default=0)
 
     def _forget(self, claim: Claim) -> bool:

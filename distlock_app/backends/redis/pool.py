@@ -76,16 +76,16 @@ class Servers:
         """Disconnect what is idle; what is in use is kept when it comes back."""
         raise NotImplementedError
 
-    def run(self, script: Script, request: bytes, *, once: bool = False) -> list[int]:
+    def run(self, script: Script, request: bytes, *, ends: bool = False) -> list[int]:
         """Send one packed EVALSHA and return the numbers of its answer; raise BackendError.
 
-        Every script may be repeated. With `once`, only its first run can answer 1.
+        Every script may be repeated. One that `ends` the claim can answer 1 in its first run only.
         """
         try:
-            [answer] = self.exchange(script, (request,), not once)
+            [answer] = self.exchange(script, (request,), not ends)
             return answer if type(answer) is list else self._value(answer)
         except ConnectionLost as error:
-            if not once:
+            if not ends:
                 raise
             if (answer := self.run(script, request)) == [1]:
                 return answer

@@ -85,7 +85,7 @@ class Listener(listening.Listener[Waiter]):
         self._refused = refused
         self._early: dict[tuple[str, str], Message] = {}
 
-    def waiter_of(self, claim: Claim) -> Waiter | None:
+    def disarm(self, claim: Claim) -> Waiter | None:
         """Return the waiter of a claim that asks again; until `arm`, no message wakes it."""
         if not self._waiters:
             return None
