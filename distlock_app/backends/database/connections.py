@@ -171,7 +171,10 @@ class Sessions(Pool[Session]):
     """
 
     def __init__(self, using: str, queue: int, emptied: Callable[[QueuedConnection], None]) -> None:
-        """Let `queue` of them stay with claims, and ASKING others ask at a time."""
+        """Let `queue` of them stay with claims, and ASKING others ask at a time.
+
+        `emptied` is given the connection that waited on the server for a queue without waiters.
+        """
         self._queue = queue
         self._emptied = emptied
         super().__init__(using)

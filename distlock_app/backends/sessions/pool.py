@@ -75,7 +75,7 @@ def adapt_to_postgresql(wrapper: Any) -> None:
 class PooledSession:
     """A database connection of our own, in autocommit mode."""
 
-    among: set[Any] = set()  # what is open of its pool
+    among: set[Any] = set()  # the open sessions of its pool
 
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int) -> None:
         """Connect; raises Django's database errors, and those of `prepare`."""

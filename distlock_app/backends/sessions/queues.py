@@ -126,7 +126,7 @@ class Waiter:
         self.claim_key = claim_key
         self.queue: WaiterQueue | None = queue  # None: it has left
         self.wakes: list[Wake] = []  # of its claims
-        self.asked = False  # the server, or what waits on the server for the queue
+        self.asked = False  # since it leads the queue: the server, or what waits there for all
         self.connection: Any = None  # was the queue's, until another waiter led it as this one hung
 
     def wake(self) -> bool:
