@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from distlock_app.backends import connecting
 from distlock_app.backends.redis import pool as redis_pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
@@ -283,7 +284,7 @@ def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch
 
     backend.ping()
     before = len(server.client_list())
-    monkeypatch.setattr(redis_pool, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(connecting, "IDLE_SECONDS", 0.0)
     backend._pool._sweep_at = 0.0
     backend.ping()
 

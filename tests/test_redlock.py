@@ -12,6 +12,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from distlock_app import Lock
+from distlock_app.backends import connecting
 from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.backends.redlock import RedlockBackend
 from distlock_app.backends.redlock import backend as redlock
@@ -610,7 +611,7 @@ def test_connections_of_a_burst_are_closed_with_a_later_request(backend, monkeyp
     quorum = backend._quorum
     for connections in [quorum._take() for _ in range(4)]:
         quorum._idle.append(connections)
-    monkeypatch.setattr(redlock_quorum, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(connecting, "IDLE_SECONDS", 0.0)
 
     backend.ping()
 

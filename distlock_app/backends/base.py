@@ -5,11 +5,8 @@ from __future__ import annotations
 import encodings.ascii
 import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
 import math
-import ssl
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -24,10 +21,6 @@ from ..primitives.names import checked_key
 
 # Methods for the admin and the command, which identify a lock by its key.
 FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
-
-# Seconds to wait for the answer to a request that a signal ended: the release sent after it, over
-# another connection, must not overtake it.
-FINISH_WITHIN = 0.5
 
 Item = TypeVar("Item")
 
@@ -306,41 +299,6 @@ def check_seconds(**options: float) -> None:
             )
 
 
-def check_security(user: Any, password: Any, files: Any, lacks: str) -> None:
-    """Raise ImproperlyConfigured for a password or files of TLS that would go unused.
-
-    `lacks`: the setting without which there is no TLS; empty if it is there.
-    """
-    _, cert, key = files
-    if password and not user:
-        raise ImproperlyConfigured("PASSWORD needs a USER.")
-    if lacks and any(files):
-        raise ImproperlyConfigured(f"CA, CERT and KEY need {lacks}.")
-    if key and not cert:
-        raise ImproperlyConfigured("KEY needs a CERT.")
-
-
-def tls_context(ca: Any, cert: Any, key: Any) -> ssl.SSLContext:
-    """Return how to connect with these files; raise ImproperlyConfigured if one is of no use."""
-    try:
-        context = ssl.create_default_context(cafile=ca)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-    except (OSError, TypeError) as error:  # an SSLError is an OSError, and names no file
-        raise ImproperlyConfigured(
-            f"CA, CERT or KEY is no file that can be used: {error}"
-        ) from error
-    return context
-
-
-def system_text(error: Exception | None) -> str:
-    """Say why a connection failed: by the system's text, as a client's may quote what was sent."""
-    for raised in error, getattr(error, "__context__", None):
-        if isinstance(raised, OSError) and raised.strerror:
-            return raised.strerror
-    return type(error).__name__
-
-
 def woken(claim: Claim, grant: Grant | None, alias: str) -> bool:
     """Wake the waiter for a claim; return False if it is gone: its event loop was closed."""
     try:
@@ -362,13 +320,6 @@ def result_of(answer: Item | Exception) -> Item:
 def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """Yield the items in groups of at most `size`."""
     return (items[at : at + size] for at in range(0, len(items), size))
-
-
-def close_all(idle: deque[Any]) -> None:
-    """Close connections that nobody uses; other threads may take some of them meanwhile."""
-    with suppress(IndexError):
-        while True:
-            idle.pop().close()
 
 
 def no_answer(alias: str, error: Exception, id: str) -> Error:

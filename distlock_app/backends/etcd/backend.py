@@ -12,7 +12,8 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import ConnectionLost, check_seconds, check_security, tls_context
+from ..base import ConnectionLost, check_seconds
+from ..connecting import check_security, tls_context
 from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
 from .epoch import Epoch
 from .gateway import NOT_FOUND, Doubt, Gateway, Refused, decoded, encoded

@@ -14,13 +14,13 @@ from ...errors import BackendError
 from ...primitives.polling import readable
 from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN, ConnectionLost, close_all, system_text
+from ..base import ConnectionLost
+from ..connecting import FINISH_WITHIN, KEEP_IDLE, close_all, system_text
 from .http import Link
 
 # Called when a request was repeated or its answer lost: it may be carried out late, too.
 Doubt = Callable[[], None]
 
-KEEP_IDLE = 64
 # Codes of gRPC (google.golang.org/grpc/codes).
 NOT_FOUND = 5
 UNAVAILABLE = (4, 14)  # a deadline, or no leader: whether a write was carried out is not known

@@ -12,9 +12,7 @@ from urllib.parse import urlsplit
 
 from ...primitives.polling import readable
 from ...primitives.timing import monotonic
-
-# A connection that was idle for less is used without looking whether it was closed meanwhile.
-TRUST_SECONDS = 0.5
+from ..connecting import TRUST_SECONDS
 
 
 class Link:

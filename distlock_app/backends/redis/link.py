@@ -17,7 +17,7 @@ from redis.exceptions import TimeoutError as NoAnswer
 
 from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN, system_text
+from ..connecting import FINISH_WITHIN, system_text
 from .scripts import Script, pack
 
 # Bytes read at once: about a hundred answers.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import (
@@ -21,16 +20,11 @@ from redis.exceptions import (
 
 from ...errors import BackendError, LockError
 from ...primitives.timing import monotonic
-from ..base import ConnectionLost, close_all
+from ..base import ConnectionLost
+from ..connecting import IDLE_SECONDS, KEEP_IDLE, TRUST_SECONDS, close_all, close_old
 from .link import DENIED, Link, reason_of
 from .scripts import Script, pack
 
-# Connections kept after a burst of threads; each is out only for one round trip.
-KEEP_IDLE = 64
-# One that nobody needed for so many seconds is not used again, and closed with the next request.
-IDLE_SECONDS = 60.0
-# A connection that was idle for less is used without looking whether it was closed meanwhile.
-TRUST_SECONDS = 0.5
 # Answers after which a connection is kept: being out of memory says nothing against it.
 KEPT_AFTER = frozenset({list, bytes, int, type(None), OutOfMemoryError})
 # Refusals for which redis-py, or one before 7, has no class: no mistakes in a caller's script.
@@ -176,7 +170,8 @@ class Pool(Servers):
                 kept.used = monotonic()
                 self._idle.append(kept)
                 if kept.used > self._sweep_at or len(self._idle) > KEEP_IDLE:
-                    self._sweep(kept.used)
+                    self._sweep_at = kept.used + IDLE_SECONDS
+                    close_old(self._idle, kept.used)
             else:  # such as READONLY: a new connection may reach the new master
                 self.demoted += ReadOnlyError in map(type, answers)
                 self.close()
@@ -228,18 +223,10 @@ class Pool(Servers):
             except IndexError:
                 return self.connect()
             idle = monotonic() - link.used
-            # A firewall may have forgotten an older one, and would drop in silence what is sent.
             if idle < TRUST_SECONDS or (idle < IDLE_SECONDS and not link.readable(0)):
                 if self._ask_master is None or self._leads_to_master(link):
                     return link
             link.close()
-
-    def _sweep(self, now: float) -> None:
-        """Close connections beyond KEEP_IDLE, and those idle for too long."""
-        self._sweep_at = now + IDLE_SECONDS
-        with suppress(IndexError):  # another thread has taken it
-            while len(self._idle) > KEEP_IDLE or self._idle[0].used < now - IDLE_SECONDS:
-                self._idle.popleft().close()
 
     def _leads_to_master(self, link: Link) -> bool:
         """Return whether the Sentinels still call its server the master.

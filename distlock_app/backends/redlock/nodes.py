@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
-from ..base import FINISH_WITHIN
+from ..connecting import FINISH_WITHIN, TRUST_SECONDS
 from ..redis.link import DENIED, Broken, Lines
 from ..redis.scripts import Script
 from .scripts import RELEASE_AND_WAIT, SCRIPTS
@@ -26,8 +26,6 @@ from .scripts import RELEASE_AND_WAIT, SCRIPTS
 SILENT = 1.0
 # Pause between two attempts to reach a node that is down.
 REST = 1.0
-# A set that was idle for less is used without looking whether nodes closed its connections.
-TRUST_SECONDS = 0.5
 # Releases kept for a node that is down; the oldest make room.
 KEEP_LATE = 1000
 

@@ -19,7 +19,7 @@ from ...errors import BackendError
 from ...primitives.rlock import RLock
 from ...primitives.threads import started
 from ...primitives.timing import monotonic
-from ..base import close_all
+from ..connecting import IDLE_SECONDS, close_all, close_old
 from ..redis.link import reason_of
 from .nodes import Link, Node, NodeConnections, QuorumRequest
 from .scripts import ACQUIRE, ACQUIRE_OR_WAIT
@@ -28,10 +28,6 @@ from .scripts import ACQUIRE, ACQUIRE_OR_WAIT
 # be down; and the last answers to an extension.
 CONNECT_GRACE = 0.25
 ANSWER_GRACE = 0.05
-# Sets of connections kept after a burst of threads; each is out only for one vote.
-KEEP_IDLE = 64
-# One that nobody needed for so many seconds is not used again, and closed with the next vote.
-IDLE_SECONDS = 60.0
 # Without a majority they are refused. Of other requests it must be known what was decided: they
 # wait for each node that can still be connected.
 TRIES = {ACQUIRE, ACQUIRE_OR_WAIT}
@@ -123,7 +119,7 @@ class Quorum:
         else:
             if monotonic() - connections.used < IDLE_SECONDS:
                 connections.drop_dead()
-            else:  # a firewall may have forgotten them, and would drop in silence what is sent
+            else:
                 connections.close()
         self.reconnect(connections)
         return connections
@@ -131,13 +127,11 @@ class Quorum:
     def _keep(self, connections: NodeConnections) -> None:
         """Keep connections for the next vote, and close those that were not needed for long."""
         connections.used = monotonic()
-        if len(self._idle) < KEEP_IDLE and not self._closed:
-            self._idle.append(connections)
-        else:
+        if self._closed:
             connections.close()
-        with suppress(IndexError):  # another thread has taken it
-            while self._idle[0].used < connections.used - IDLE_SECONDS:
-                self._idle.popleft().close()
+        else:
+            self._idle.append(connections)
+            close_old(self._idle, connections.used)
 
     def _reach(self, take: Callable[[], list[Node]], *, spare: int) -> None:
         """Open connections until `take`, which takes them, misses no node that can be reached.

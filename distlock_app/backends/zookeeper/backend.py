@@ -14,7 +14,8 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.names import shown
 from ...primitives.timing import monotonic
-from ..base import check_seconds, check_security, result_of, tls_context
+from ..base import check_seconds, result_of
+from ..connecting import check_security, tls_context
 from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
 from .people import ForPeople
 from .session import Gone, Session, unsigned

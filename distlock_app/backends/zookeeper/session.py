@@ -22,7 +22,7 @@ from ...errors import BackendError
 from ...primitives.polling import POLLIN, POLLOUT, new_poll
 from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
-from ..base import system_text
+from ..connecting import system_text
 
 # How much of a session is left after a write, at least. To the leader a write that a follower
 # passed on is no sign of life: the follower tells whom it has heard half a tick later at most, if
