@@ -27,7 +27,7 @@ from .sessions.pool import LONG_WAITS, PROCESSES, adapt_to_mysql
 # Deadlock of user locks (MySQL, MariaDB), lock wait timeout: then nothing was locked.
 BUSY = frozenset({3058, 1213, 1205})
 
-# Interrupted by the statement's own limit, or by KILL QUERY: it may have been locked just then.
+# Interrupted by the statement's own limit, or by KILL QUERY.
 INTERRUPTED = frozenset({3024, 1317})
 
 NO_SUCH_THREAD = 1094
@@ -113,8 +113,10 @@ class NamedLockSession(MySQLLink, LockSession):
             if error.code not in INTERRUPTED:
                 raise
             locked = None
-        if locked is None:
-            self._after_interruption(wait)
+        if locked is None:  # interrupted: it may have been locked just then
+            self.ask("SELECT RELEASE_ALL_LOCKS()")
+            if self.is_mariadb or wait == 0:  # not by the limit that MySQL was given
+                raise ServerError(None, "GET_LOCK answered NULL")
         return (fence if self.reads_clock else None, began) if locked else None
 
     def _locking(self, claim: Claim, wait: float) -> str:
@@ -129,12 +131,6 @@ class NamedLockSession(MySQLLink, LockSession):
             f"SELECT {limit} GET_LOCK('{self.prefix}{claim.key}', {seconds}) {note(claim)},"
             f" {NOW_US}"
         )
-
-    def _after_interruption(self, wait: float) -> None:
-        """Unlock what may have been locked; ServerError if that was not its time limit."""
-        self.ask("SELECT RELEASE_ALL_LOCKS()")
-        if self.is_mariadb or wait == 0:
-            raise ServerError(None, "GET_LOCK answered NULL")
 
     def question(self, claim: Claim) -> tuple[str, Values]:
         return f"SELECT {note(claim, self.fence)} {IS_OURS}", (f"{self.prefix}{claim.key}",)
