@@ -35,6 +35,11 @@ def stop_waiting(sessions: Any) -> None:
             sessions.queues.leave(waiter)
 
 
+def parked(sessions: Any) -> int:
+    """Count the connections that stay with claims, or are about to."""
+    return int(sessions._queue) - len(sessions.slots)
+
+
 def close(backend: DatabaseBackend) -> None:
     """End all connections of a backend, also those that wait."""
     stop_waiting(backend._sessions)

@@ -26,7 +26,7 @@ from distlock_app.models import DistLock
 from distlock_app.primitives.names import Made
 from distlock_app.testing.claims import Waiter, a_claim
 from tests.app.models import Counter
-from tests.database_workers import connection_id, grab
+from tests.database_workers import connection_id, grab, parked
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "locks"])
 
@@ -164,7 +164,7 @@ def test_a_release_whose_connection_was_killed_just_before_frees_the_lock(backen
 
     assert backend.release(held) is True
 
-    assert not backend._sessions.parked
+    assert not parked(backend._sessions)
     assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
 
 
@@ -308,7 +308,7 @@ def test_close_reaches_every_connection_and_the_backend_goes_on(backend):
     backend.close()
 
     assert not backend._sessions._idle
-    assert not backend._sessions.parked
+    assert not parked(backend._sessions)
     assert backend.release(held) is True
     assert connection_id(backend) != before
 
@@ -319,7 +319,7 @@ def test_a_test_database_can_be_dropped_while_the_backend_lives(backend):
 
     with connections["locks"]._nodb_cursor():
         assert not backend._sessions._idle
-        assert not backend._sessions.parked
+        assert not parked(backend._sessions)
 
 
 @pytest.mark.parametrize("at_exit", ["exit", "_exit"])
@@ -338,7 +338,7 @@ def test_after_fork_nothing_inherited_is_used(backend):
     backend.after_fork()
 
     assert not backend._sessions._idle
-    assert not backend._sessions.parked
+    assert not parked(backend._sessions)
     if held.session is not None:
         held.session.give_up()
 

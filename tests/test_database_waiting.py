@@ -34,7 +34,7 @@ from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
-from tests.database_workers import close, grab, stop_waiting
+from tests.database_workers import close, grab, parked, stop_waiting
 from tests.engines import DEADLINE, running, until
 from tests.proxy import proxy_to
 from tests.test_database_connections import OWN_NUMBER, kill
@@ -214,7 +214,7 @@ def test_a_release_wakes_the_waiter(backend, sessions, only_told):
     assert backend.release(held) is True
 
     assert waiter.served()
-    assert sessions.parked == 0
+    assert parked(sessions) == 0
 
 
 def test_a_release_wakes_a_waiting_task_without_a_thread_of_its_own(backend, sessions, only_told):
@@ -367,7 +367,7 @@ def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
     wanted = a_claim("a")
     assert not waits.acquire(wanted, 30)
     in_queue()
-    assert sessions.parked == 1
+    assert parked(sessions) == 1
 
     if end == "last try":
         assert not waits.acquire(wanted, 0)
@@ -376,7 +376,7 @@ def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
     else:
         waits.withdraw(wanted)
 
-    assert sessions.parked == 0 and waiting_in(sessions) == []
+    assert parked(sessions) == 0 and waiting_in(sessions) == []
     backend.release(held)
     assert isinstance(backend.acquire(a_claim("a"), 0), Grant)
 
@@ -480,7 +480,7 @@ def test_a_wait_that_is_over_or_cancelled_ends_on_the_server(backend, sessions):
             await task
 
     asyncio.run(cancel())
-    until(lambda: sessions.parked == 0)
+    until(lambda: parked(sessions) == 0)
     assert backend.release(held) is True
 
 
@@ -802,7 +802,7 @@ def test_beyond_its_connections_a_process_polls(backend, sessions, monkeypatch):
     backend.release(held)
 
     assert all(waiter.served() for waiter in waiters)
-    assert sessions.parked == 0
+    assert parked(sessions) == 0
 
 
 def test_a_server_without_connections_to_spare_gets_back_those_of_the_queue(backend, monkeypatch):
@@ -811,7 +811,7 @@ def test_a_server_without_connections_to_spare_gets_back_those_of_the_queue(back
     real, refused = sessions._new, []
 
     def full(wrapper):
-        if sessions.parked:
+        if parked(sessions):
             refused.append(True)
             raise OperationalError("too many connections")
         return real(wrapper)
@@ -892,7 +892,7 @@ def test_a_server_that_cannot_queue_is_polled(backend, sessions, monkeypatch):
     backend.release(held)
 
     assert waiter.served()
-    assert sessions.parked == 0
+    assert parked(sessions) == 0
     registry["locks"].backend.close()  # whose connections would not queue in other tests either
 
 
@@ -900,11 +900,11 @@ def test_a_server_that_cannot_queue_is_polled(backend, sessions, monkeypatch):
 def test_a_lock_that_is_left_to_itself_keeps_no_connection(sessions, leave):
     lock = Lock("a", using="locks", ttl=DEADLINE)
     hold = lock.acquire()
-    assert sessions.parked == 1
+    assert parked(sessions) == 1
 
     getattr(hold, leave)(DEADLINE)
 
-    assert sessions.parked == 0
+    assert parked(sessions) == 0
     assert lock.clear() == 1
     lock.acquire(wait=0).release()
 
@@ -932,13 +932,13 @@ def test_a_lock_keeps_its_connection_until_a_renewal_finds_it_lost(backend):
     grant = backend.acquire(a_claim("a", ttl=DEADLINE), 0)
 
     assert backend.extend(grant, DEADLINE)
-    assert backend._sessions.parked == 1
+    assert parked(backend._sessions) == 1
 
     with contextlib.closing(DatabaseBackend(alias="default", location="locks")) as other:
         assert other.clear(grant.claim.key) == 1
-    assert backend._sessions.parked == 1
+    assert parked(backend._sessions) == 1
     assert not backend.extend(grant, DEADLINE)
-    assert backend._sessions.parked == 0
+    assert parked(backend._sessions) == 0
 
 
 def test_a_waiter_gets_a_lock_that_was_left_as_soon_as_it_ends(sessions):

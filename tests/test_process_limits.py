@@ -15,6 +15,7 @@ from distlock_app.backends.sessions.backend import WAITING
 from distlock_app.backends.sessions.queues import ASKING
 from distlock_app.core.registry import registry
 from tests import settings
+from tests.database_workers import parked
 from tests.engines import DEADLINE, until
 
 pytestmark = [
@@ -91,7 +92,7 @@ def test_a_storm_of_cancelled_tasks_keeps_to_the_sessions_of_the_lock_table():
     with counting("locks") as counter, Lock("a", using="locks"):
         storm(Lock("a", using="locks", wait=DEADLINE), tasks=8, seconds=3)
 
-        until(lambda: registry["locks"].backend._sessions.parked == 1)
+        until(lambda: parked(registry["locks"].backend._sessions) == 1)
 
     assert counter.most <= BOUND
 

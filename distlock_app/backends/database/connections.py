@@ -184,11 +184,6 @@ class Sessions(Pool[Session]):
         """The statements, filled in once for all connections of this process."""
         return dialect_for(connections[self.using])
 
-    @property
-    def parked(self) -> int:
-        """How many connections stay with claims, or are about to."""
-        return self._queue - len(self.slots)
-
     def holding(self, key: str) -> list[ClaimKey]:
         """Return the claims on `key` that hold the queue lock here."""
         return [k for k in list(self.queued) if k[0] == key]
