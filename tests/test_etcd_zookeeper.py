@@ -619,9 +619,9 @@ def test_a_release_after_a_lost_answer_believes_no_server_that_lags(engine, monk
     def ask_who_lags(method, *args, **kwargs):
         return [] if method == "get_children" and not written else ask(method, *args, **kwargs)
 
-    def prove_and_tell(path):
-        prove(path)
-        written.append(path)
+    def prove_and_tell():
+        prove()
+        written.append(True)
 
     monkeypatch.setattr(session, "ask", ask_who_lags)
     monkeypatch.setattr(session, "prove", prove_and_tell)
@@ -872,7 +872,9 @@ def test_a_leader_that_has_ended_the_session_is_no_proof_that_it_lives(engine, m
             own().extend(grant, TTL)
 
     assert session.proved_at == before
-    session.prove("/no such node")  # whose answer is one of a session that lives
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_root", "/no such node")  # the answer is of a session that lives
+        session.prove()
     assert session.proved_at > before
     assert own().release(grant) is True
 

@@ -69,6 +69,7 @@ class ZooKeeperBackend(ForPeople):
         self._session = Session(
             alias,
             location,
+            self._root,
             login=(user, password) if user else None,
             tls=tls_context(ca, cert, key) if tls else None,
             timeout=timeout,
@@ -113,7 +114,7 @@ class ZooKeeperBackend(ForPeople):
         return result_of(result)
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | BackendError]:
-        self._session.prove(self._root)  # once for all
+        self._session.prove()  # once for all
         owns = [self._nodes.get(grant.claim.owner) for grant, _ in work]
         paths = [own.path for own in owns if own is not None and own.path]
         stats = self._ask_all("exists", paths)  # one server, which may be cut off: see prove()
@@ -141,8 +142,8 @@ class ZooKeeperBackend(ForPeople):
         return deleted
 
     def ping(self) -> None:
-        self._session.read_epoch(self._root)  # makes the directory
-        self._session.try_write(f"{self._root}/ping")
+        self._session.read_epoch()  # makes the directory
+        self._session.try_write()
 
     def close(self) -> None:
         self._session.close()
@@ -191,7 +192,7 @@ class ZooKeeperBackend(ForPeople):
     def _look(self, claim: Claim, proved_since: float) -> list[str]:
         """Return what is in the directory, once a write has proved that the session lives."""
         if self._session.proved_at < proved_since:
-            self._session.prove(self._root)
+            self._session.prove()
         return self._list(self._shard(claim.key))
 
     def _ahead(self, claim: Claim, own: ClaimNode, names: list[str]) -> list[Node] | None:
@@ -209,14 +210,14 @@ class ZooKeeperBackend(ForPeople):
         if own.path:
             return self._delete(own.path)
         # The answer to its creation was lost.
-        self._session.prove(self._root)  # by then this server knows what another one did
+        self._session.prove()  # by then this server knows what another one did
         shard = self._shard(claim.key)
         ours = [name for name in self._list(shard) if Node.of(name).owner == claim.owner]
         return sum(self._delete(f"{shard}/{name}") for name in ours) > 0
 
     def _granted(self, claim: Claim, own: ClaimNode) -> Grant | Busy:
         proved_at = self._session.proved_at
-        fence = self._session.epoch(self._root, own.shard_czxid) + own.czxid
+        fence = self._session.epoch(own.shard_czxid) + own.czxid
         if self._session.id() != own.session:  # what was proved may be of the next one
             self._forget(claim, own)
             return Busy()

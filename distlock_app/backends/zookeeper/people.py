@@ -30,7 +30,7 @@ class ForPeople(BaseLockBackend):
             shards = [f"{self._root}/{name}" for name in self._list(self._root)]
         else:
             shards = [self._shard(key)]
-        epoch = self._session.read_epoch(self._root)
+        epoch = self._session.read_epoch()
         for names in self._ask_all("get_children", shards):
             nodes = sorted(map(Node.of, names or ()), key=lambda node: node.key)
             for found, queue in groupby(nodes, lambda node: node.key):
@@ -38,7 +38,7 @@ class ForPeople(BaseLockBackend):
                     yield from self._holdings(in_line(list(queue)), epoch)
 
     def clear(self, key: str, if_version: str | None = None) -> int:
-        shard, epoch = self._shard(key), self._session.read_epoch(self._root)
+        shard, epoch = self._shard(key), self._session.read_epoch()
         nodes = [node for node in map(Node.of, self._list(shard)) if node.key == key]
         paths = [f"{shard}/{node.name}" for node in holding_of(in_line(nodes))]
         stats = self._ask_all("exists", paths)

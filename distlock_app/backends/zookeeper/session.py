@@ -92,14 +92,19 @@ class Session:
         self,
         alias: str,
         hosts: str,
+        root: str,
         *,
         login: tuple[str, str] | None,
         tls: ssl.SSLContext | None,
         timeout: float,
         seconds: float,
     ) -> None:
-        """`timeout` is for an answer; the session is to last `seconds` without a sign of life."""
+        """`timeout` is for an answer; the session is to last `seconds` without a sign of life.
+
+        All nodes are in the directory `root`.
+        """
         self._alias = alias
+        self._root = root
         self._timeout = timeout
         KazooClient(hosts)  # raises ValueError now rather than for the first lock
         self._options: dict[str, Any] = {"hosts": hosts, "timeout": seconds}
@@ -143,25 +148,25 @@ class Session:
         """Return whether we closed that session: its nodes are gone, or go without us."""
         return number not in self._numbers
 
-    def epoch(self, root: str, made: int) -> int:
+    def epoch(self, made: int) -> int:
         """Return what makes numbers of changes (zxid) fences: they start again with new data.
 
-        So they are counted from the time, in microseconds by the server's clock, at which the
-        directory `root` was made. Data that was lost takes its sessions along. What an operator
-        deleted is noticed by the change that `made` the directory inside it that is used now.
+        So they are counted from the time, in microseconds by the server's clock, at which the root
+        was made. Data that was lost takes its sessions along. What an operator deleted is noticed
+        by the change that `made` the directory inside it that is used now.
         """
         session, known = self.id(), self._epoch
         if known is None or known[0] != session or known[1] < made:
-            known = self._epoch = (session, made, self.read_epoch(root))
+            known = self._epoch = (session, made, self.read_epoch())
         return known[2]
 
-    def read_epoch(self, root: str) -> int:
+    def read_epoch(self) -> int:
         """Ask ZooKeeper for that number."""
-        while (stat := self.ask("exists", root)) is None:
-            self.ask("ensure_path", root)
+        while (stat := self.ask("exists", self._root)) is None:
+            self.ask("ensure_path", self._root)
         return int(stat.ctime * 1000 - stat.czxid)
 
-    def prove(self, path: str) -> None:
+    def prove(self) -> None:
         """Prove that the session lives, by a write that changes nothing; raise BackendError.
 
         A question proves nothing: a server answers it alone, also while it is cut off from a
@@ -169,13 +174,13 @@ class Session:
         """
         sent_at = monotonic()
         write = self._connected().transaction()
-        write.check(path, -1)
+        write.check(self._root, -1)
         self._commit(write, exceptions.SessionExpiredError)
         self.proved_at = max(self.proved_at, sent_at)
 
-    def try_write(self, path: str) -> None:
-        """Make and delete that node in one step: this user may; else raise BackendError."""
-        write = self._connected().transaction()
+    def try_write(self) -> None:
+        """Make and delete a node in one step: this user may; else raise BackendError."""
+        write, path = self._connected().transaction(), f"{self._root}/ping"
         write.create(path, ephemeral=True)
         write.delete(path)
         self._commit(write, exceptions.KazooException)
