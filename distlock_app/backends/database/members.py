@@ -22,10 +22,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ...claims import Busy, Claim, Grant
+from ...claims import Busy, Claim, Grant, Holding
 from ...primitives.timing import Deadline
 from .connections import Contended, Session
-from .sql.base import NO_ROW, ROW_WAIT, Decide, LockRow, T, busy
+from .sql.base import ROW_WAIT, Decide, LockRow, T, busy
 from .sql.statements import HANDOVER_US
 
 # The owner of such a row, and the kind of its holdings. Owners of claims are hex digits.
@@ -174,30 +174,29 @@ def release(claim: Claim, session: Session) -> bool:
     return remove(claim.key, lambda owner, _: owner == claim.owner, session) > 0
 
 
-def find(key: str, version: str, session: Session) -> tuple[str, bool] | None:
-    """Return the owner of a live claim with this fence, as text, and whether it is a member."""
-    row = session.dialect.read(session.cursor, key) or NO_ROW
+def holdings(row: LockRow, alias: str, waiters: int | None) -> Iterator[tuple[str, Holding]]:
+    """Yield the owner of each live claim in a row, and what people see of the claim."""
     members = Members(row)
-    if members.kind in (SHARED, PERMIT):
-        of_version = (o for o, (fence, _, _) in members.live.items() if str(fence) == version)
-        return next(((owner, True) for owner in of_version), None)
-    return (row.owner, False) if members.kind and str(row.fence) == version else None
-
-
-def holdings(row: LockRow) -> Iterator[tuple[str, int, dict[str, Any], int, int | None, int]]:
-    """Yield of each claim in a live row: kind, fence, holder, microseconds left and held.
-
-    And how many waiters the row has: the first, which polls.
-    """
-    now = row.now_us
-    if row.owner not in (SHARED, PERMIT):
-        held_us = None if row.acquired_us is None else max(0, now - row.acquired_us)
-        yield "exclusive", row.fence, fields_of(row.holder), row.left_us, held_us, 0
-        return
-    members = Members(row)
-    polls = int(members.next_until > now)
-    for fence, end, who in members.live.values():
-        yield row.owner, fence, who, end - now, max(0, now - fence), polls
+    live, together = members.live, members.kind in (SHARED, PERMIT)
+    if not together and members.kind:
+        live = {row.owner: [row.fence, row.expiry_us, members.about]}
+    elif waiters is not None:
+        waiters += members.next_until > members.now  # the first one polls
+    for owner, (fence, end_us, holder) in live.items():
+        began_us = fence if together else row.acquired_us  # a member came at its fence
+        holding = Holding(
+            name=row.name,
+            key=row.key,
+            alias=alias,
+            version=str(fence),
+            kind=members.kind if together else "exclusive",
+            fence=fence,
+            expires_in=(end_us - row.now_us) / 1e6,
+            held_for=None if began_us is None else max(0, row.now_us - began_us) / 1e6,
+            waiters=waiters,
+            holder=holder,
+        )
+        yield owner, holding
 
 
 def count_down(claim: Claim, session: Session) -> int:

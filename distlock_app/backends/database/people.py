@@ -15,7 +15,7 @@ from . import members
 from .checks import check_sharing, check_table
 from .connections import Session
 from .queueing import Queueing
-from .sql.base import PAGE, LockRow
+from .sql.base import NO_ROW, PAGE, LockRow
 from .sql.statements import PURGED
 
 # Keys are lower-case hex digits, which "g" follows.
@@ -49,19 +49,7 @@ class ForPeople(Queueing, Purgeable):
         return [holding for row in rows for holding in self._holdings(*row)], total
 
     def _holdings(self, row: LockRow, waiters: int | None) -> Iterator[Holding]:
-        for kind, fence, holder, left_us, held_us, polls in members.holdings(row):
-            yield Holding(
-                name=row.name,
-                key=row.key,
-                alias=self.alias,
-                version=str(fence),
-                kind=kind,
-                fence=fence,
-                expires_in=left_us / 1e6,
-                held_for=None if held_us is None else held_us / 1e6,
-                waiters=None if waiters is None else waiters + polls,
-                holder=holder,
-            )
+        return (holding for _, holding in members.holdings(row, self.alias, waiters))
 
     def _read_holders(self, first: str, last: str, session: Session, **page: int) -> list[Found]:
         """Read live rows."""
@@ -82,13 +70,14 @@ class ForPeople(Queueing, Purgeable):
         return cleared
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        found = self._ask(partial(members.find, key, version))
-        if found is None:
-            return False
-        owner, is_member = found
-        # A permit is extended as a reader is.
-        claim = Claim(name="", key=key, owner=owner, ttl=ttl, holder="", shared=is_member)
-        return self.extend(Grant(claim), ttl)
+        row = self._ask(lambda s: s.dialect.read(s.cursor, key)) or NO_ROW
+        for owner, holding in members.holdings(row, self.alias, None):
+            if holding.version == version:
+                # A permit is extended as a reader is.
+                shared = holding.kind != "exclusive"
+                claim = Claim(name="", key=key, owner=owner, ttl=ttl, holder="", shared=shared)
+                return self.extend(Grant(claim), ttl)
+        return False
 
     def left_over(self, older_than: float) -> tuple[int, int]:
         return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
