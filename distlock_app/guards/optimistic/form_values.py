@@ -49,8 +49,9 @@ def key_of(value: Any, field: Any) -> Any:
         return value.name or ""
     if isinstance(value, Decimal):
         return format(value.normalize(EXACT), "f")
-    if isinstance(field, forms.ModelMultipleChoiceField):
-        return sorted(str(field.prepare_value(one)) for one in value or ())
+    many = isinstance(value, models.QuerySet | list | tuple | set)
+    if many and isinstance(field, forms.ModelMultipleChoiceField):
+        return sorted(str(field.prepare_value(one)) for one in value)
     if isinstance(value, models.Model):
         prepared = field.prepare_value(value)
         value = value.pk if prepared is value else prepared  # the parent of an inline
