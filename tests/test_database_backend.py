@@ -148,7 +148,8 @@ def test_fences_grow_from_owner_to_owner_beside_a_trigger(backend):
             fences.append(grant.fence)
             backend.release(grant)
         with transaction.atomic(using="locks"):
-            if (locked := backend.lock_row(grant.claim.key, 0)) is not None:  # else by a lease
+            locked = backend.lock_row(grant.claim.key, grant.claim.name, 0)
+            if locked is not None:  # else by a lease
                 fences.append(locked)
     finally:
         with connections["locks"].cursor() as cursor:

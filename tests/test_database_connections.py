@@ -112,7 +112,7 @@ def test_an_alias_that_prepares_all_statements_can_have_the_locks():
         held = grab(backend, "a")
         assert backend.release(held) is True
         with transaction.atomic():
-            assert backend.lock_row(held.claim.key, 0) > held.fence
+            assert backend.lock_row(held.claim.key, held.claim.name, 0) > held.fence
         connection.close()
     backend.close()
 

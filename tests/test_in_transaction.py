@@ -20,6 +20,7 @@ from django.test import RequestFactory, TestCase
 
 from distlock_app import (
     BackendError,
+    Latch,
     Lock,
     LockBusy,
     LockError,
@@ -36,6 +37,7 @@ from distlock_app.backends.database.sql.mysql import MySQL
 from distlock_app.core import in_transaction
 from distlock_app.core.registry import registry
 from distlock_app.guards.retrying import was_sacrificed
+from distlock_app.models import DistLock
 from tests.app.models import Counter
 from tests.engines import until
 from tests.launching import Server
@@ -638,4 +640,12 @@ def test_nothing_but_a_key_finds_a_row() -> None:
     backend: Any = registry["default"].backend
 
     with transaction.atomic(), pytest.raises(ValueError, match="not the key of a lock"):
-        backend.lock_row("' OR owner <> '", 0)
+        backend.lock_row("' OR owner <> '", "a", 0)
+
+
+@pytest.mark.parametrize("make", [lock_in_transaction, lambda name: Latch(name, 2).count_down()])
+def test_a_row_that_it_or_a_latch_made_has_its_name(make: Callable[[str], Any]) -> None:
+    with transaction.atomic():
+        make("new")
+
+    assert DistLock.objects.get().name == "new"

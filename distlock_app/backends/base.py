@@ -237,7 +237,7 @@ class InTransaction:
         """Release in the transaction, which keeps the row locked until its end."""
         raise NotImplementedError
 
-    def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
+    def lock_row(self, key: str, name: str, wait: float | None) -> int | Busy | None:
         """Lock the row, advance its fencing token and return it.
 
         Busy: other transactions had it for `wait` seconds. None: `acquire` knows more.

@@ -114,7 +114,7 @@ def _lock(attempt: Attempt, backend: InTransaction, connection: Any) -> int:
     # Not on a snapshot: there InnoDB keeps a row locked that turns out to be leased, and PostgreSQL
     # refuses a row that changed while we waited for it.
     if not transactions.keeps_snapshot(connection):
-        answer = backend.lock_row(attempt.key, attempt.wait)
+        answer = backend.lock_row(attempt.key, attempt.lock.name, attempt.wait)
         if isinstance(answer, Busy):
             attempt.note_wait("timeout")
             raise busy_error(attempt.lock.name, attempt.wait, answer.free_in)

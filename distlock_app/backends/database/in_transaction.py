@@ -42,7 +42,7 @@ class InCallersTransaction(Queueing, InTransaction):
         self._free_queue(claim_key_of(grant.claim))  # the next one waits for the row
         return released
 
-    def lock_row(self, key: str, wait: float | None) -> int | Busy | None:
+    def lock_row(self, key: str, name: str, wait: float | None) -> int | Busy | None:
         checked_key(key)  # PostgreSQL takes no values beside several statements
         deadline, attempt = Deadline(wait), 0
         connection = connections[self.using]
@@ -56,12 +56,12 @@ class InCallersTransaction(Queueing, InTransaction):
         elif not connection.features.has_select_for_update_skip_locked:
             return None  # such as MariaDB before 10.6
         left = deadline.remaining()
-        return self._in_transaction(lambda d, cursor: self._lock_row(d, cursor, key, left))
+        return self._in_transaction(lambda d, cursor: self._lock_row(d, cursor, key, name, left))
 
     def _lock_row(
-        self, dialect: Dialect, cursor: Any, key: str, wait: float | None
+        self, dialect: Dialect, cursor: Any, key: str, name: str, wait: float | None
     ) -> int | Busy | None:
-        answer = dialect.lock_row(cursor, key, wait)
+        answer = dialect.lock_row(cursor, key, name, wait)
         if isinstance(answer, int) or not dialect.may_have_kept(cursor):
             return answer
         give_up = Deadline(STATEMENT)

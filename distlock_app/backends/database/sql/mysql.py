@@ -215,7 +215,9 @@ class MySQL(Dialect):
             self.evict(cursor, claim.key)
         return ours
 
-    def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
+    def lock_row(
+        self, cursor: Cursor, key: str, name: str, wait: float | None
+    ) -> int | Busy | None:
         self._execute_all(cursor, self.LOCK_ROW, {"key": key})
         if cursor.rowcount == 1:
             return int(cursor.lastrowid or self._fence(cursor, {"key": key, "owner": ""}))

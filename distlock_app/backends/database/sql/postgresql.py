@@ -258,7 +258,9 @@ class PostgreSQL(Dialect):
             self.evict(cursor, claim.key)
         return row is not None
 
-    def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
+    def lock_row(
+        self, cursor: Cursor, key: str, name: str, wait: float | None
+    ) -> int | Busy | None:
         deadline = Deadline(wait)
         wait_ms = math.ceil(min(wait or 0, LONGEST_WAIT) * 1000)
         statement = self.LOCK_ROW.replace("{row}", key).replace("{wait_ms}", str(wait_ms))

@@ -45,7 +45,7 @@ class SQLite(Dialect):
          WHERE owner IN ('', :owner) OR expiry <= {now}"""
     MAKE = """
         INSERT OR IGNORE INTO {table} (key, owner, fence, name, holder, expiry)
-        VALUES (:key, '', 0, '', '', {now})"""
+        VALUES (:key, '', 0, :name, '', {now})"""
     LOCK_ROW = """
         UPDATE {table}
            SET owner = '', expiry = {now}, fence = {next_fence}
@@ -97,9 +97,11 @@ class SQLite(Dialect):
     def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> None:
         self.execute(cursor, self.MAKE, asked)
 
-    def lock_row(self, cursor: Cursor, key: str, wait: float | None) -> int | Busy | None:
+    def lock_row(
+        self, cursor: Cursor, key: str, name: str, wait: float | None
+    ) -> int | Busy | None:
         """Lock the file for writing, which is all that SQLite can lock."""
-        asked = {"key": key, "owner": ""}
+        asked = {"key": key, "owner": "", "name": self.text_of(name)}
         try:
             with waiting_for_file(cursor, wait):
                 cursor.execute(self.MAKE, asked)
