@@ -428,6 +428,19 @@ def test_threads_that_share_an_owner_wait_at_one_place(sessions):
     assert ("key", "owner") not in queues._waiters
 
 
+def test_threads_that_share_a_stable_owner_share_no_connection(backend, sessions):
+    held = grab(backend, "a")
+    one, other = (a_claim("a", owner="f" * 32, stable=True) for _ in range(2))
+    waits = registry["locks"].backend
+
+    assert waits.acquire(one, 30).wake_fd is not None
+    assert waits.acquire(other, 30).wake_fd is None  # both would poll() it
+
+    for claim in one, other:
+        waits.release(Grant(claim))
+    assert backend.release(held)
+
+
 def test_a_waiter_may_look_as_another_thread_with_its_owner_gets_the_lock(
     backend, sessions, monkeypatch
 ):

@@ -61,8 +61,8 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         if claim.latch:
             return Grant(claim, fence=0) if self.counted(claim.key) >= claim.limit else Busy()
         # Every uncontended lock passes here, so small functions are written out: each call counts.
-        sessions, claim_key = self._sessions, (claim.key, claim.owner)
-        queues = sessions.queues
+        sessions, queues = self._sessions, self._sessions.queues
+        claim_key = claim_key_of(claim) if claim.stable else (claim.key, claim.owner)
         waiter = queues.waiter_of(claim_key) if queues.by_key else None
         if len(sessions.slots) < self._queue:  # some connections stay with claims
             self._free_queue(claim_key)  # if it was granted before, and asks again
@@ -118,7 +118,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         if grant.claim.latch:
             return False
         sessions, claim = self._sessions, grant.claim
-        claim_key = claim.key, claim.owner
+        claim_key = claim_key_of(claim) if claim.stable else (claim.key, claim.owner)
         if sessions.queues.by_key and (waiter := sessions.queues.waiter_of(claim_key)) is not None:
             sessions.queues.leave(waiter)
         again = partial(self._release_again, grant)

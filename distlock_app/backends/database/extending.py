@@ -88,6 +88,6 @@ def _extend(
         owners = {grant.claim.owner: ttl for grant, ttl in sorted(work, key=lambda one: one[1])}
         kept = members.extend(claim.key, owners, session, exactly=exactly)
         return [grant.claim.owner in kept for grant, _ in work]
-    claim_keys = [claim_key_of(grant.claim) for grant, _ in work]
+    claim_keys = [(grant.claim.key, grant.claim.owner) for grant, _ in work]
     ours = session.dialect.extend(session.cursor, claim_keys, ttl, exactly=exactly)
     return [claim_key in ours for claim_key in claim_keys]

@@ -34,7 +34,7 @@ class InCallersTransaction(Queueing, InTransaction):
     """On the connection of the caller, whose transaction it is; raises Django's errors."""
 
     def pin(self, grant: Grant, ttl: float) -> bool:
-        claim_keys = [claim_key_of(grant.claim)]
+        claim_keys = [(grant.claim.key, grant.claim.owner)]
         return bool(self._in_transaction(lambda d, cursor: d.extend(cursor, claim_keys, ttl)))
 
     def release_at_commit(self, grant: Grant) -> bool:

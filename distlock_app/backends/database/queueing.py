@@ -75,7 +75,8 @@ class Queueing(Requests):
             answer = session.dialect.acquire(session.cursor, claim, step, wait=wait)
             if isinstance(answer, Grant):
                 queued.keep(session)
-                self._sessions.queued[claim.key, claim.owner] = queued
+                claim_key = claim_key_of(claim) if claim.stable else (claim.key, claim.owner)
+                self._sessions.queued[claim_key] = queued
                 return Grant(claim, fence=answer.fence, session=queued)
         if isinstance(answer, Grant) or wait == 0 or not session.can_queue:
             return answer

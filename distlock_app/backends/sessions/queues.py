@@ -30,8 +30,11 @@ Wake = Callable[[Any], None] | None
 
 
 def claim_key_of(claim: Claim) -> ClaimKey:
-    """Return what a claim is known by here: a stable owner may have several locks."""
-    return claim.key, claim.owner
+    """Return what the waiter and the connection of a claim are found by.
+
+    A stable owner may have several locks, and several threads for one: they share no connection.
+    """
+    return claim.key, f"{claim.owner} {id(claim)}" if claim.stable else claim.owner
 
 
 class FairSemaphore:
