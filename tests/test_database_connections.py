@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.database.sql.cursors import PooledCursor
 from distlock_app.backends.sessions import link, one_server
 from distlock_app.backends.sessions.link import ServerError
+from distlock_app.backends.sessions.pool import adapt_to_mysql
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -551,3 +553,10 @@ def test_a_database_may_lack_letters_of_a_name(latin1, name, how):
     shortened = "a" * 199 + r"\u2026", "é" + (r"\u65e5" * 198 + r"\u2026")[:254]
     assert held.name in (r"é\u65e5\u672c", *shortened)
     assert released is True
+
+
+def test_a_driver_whose_options_are_others_is_named():
+    wrapper = SimpleNamespace(Database=ModuleType("mysql.connector"), alias="shop")
+
+    with pytest.raises(ImproperlyConfigured, match="'shop' need mysqlclient or PyMySQL"):
+        adapt_to_mysql(wrapper)

@@ -76,7 +76,7 @@ class NamedLockSession(MySQLLink, LockSession):
     """A session on MySQL or MariaDB, spoken to through mysqlclient."""
 
     def adapt(self, wrapper: Any) -> None:
-        adapt_to_mysql(wrapper.settings_dict["OPTIONS"])
+        adapt_to_mysql(wrapper)
 
     def connect(self, connection: Any) -> None:
         if not hasattr(connection, "send_query"):

@@ -53,7 +53,7 @@ def _asked_at_once(using: str, question: str) -> list[Any]:
             wrapper: Any = connections[using].copy()
             stack.callback(wrapper.close)
             if wrapper.vendor == "mysql":
-                adapt_to_mysql(wrapper.settings_dict["OPTIONS"])
+                adapt_to_mysql(wrapper)
             else:
                 adapt_to_postgresql(wrapper)
             cursor = stack.enter_context(wrapper.cursor())

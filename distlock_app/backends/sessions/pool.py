@@ -51,8 +51,13 @@ def database_of(location: Any) -> str:
     return str(location)
 
 
-def adapt_to_mysql(options: dict[str, Any]) -> None:
-    """Change the OPTIONS of an alias of MySQL or MariaDB for connections of our own."""
+def adapt_to_mysql(wrapper: Any) -> None:
+    """Change our copy of an alias of MySQL or MariaDB for connections of our own."""
+    if wrapper.Database.__name__ == "mysql.connector":  # which has other options
+        raise ImproperlyConfigured(
+            f"locks on {wrapper.alias!r} need mysqlclient or PyMySQL, not MySQL Connector/Python"
+        )
+    options = wrapper.settings_dict["OPTIONS"]
     options["charset"] = "utf8mb4"
     options.pop("collation", None)  # it may be of another charset
     # Flags of the alias replace Django's. Without this one a row that need not change is not found.

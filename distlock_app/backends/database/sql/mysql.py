@@ -128,9 +128,8 @@ class MySQL(Dialect):
         self._known: set[str] = set()  # keys that had a row when we asked last
 
     def adapt(self, wrapper: Any) -> None:
-        options = wrapper.settings_dict["OPTIONS"]
-        options["isolation_level"] = "read committed"
-        adapt_to_mysql(options)
+        wrapper.settings_dict["OPTIONS"]["isolation_level"] = "read committed"
+        adapt_to_mysql(wrapper)
 
     def begin(self, wrapper: Any) -> Any:
         cursor: Any = wrapper.connection.cursor()
