@@ -73,7 +73,7 @@ def take_turns(alias: str) -> None:
     """Hold a lock until after its ttl while a thread and a task wait for it."""
     from distlock_app import Lock
 
-    lock = Lock("without-posix", using=alias, ttl=1.0, wait=20)
+    lock = Lock("without-posix", using=alias, ttl=3.0, wait=30)
     done = []
 
     def wait() -> None:
@@ -87,7 +87,7 @@ def take_turns(alias: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         with lock as hold:
             waiting = [pool.submit(wait), pool.submit(lambda: asyncio.run(wait_in_loop()))]
-            sleep(1.5)
+            sleep(3.5)
             assert not hold.lost
             assert not done
         for one in waiting:
