@@ -410,24 +410,6 @@ def test_a_waiter_that_was_interrupted_as_it_left_is_passed_over(backend, sessio
     assert waits.release(Grant(wanted))
 
 
-def test_threads_that_share_an_owner_wait_at_one_place(sessions):
-    queues = sessions.queues
-
-    woken = []
-    one, other = (lambda _: woken.append("one")), (lambda _: woken.append("other"))
-    head = queues.enqueue(("key", "head"), None)
-
-    place = queues.enqueue(("key", "owner"), one)
-    assert queues.enqueue(("key", "owner"), other) is place
-
-    queues.withdraw(("key", "owner"), one)
-    queues.leave(head)
-    assert woken == ["other"]
-    queues.withdraw(("key", "owner"), other)
-    assert not queues.by_key
-    assert ("key", "owner") not in queues._waiters
-
-
 def test_threads_that_share_a_stable_owner_share_no_connection(backend, sessions):
     held = grab(backend, "a")
     one, other = (a_claim("a", owner="f" * 32, stable=True) for _ in range(2))

@@ -79,14 +79,14 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
             if wait != 0 and sessions.dialect.locks_rows:  # it will ask again
                 self._locked.add(claim.key)
             answer = Busy()
-        if waiter is not None and answer:
+        if waiter is not None and (answer or wait == 0):
             queues.leave(waiter)
-        elif waiter is not None and wait == 0:
-            self.withdraw(claim)
         return answer
 
     def withdraw(self, claim: Claim) -> None:
-        self._sessions.queues.withdraw(claim_key_of(claim), claim.wake)
+        queues = self._sessions.queues
+        if (waiter := queues.waiter_of(claim_key_of(claim))) is not None:
+            queues.leave(waiter)
 
     def look(self, claim: Claim) -> Busy | None:
         if claim.latch:

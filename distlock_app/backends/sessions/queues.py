@@ -121,27 +121,25 @@ class WaiterQueue:
 
 
 class Waiter:
-    """One place in the queue of its process: of a claim, or of several with the same owner."""
+    """A claim in the queue of its process."""
 
-    __slots__ = ("asked", "claim_key", "connection", "queue", "wakes")
+    __slots__ = ("_wake", "asked", "claim_key", "connection", "queue")
 
-    def __init__(self, claim_key: ClaimKey, queue: WaiterQueue) -> None:
+    def __init__(self, claim_key: ClaimKey, queue: WaiterQueue, wake: Wake) -> None:
         self.claim_key = claim_key
         self.queue: WaiterQueue | None = queue  # None: it has left
-        self.wakes: list[Wake] = []  # of its claims
+        self._wake = wake  # None: it only looks, from time to time
         self.asked = False  # since it leads the queue: the server, or what waits there for all
         self.connection: Any = None  # was the queue's, until another waiter led it as this one hung
 
     def wake(self) -> bool:
-        """Wake its claims; return False if none is left, for their event loops are closed."""
-        for wake in list(self.wakes):
-            try:
-                if wake is not None:  # else it only looks, from time to time
-                    wake(None)
-            except RuntimeError:
-                with suppress(ValueError):  # its claim was withdrawn meanwhile
-                    self.wakes.remove(wake)
-        return bool(self.wakes)
+        """Wake it; return False if its event loop is closed."""
+        try:
+            if self._wake is not None:
+                self._wake(None)
+        except RuntimeError:
+            return False
+        return True
 
 
 class WaiterQueues:
@@ -171,22 +169,9 @@ class WaiterQueues:
                 queue = self.by_key.get(claim_key[0])
                 if queue is None:
                     queue = self.by_key[claim_key[0]] = WaiterQueue(claim_key[0])
-                waiter = self._waiters[claim_key] = Waiter(claim_key, queue)
+                waiter = self._waiters[claim_key] = Waiter(claim_key, queue, wake)
                 queue.waiters.append(waiter)
-            if wake not in waiter.wakes:
-                waiter.wakes.append(wake)
             return waiter
-
-    def withdraw(self, claim_key: ClaimKey, wake: Wake) -> None:
-        """Let one claim leave; another one of the same owner keeps the place."""
-        with self._mutex:
-            waiter = self.waiter_of(claim_key)
-            if waiter is None:
-                return
-            if wake in waiter.wakes:
-                waiter.wakes.remove(wake)
-        if not waiter.wakes:
-            self.leave(waiter)
 
     def leads(self, waiter: Waiter) -> bool:
         """Return whether this one asks the server for its queue, also if the first one hangs."""
