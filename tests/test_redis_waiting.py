@@ -638,11 +638,12 @@ def test_a_signal_handler_may_wait_in_the_middle_of_reading_for_others(redis_url
                     wait_for(backend, 0.02, "b")
                 backend.release(other)
 
-            timer = threading.Timer(0.02, backend.release, [first])
-            timer.start()
-            yield lead, handler
+            def release():
+                until(lambda: backend.queue(first.claim.key))
+                backend.release(first)
 
-            timer.join(DEADLINE)
+            with running(release):
+                yield lead, handler
             assert backend.release(grants.pop()) and list(backend.holders()) == []
 
     interrupted_everywhere([redis_listener, redis_waiting], steps, every=7)
