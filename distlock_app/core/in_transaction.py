@@ -80,19 +80,19 @@ def begun_under_lock(
     if (fence := transactions.fence_of(connection, using, attempt.key)) is not None:
         return fence
     _end_own_lease(attempt)
-    held, place = transactions.held_in(connection), (using, attempt.key)
+    held, locked = transactions.held_in(connection), (using, attempt.key)
     backend = attempt.backend
     if isinstance(backend, InTransaction) and transactions.is_open(connection):
         if warn:
             transactions.check_before_lock(name, release_now=True)
         fence = _lock(attempt, backend, connection)
-        forget = partial(held.pop, place, None)
+        forget = partial(held.pop, locked, None)
         transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=True)
     else:  # in tests: a lock in memory, or a TestCase, which would keep the row until its end
         hold = Lock(name, wait=attempt.wait, using=using).acquire()
         hold.release()  # at the end of the transaction, but not in a TestCase
         fence = hold.fence or 0
-    held[place] = fence, blocks[0]
+    held[locked] = fence, blocks[0]
     return fence
 
 

@@ -67,7 +67,7 @@ class Queueing(Requests):
         wait: float | None,
         session: Session,
     ) -> Grant | Busy:
-        # Every free lock passes here, so _try() and kind_of() are written out: each call counts.
+        # Every free lock passes here, so small functions are written out: each call counts.
         if queued.slots is None or not session.can_queue or claim.shared or claim.limit > 1:
             answer = _try(session, claim, wait)
         else:
@@ -85,7 +85,7 @@ class Queueing(Requests):
         if not queues.leads(waiter):
             return Busy(will_wake=True)
         waiter.asked = True
-        queue = waiter.queue  # None: another thread with its owner got the lock just now
+        queue = waiter.queue  # None: it has just left
         if queued.slots is not None and queue is not None and queue.connection is None:
             self._line_up(queued, waiter, session)
         return Busy(answer.free_in, wake_fd=queued.wake_fd)

@@ -25,7 +25,7 @@ ASKING = 8
 # hangs (a blocked event loop, a debugger): the next waiter that looks becomes the first.
 HANGS = 3.0
 
-ClaimKey = tuple[str, str]  # key, owner
+ClaimKey = tuple[str, str]  # key, owner; in queues the owner as claim_key_of() has it
 Wake = Callable[[Any], None] | None
 
 
