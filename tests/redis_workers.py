@@ -82,20 +82,27 @@ class Untold(AsyncWaker):
     """Gives nothing back if its event loop was closed: only the backend does."""
 
     on_loop_closed = property(lambda self: None, lambda self, call: None)
+    waits = False
+
+    async def wait(self, *args: Any) -> Grant | None:
+        self.waits = True
+        return await super().wait(*args)
 
 
 @contextmanager
 def left_waiting(backend: Any, name: str) -> Iterator[None]:
     """Let a task wait for the lock whose event loop was closed without a word to it."""
 
+    wakers = []
+
     async def wait() -> None:
-        waker = Untold()
-        await arun(backend, a_claim(name, wake=waker.wake), None, waker)
+        wakers.append(Untold())
+        await arun(backend, a_claim(name, wake=wakers[0].wake), None, wakers[0])
 
     if isinstance(backend, RedisBackend):
         backend._listener(key_of(name)).ensure_subscribed()
-    before = len(backend.queue(key_of(name)))
-    with closing_loop(wait, lambda: len(backend.queue(key_of(name))) > before):
+    # Not as soon as it is in the queue: the answer to its try may still be on the way.
+    with closing_loop(wait, lambda: bool(wakers) and wakers[0].waits):
         yield
 
 
