@@ -373,6 +373,13 @@ def test_a_row_that_is_locked_is_waited_for_once_for_all_who_hold_it(backend, el
     assert len(asked) == 1
 
 
+def test_a_process_that_stops_as_it_asks_finds_a_new_name_free(backend, monkeypatch):
+    monkeypatch.setattr(members, "ROW_WAIT", 0.0)  # it is over when the answer comes
+
+    assert take(backend, **READER)
+    assert backend.count_down(a_claim("b", latch=True, limit=1)) == 1
+
+
 def test_people_prolong_and_clear_one_of_several(backend):
     kept, other = take(backend, ttl=5, limit=2), take(backend, ttl=5, limit=2)
     key = kept.claim.key

@@ -248,8 +248,8 @@ def _changed(session: Session, key: str, decide: Decide[T], claim: Claim | None 
         answer, done = dialect.change(cursor, key, decide)
         if done:
             return answer
-        if not deadline.remaining():
-            raise Contended(f"others changed the row of {key} all the time")
         if claim is not None:
             dialect.make(cursor, claim)  # it may have been purged, or not have been there yet
             claim = None
+        elif not deadline.remaining():
+            raise Contended(f"others changed the row of {key} all the time")
