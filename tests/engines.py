@@ -13,6 +13,7 @@ import dataclasses
 import dis
 import gc
 import itertools
+import signal
 import sys
 import threading
 import time
@@ -252,6 +253,22 @@ def until(condition, within=DEADLINE):
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(pause)
         pause = min(1.5 * pause, 0.02)  # what takes long is seldom looked at
+
+
+@contextmanager
+def alarmed(condition, handler):
+    """Have `handler` called as one of a signal, in this thread, when `condition()` is true."""
+    caller, before = threading.get_ident(), signal.signal(signal.SIGALRM, handler)
+
+    def alarm():
+        until(condition)
+        signal.pthread_kill(caller, signal.SIGALRM)
+
+    try:
+        with running(alarm):
+            yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

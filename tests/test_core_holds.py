@@ -7,7 +7,6 @@ import copy
 import gc
 import logging
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from distlock_app.primitives.rlock import SafeRLock
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
-from tests.engines import DEADLINE, running, until
+from tests.engines import DEADLINE, alarmed, running, until
 
 engine = pytest.fixture(engines.install)
 
@@ -350,14 +349,9 @@ def test_an_exception_that_a_signal_handler_raises_while_waiting_leaves_nothing(
         raise TimeLimit
 
     hold_elsewhere = engine.acquire(_claim("a"), 0)
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(TimeLimit):
+    with pytest.raises(TimeLimit):
+        with alarmed(lambda: Lock("a").holders()[0].waiters, handler):
             Lock("a").acquire(wait=DEADLINE)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
     engine.release(hold_elsewhere)
     until(lambda: engines.free(engine))

@@ -20,7 +20,7 @@ from distlock_app.core import renewal
 from distlock_app.core.registry import registry
 from distlock_app.primitives.timing import trusted_for
 from tests import engines
-from tests.engines import DEADLINE, InterruptedSlots, free, renewed, until
+from tests.engines import DEADLINE, InterruptedSlots, alarmed, free, renewed, until
 
 engine = pytest.fixture(engines.install)
 
@@ -168,14 +168,10 @@ def test_a_connection_that_is_dropped_as_the_interpreter_ends_raises_nothing(mon
 def test_a_caller_that_is_interrupted_as_it_waits_takes_nobody_s_turn():
     semaphore = FairSemaphore(1)
     assert semaphore.acquire(0)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        with pytest.raises(KeyboardInterrupt):
+
+    with pytest.raises(KeyboardInterrupt):
+        with alarmed(lambda: semaphore._queue, signal.default_int_handler):
             semaphore.acquire(DEADLINE)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
     semaphore.release()
 

@@ -35,7 +35,7 @@ from distlock_app.core.releasing import releaser
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
 from tests.database_workers import close, grab, parked, stop_waiting
-from tests.engines import DEADLINE, running, until
+from tests.engines import DEADLINE, alarmed, running, until
 from tests.proxy import proxy_to
 from tests.test_database_connections import OWN_NUMBER, kill
 
@@ -1183,24 +1183,17 @@ def test_a_release_does_not_overtake_a_request_that_a_signal_ended(backend, slow
         "mysql": "SELECT count(*) FROM information_schema.processlist WHERE state = 'User sleep'",
         "postgresql": "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'",
     }[connection.vendor]
-    caller = threading.get_ident()
 
     def inserts():
         with connections["locks"].cursor() as cursor:
             cursor.execute(inserting)
-            return cursor.fetchone()[0]
+            [found] = cursor.fetchone()
+        if found:
+            connections.close_all()  # those of this thread
+        return found
 
-    def interrupt_it():
-        until(inserts)
-        signal.pthread_kill(caller, signal.SIGALRM)
-        connections.close_all()
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with running(interrupt_it), pytest.raises(raised):
-            Lock("a", using="locks").acquire()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(raised), alarmed(inserts, interrupt):
+        Lock("a", using="locks").acquire()
 
     rows = DistLock.objects.using("locks")
     until(lambda: rows.filter(name="a").exists())
