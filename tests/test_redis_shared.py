@@ -8,6 +8,7 @@ from contextlib import suppress
 from time import monotonic, sleep
 
 import pytest
+from django.conf import settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
 from distlock_app.backends.redis.waiting import Listener
@@ -45,8 +46,8 @@ def waiters_of(name, backend=None):
 
 def listeners_of(name, server):
     """How many wait for the lock in processes that listen for their turn."""
-    entries = server.hvals(f"distlock:{{0}}:{key_of(name)}:w")
-    return sum(entry.split()[2].startswith("distlock:wake:") for entry in entries)
+    entries = server.hvals(f"distlock{settings.SUFFIX}:{{0}}:{key_of(name)}:w")
+    return sum(":wake:" in entry.split()[2] for entry in entries)
 
 
 def test_nobody_is_inside_with_whom_it_must_not_be_and_nobody_starves(processes, name, tmp_path):
