@@ -318,6 +318,7 @@ def test_a_waiter_survives_an_engine_that_fails_for_a_while(engine, monkeypatch)
 
 def test_an_engine_that_is_down_at_the_deadline_is_no_timeout(get):
     backend = Scripted(Busy(), BackendError("down"))
+    backend.queues = True  # without a queue a first try that takes as long is the last one
 
     with pytest.raises(BackendError):
         get(backend, claim(), 0.05, Waker())
@@ -326,7 +327,7 @@ def test_an_engine_that_is_down_at_the_deadline_is_no_timeout(get):
 @pytest.mark.parametrize("blocks", [True, False])
 def test_a_failing_engine_is_asked_again_after_a_pause(blocks, get):
     backend = Scripted(Busy(), BackendError("down"))
-    backend.blocks = blocks
+    backend.blocks, backend.queues = blocks, True
     backend.poll_min = backend.poll_max = 0.1
 
     with pytest.raises(BackendError):
