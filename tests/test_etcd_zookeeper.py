@@ -454,7 +454,7 @@ def test_a_release_wakes_the_next_waiter_before_it_looks_by_itself(engine):
         waiter = pool.submit(Lock("a", using="own", ttl=60).acquire, wait=2 * DEADLINE)
         queue_of(key_of("a"), 1)
         other().release(held)
-        waiter.result(5).release()
+        waiter.result(DEADLINE).release()
 
 
 def test_a_long_wait_costs_few_requests(engine):
