@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import socket
 import threading
 import time
@@ -27,6 +26,7 @@ class Proxy:
         self.swallow = ""  # "silent" or "close": loses the next answer, and the connection or not
         self.silent = False  # passes nothing on any more, and cuts nothing: a black hole
         self.delay = 0.0  # seconds before each piece is passed on
+        self.delayed = 0  # pieces so far for which that was so
         self.clear = threading.Event()  # unless set, everything waits, and nothing is lost
         self.clear.set()
         self._chance = random.Random(seed)
@@ -88,6 +88,7 @@ class Proxy:
             while data := source.recv(65536):
                 self.clear.wait()
                 if self.delay:
+                    self.delayed += 1
                     time.sleep(self.delay)
                 if self.silent:
                     self.lost += answers
@@ -117,24 +118,3 @@ def proxy_to(*servers: int | tuple[str, int]) -> Iterator[Proxy]:
         yield proxy
     finally:
         proxy.close()
-
-
-def ended_by_a_signal(call, *proxies):
-    """Make a call until a signal handler raises; the proxies are slow with what it has sent."""
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_):
-        for proxy in proxies:
-            proxy.delay = 0.0  # for what is sent from now on
-        raise Interrupted
-
-    for proxy in proxies:
-        proxy.delay = 0.2
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    with suppress(Interrupted):
-        call()
-        raise AssertionError("the call had ended before the signal came")
-    signal.signal(signal.SIGALRM, before)

@@ -6,25 +6,29 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import redis
 from django.conf import settings
 from django.test import override_settings
 
-from distlock_app.backends.redis import RedisBackend
+from distlock_app.backends.etcd import gateway
+from distlock_app.backends.redis import RedisBackend, link
 from distlock_app.backends.redis.scripts import pack
+from distlock_app.backends.redlock import nodes
 from distlock_app.claims import Grant
 from distlock_app.core.waiting import acquiring, arun, run
 from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing.claims import a_claim
-from tests.engines import closing_loop
+from tests.engines import alarmed, closing_loop
 from tests.processes import hear, say
+from tests.proxy import Proxy
 
 DEADLINE = 60.0
 
@@ -104,6 +108,30 @@ def left_waiting(backend: Any, name: str) -> Iterator[None]:
     # Not as soon as it is in the queue: the answer to its try may still be on the way.
     with closing_loop(wait, lambda: bool(wakers) and wakers[0].waits):
         yield
+
+
+def ended_by_a_signal(call: Callable[[], object], *proxies: Proxy) -> None:
+    """Make a call until a signal handler raises; the proxies have then what it has sent.
+
+    They pass it on 0.2 s later, and its answer is waited for as long as that takes.
+    """
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        for proxy in proxies:
+            proxy.delay = 0.0  # for what is sent from now on
+        raise Interrupted
+
+    for proxy in proxies:
+        proxy.delay, proxy.delayed = 0.2, 0
+    with ExitStack() as patient:
+        for module in (link, gateway, nodes):
+            patient.enter_context(patch.object(module, "FINISH_WITHIN", DEADLINE))
+        with suppress(Interrupted), alarmed(lambda: all(p.delayed for p in proxies), interrupt):
+            call()
+            raise AssertionError("the call had ended before the signal came")
 
 
 def count(*, path: str, prefix: str, times: int, threads: int) -> list[int]:

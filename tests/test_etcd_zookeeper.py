@@ -41,7 +41,8 @@ from distlock_app.testing.claims import a_claim
 from tests.conftest import certified
 from tests.engines import DEADLINE, closing_loop, interrupted_at, until
 from tests.launching import free_port
-from tests.proxy import ended_by_a_signal, proxy_to
+from tests.proxy import proxy_to
+from tests.redis_workers import ended_by_a_signal
 from tests.servers import EtcdServer, RedisServer, ZooKeeperEnsemble, ZooKeeperServer
 
 BACKENDS = {

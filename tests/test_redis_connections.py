@@ -17,8 +17,8 @@ from distlock_app.testing.claims import a_claim
 from tests.conftest import certified
 from tests.engines import running, until
 from tests.launching import free_port
-from tests.proxy import ended_by_a_signal, proxy_to
-from tests.redis_workers import DEADLINE, Waiter, backend_at, wait_for
+from tests.proxy import proxy_to
+from tests.redis_workers import DEADLINE, Waiter, backend_at, ended_by_a_signal, wait_for
 from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
