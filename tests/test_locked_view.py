@@ -35,6 +35,7 @@ from distlock_app import (
     current_hold,
     locked_view,
 )
+from distlock_app.backends import locmem
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.decorators.atomic_requests import mark
@@ -238,6 +239,14 @@ def test_people_see_who_holds_the_lock_and_where():
 # What the others are told
 
 
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    """What is left of a lock stays that, however slow the machine is."""
+    now = locmem.monotonic()
+    monkeypatch.setattr(locmem, "monotonic", lambda: now)
+
+
+@pytest.mark.usefixtures("stopped_clock")
 def test_busy_is_423_with_the_time_after_which_to_try_again():
     @on_locmem("a")
     def pay(request):
@@ -266,7 +275,7 @@ def test_busy_is_423_with_the_time_after_which_to_try_again():
         ("image/png", "text/plain; charset=utf-8"),
     ],
 )
-def test_busy_is_json_a_page_or_text_as_the_client_prefers(accept, kind):
+def test_busy_is_json_a_page_or_text_as_the_client_prefers(stopped_clock, accept, kind):
     @on_locmem("a")
     def pay(request):
         pass
