@@ -235,9 +235,11 @@ def test_a_second_cancellation_does_not_end_the_lead_before_the_work(threaded):
         task = asyncio.ensure_future(leader.arun())
         while not begun.is_set():
             await asyncio.sleep(0.001)
-        for _ in range(2):
+        for number in range(2):
             task.cancel()
             await asyncio.sleep(0.05)
+            while len(cancelled) == number and not threaded:
+                await asyncio.sleep(0.001)
         assert not task.done()
         may_end.set()
         with pytest.raises(asyncio.CancelledError):
