@@ -134,6 +134,15 @@ def nothing_held_in_memory() -> None:
             backend.clear(holding.key)
 
 
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a lock in memory stays that, however slow the machine is."""
+    from distlock_app.backends import locmem
+
+    now = locmem.monotonic()
+    monkeypatch.setattr(locmem, "monotonic", lambda: now)
+
+
 # Fixtures of a whole module that start threads in the middle of a test.
 RUNNING_ON = {"runs", "ensemble"}
 

@@ -207,7 +207,7 @@ def test_a_session_that_fails_the_check_of_csrf_is_refused_as_without_the_lock(a
 
 
 @pytest.mark.parametrize("url", ["/cart", "/inside/7", "/accounts/7/freeze/"])
-def test_rest_clients_are_told_423_as_json(client, ann, url):
+def test_rest_clients_are_told_423_as_json(stopped_clock, client, ann, url):
     headers = {"Authorization": "ann", "Accept": "application/json"}
     [name] = client.post(url, headers=headers).json()
 

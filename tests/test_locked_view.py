@@ -35,7 +35,6 @@ from distlock_app import (
     current_hold,
     locked_view,
 )
-from distlock_app.backends import locmem
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.decorators.atomic_requests import mark
@@ -237,13 +236,6 @@ def test_people_see_who_holds_the_lock_and_where():
 
 
 # What the others are told
-
-
-@pytest.fixture
-def stopped_clock(monkeypatch):
-    """What is left of a lock stays that, however slow the machine is."""
-    now = locmem.monotonic()
-    monkeypatch.setattr(locmem, "monotonic", lambda: now)
 
 
 @pytest.mark.usefixtures("stopped_clock")
