@@ -792,12 +792,12 @@ def test_a_lock_that_only_waits_for_the_commit_is_not_held_by_the_code_any_more(
 
 
 def test_a_lock_that_is_left_for_a_time_is_busy_until_then():
-    hold = Lock("cool", using="locmem", ttl=1).acquire()
+    hold = Lock("cool", using="locmem", ttl=2).acquire()
 
-    hold.leave_for(3)
+    hold.leave_for(5)
 
     with pytest.raises(LockBusy):
-        Lock("cool", using="locmem", wait=1.2).acquire()
+        Lock("cool", using="locmem", wait=2.2).acquire()
     Lock("cool", using="locmem", wait=10).acquire().release()
     with pytest.raises(NotHeld):
         hold.release()
