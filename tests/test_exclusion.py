@@ -88,21 +88,21 @@ def test_no_increment_is_lost_when_holders_are_killed(using, counter, processes,
 
 
 def test_the_next_owner_comes_soon_after_a_killed_holder(using, processes):
-    ttl = 2.0
+    ttl = 4.0
     holder = processes.start("tests.lock_workers:hold", name="kill", using=using, ttl=ttl)
     holder.read()
     waiter = processes.start(
         "tests.lock_workers:take_once", name="kill", using=using, ttl=5, wait=20
     )
     waiter.read()
-    sleep(1)  # a renewal has taken place
+    sleep(1.6)  # a renewal has taken place
 
     killed_at = monotonic()
     holder.kill()
 
     late = waiter.result() - killed_at - ttl
     print(f"{late:+.2f} s after the ttl")
-    assert late <= 1.5  # what a busy machine adds, and no second ttl
+    assert late <= 3.5  # what a busy machine adds, and no second ttl
 
 
 def test_the_late_write_of_a_stopped_holder_is_refused_by_its_fence(using, processes):

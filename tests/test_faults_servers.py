@@ -17,8 +17,9 @@ from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.core.registry import registry
+from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
-from tests.engines import renewed
+from tests.engines import DEADLINE, renewed
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "locks"]),
@@ -87,6 +88,12 @@ def a_waiter(name, within):
     assert len(had_it) == 1
 
 
+def waits_on_redis(name):
+    """Wait until somebody does, who knows it: an outage during the first try is an error."""
+    listener = registry["own"].backend._listener(key_of(name))
+    until(lambda: listener._leader, within=DEADLINE)
+
+
 def until(condition, within):
     """Return how long it took until the condition held, at most `within` seconds."""
     began = monotonic()
@@ -115,7 +122,7 @@ def test_a_redis_that_forgets_tells_the_holder_before_its_lease_is_over(redis_se
 def test_waiters_are_served_after_a_restart_of_redis(redis_server):
     held = Lock("restart", using="own", ttl=3).acquire()
     with a_waiter("restart", within=15) as had_it:
-        sleep(0.3)
+        waits_on_redis("restart")
         redis_server.restart()
         assert until(lambda: had_it, within=5) < 5
     with pytest.raises(LockLost):
@@ -158,7 +165,7 @@ def test_killed_connections_of_redis_lose_no_lock_and_no_waiter(redis_server, mo
     control = redis.Redis.from_url(redis_server.url)
     held = Lock("client-kill", using="own", ttl=10).acquire()
     with a_waiter("client-kill", within=15) as had_it:
-        sleep(0.3)
+        waits_on_redis("client-kill")
         for kind in ("normal", "pubsub"):
             control.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
         sleep(0.1)
