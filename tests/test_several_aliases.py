@@ -176,10 +176,10 @@ def test_its_hold_is_used_as_that_of_one_alias(engine, other):
 
     assert (hold.name, hold.lost, hold.released) == ("a", False, False)
     assert hold.fence == max(each.fence for each in hold)
-    assert 29 < hold.expires_in <= 30
+    assert 20 < hold.expires_in <= 30
     hold.check()
     hold.extend(60)
-    assert all(59 < each.expires_in <= 60 for each in hold)
+    assert all(50 < each.expires_in <= 60 for each in hold)
     assert [holding.alias for holding in lock.holders()] == list(BOTH)
     assert lock.locked()
     hold.release()
@@ -277,7 +277,7 @@ def test_it_can_be_left_taken_for_a_time(engine, other):
     Lock("a", using=BOTH, ttl=30).acquire().leave_for(5)
 
     held = [*engine.holders(), *other.holders()]
-    assert [4 < holding.expires_in <= 5 for holding in held] == [True, True]
+    assert [0 < holding.expires_in <= 5 for holding in held] == [True, True]
 
 
 def test_it_is_cleared_on_all_aliases(engine, other):
