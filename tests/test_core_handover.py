@@ -59,7 +59,7 @@ def test_what_was_dumped_is_renewed_only_where_it_is_resumed(engine):
 
 
 def test_what_nobody_resumes_ends_by_itself(engine):
-    text = Lock("a", ttl=0.2).acquire().dump()
+    text = Lock("a", ttl=2).acquire().dump()
 
     until(lambda: not list(engine.holders()))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import sleep
@@ -20,7 +19,7 @@ from distlock_app.backends.database.connections import Contended
 from distlock_app.claims import Grant
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim
-from tests.database_workers import lock_table
+from tests.database_workers import given_back, lock_table
 from tests.engines import running, until
 from tests.sharing_workers import together, visits_of
 
@@ -251,10 +250,6 @@ def test_permits_are_counted_also_when_all_come_at_once(backend):
     """Each thread reads the row, decides, and writes it: none of them on old facts."""
     inside, most, errors = [], [], []
 
-    def given_back(grant):
-        with suppress(Contended):  # others had the row for too long: to be asked again
-            return backend.release(grant)
-
     def work():
         try:
             for _ in range(5):
@@ -266,7 +261,7 @@ def test_permits_are_counted_also_when_all_come_at_once(backend):
                 until(lambda: max(most) > 1, 60)  # the first holder stays until it has company
                 sleep(0.02)
                 inside.remove(claim)
-                until(lambda g=grants: given_back(g[-1]), 60)
+                until(partial(given_back, backend, grants[-1]), 60)
         except BaseException as error:
             errors.append(error)
 

@@ -167,7 +167,7 @@ def test_a_release_whose_answer_was_lost_can_be_repeated(bad_network):
 
 def test_a_second_owner_gets_in_only_after_the_lease(bad_network):
     """The client is cut off: its hold is lost, by its own clock, before anybody else has it."""
-    held = Lock("cut off", using="bad", ttl=1.0).acquire(wait=0)
+    held = Lock("cut off", using="bad", ttl=2.0).acquire(wait=0)
     bad_network.silent = True
 
     with Lock("cut off", using="good", wait=10):
