@@ -17,6 +17,7 @@ from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.backends.redlock import RedlockBackend
 from distlock_app.backends.redlock import backend as redlock
 from distlock_app.backends.redlock import listening as redlock_listener
+from distlock_app.backends.redlock import nodes as redlock_nodes
 from distlock_app.backends.redlock import quorum as redlock_quorum
 from distlock_app.backends.redlock.clock import ServerClock
 from distlock_app.backends.redlock.scripts import RELEASE
@@ -323,6 +324,21 @@ def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, 
         server.start()
     until(lambda: backend.acquire(a_claim("c"), 0))
     backend.ping()
+
+
+def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile(backend, monkeypatch):
+    backend.release(wait_for(backend, 5, "a"))
+    send = redlock_nodes.NodeConnections._send
+
+    def stopped(connections, *asked):
+        send(connections, *asked)
+        until(lambda: len(connections._poll.poll(0)) == len(connections._links))
+
+    monkeypatch.setattr(redlock_nodes.NodeConnections, "_send", stopped)
+    monkeypatch.setattr(backend._quorum, "_timeout", 0.0)  # it is over when the process goes on
+    grant = backend.acquire(a_claim("a"), 0)
+
+    assert backend.extend(grant, 30) and backend.release(grant)
 
 
 def test_a_grant_without_majority_is_undone_where_it_was_given(backend, nodes):

@@ -279,9 +279,11 @@ class NodeConnections(Links):
     ) -> None:
         while [r for r in requests if r.waiting and (from_all or not r.decided)]:
             left = deadline - monotonic()
-            if left <= 0:
+            # Also when that is over: a process that was stopped finds answers that came meanwhile.
+            answered = self._poll.poll(max(0.0, left) * 1000)
+            if left <= 0 and not answered:
                 return
-            for fd, _ in self._poll.poll(left * 1000):
+            for fd, _ in answered:
                 self._read(self._at[fd])
 
     def _read(self, at: int) -> None:
