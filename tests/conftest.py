@@ -137,10 +137,10 @@ def nothing_held_in_memory() -> None:
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a lock in memory stays that, however slow the machine is."""
-    from distlock_app.backends import locmem
+    from distlock_app.primitives.timing import monotonic
 
-    now = locmem.monotonic()
-    monkeypatch.setattr(locmem, "monotonic", lambda: now)
+    now = monotonic()
+    monkeypatch.setattr("distlock_app.backends.locmem.monotonic", lambda: now)
 
 
 # Fixtures of a whole module that start threads in the middle of a test.
