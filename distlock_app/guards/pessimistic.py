@@ -12,7 +12,7 @@ from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError
 
 from ..errors import LockBusy, LockTimeout
-from ..primitives.drivers import LONGEST_MS, code_of, is_of_old_snapshot, waiting_for_file
+from ..primitives.drivers import FILE_LOCKED, LONGEST_MS, code_of, waiting_for_file
 from ..primitives.timing import Deadline, full_jitter
 from .retrying import M
 
@@ -24,8 +24,8 @@ SPARE = 100
 # The shortest wait in seconds: to a server, 0 means forever.
 SHORTEST = 0.001
 # Error codes for a row that was not available. PostgreSQL: NOWAIT; statement timeout. MySQL and
-# MariaDB: lock timeout or NOWAIT; NOWAIT; statement timeout.
-REFUSED = frozenset({"55P03", "57014", 1205, 3572, 1969})
+# MariaDB: lock timeout or NOWAIT; NOWAIT; statement timeout. SQLite: its one lock.
+REFUSED = frozenset({"55P03", "57014", 1205, 3572, 1969, FILE_LOCKED})
 
 
 def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M]:
@@ -179,7 +179,8 @@ def _read_within(rows: models.QuerySet[M], wait: float | None) -> list[M]:
         return _read_limited(rows, wait, deadline)
     except OperationalError as error:
         # PostgreSQL reports a statement that a person cancelled like one that ran out of time.
-        if not _was_refused(error) or (code_of(error) == "57014" and deadline.remaining()):
+        code = code_of(error)
+        if code not in REFUSED or (code == "57014" and deadline.remaining()):
             raise
         label = rows.model._meta.label
         if wait == 0:
@@ -211,13 +212,6 @@ def _bounded(wait: float | None) -> float | None:
     if wait is not None and not wait >= 0:
         raise ValueError(f"wait must be 0 (one try) or more seconds, not {wait!r}")
     return min(max(wait, SHORTEST), LONGEST_MS / 1000) if wait else wait
-
-
-def _was_refused(error: OperationalError) -> bool:
-    code = code_of(error)
-    if str(code).startswith("database is locked"):
-        return not is_of_old_snapshot(error)
-    return code in REFUSED
 
 
 @contextmanager
@@ -273,7 +267,7 @@ def _poll(rows: models.QuerySet[M], deadline: Deadline) -> list[M]:
             with transaction.atomic(using=rows.db):
                 return list(rows.all())
         except OperationalError as error:
-            if last or not _was_refused(error):
+            if last or code_of(error) not in REFUSED:
                 raise
         time.sleep(deadline.cap(full_jitter(attempt, base=POLL, cap=MAX_POLL)))
         attempt += 1

@@ -17,7 +17,7 @@ from django.db.transaction import TransactionManagementError
 
 from ..errors import RetriesExhausted, StaleObjectError
 from ..primitives.calls import is_async, path_of, refuse_undone
-from ..primitives.drivers import code_of
+from ..primitives.drivers import FILE_LOCKED, OLD_SNAPSHOT, code_of
 from ..primitives.timing import full_jitter
 from ..primitives.transactions import own_blocks
 
@@ -32,8 +32,8 @@ PAUSE = 0.05
 MAX_PAUSE = 1.0
 # Error codes for a transaction aborted in favour of another: serialization failure and deadlock,
 # as SQLSTATE (PostgreSQL) or number (MySQL, MariaDB; 1020 is MariaDB's for a row that changed
-# after the snapshot).
-SACRIFICED = frozenset({"40001", "40P01", 1213, 1020})
+# after the snapshot); on SQLite another connection wrote, and may go on writing.
+SACRIFICED = frozenset({"40001", "40P01", 1213, 1020, FILE_LOCKED, OLD_SNAPSHOT})
 
 # How the message about a function that returned a coroutine or generator ends.
 UNREPEATED = (
@@ -44,9 +44,7 @@ UNREPEATED = (
 
 def was_sacrificed(error: BaseException) -> bool:
     """Whether the database aborted the transaction only because of another one."""
-    code = code_of(error)
-    # SQLite: another connection wrote, and may go on writing.
-    return code in SACRIFICED or str(code).startswith("database is locked")
+    return code_of(error) in SACRIFICED
 
 
 @overload

@@ -10,17 +10,25 @@ from typing import Any
 # The longest wait that SQLite and PostgreSQL accept, in milliseconds: 24 days.
 LONGEST_MS = 2**31 - 1
 
+# Why SQLite did not write: another connection has the file, or has written since our transaction
+# read it, which then gets no newer by waiting. Python 3.10 cannot tell the second from the first.
+FILE_LOCKED, OLD_SNAPSHOT = "SQLITE_BUSY", "SQLITE_BUSY_SNAPSHOT"
+
 
 def code_of(error: BaseException) -> Any:
-    """Return the SQLSTATE of PostgreSQL, or the number of MySQL; else what the error says first.
+    """Return PostgreSQL's SQLSTATE, MySQL's number, or FILE_LOCKED or OLD_SNAPSHOT for SQLite.
 
-    The error may be Django's, the driver's, or one of our own statements' that has a `code`.
+    Else what the error says first. It may be Django's, the driver's, or one of our own
+    statements' that has a `code`.
     """
     cause = error.__cause__ or error
     first = next(iter(cause.args), None)
     if isinstance(first, int):  # MySQL's; PyMySQL has a sqlstate, too
         return first
-    # Our own, psycopg 3, psycopg 2; what is left is SQLite.
+    if str(first).startswith("database is locked"):
+        old = getattr(cause, "sqlite_errorname", "") == OLD_SNAPSHOT
+        return OLD_SNAPSHOT if old else FILE_LOCKED
+    # Our own, psycopg 3, psycopg 2.
     codes = (getattr(cause, name, None) for name in ("code", "sqlstate", "pgcode"))
     return next(filter(None, codes), first)
 
@@ -36,11 +44,3 @@ def waiting_for_file(cursor: Any, wait: float | None) -> Iterator[None]:
         yield
     finally:
         cursor.execute(f"PRAGMA busy_timeout = {before}")
-
-
-def is_of_old_snapshot(error: BaseException) -> bool:
-    """Whether SQLite refused a write on a snapshot too old for it: that gets no newer by waiting.
-
-    Python 3.10 cannot tell.
-    """
-    return getattr(error.__cause__ or error, "sqlite_errorname", "") == "SQLITE_BUSY_SNAPSHOT"

@@ -12,7 +12,7 @@ from time import sleep
 from typing import Any
 
 from ....claims import Busy, Claim, Grant
-from ....primitives.drivers import is_of_old_snapshot, waiting_for_file
+from ....primitives.drivers import OLD_SNAPSHOT, code_of, waiting_for_file
 from ....primitives.timing import monotonic
 from .base import ROW_WAIT, Cursor, Dialect, Named, Step, busy
 
@@ -107,7 +107,7 @@ class SQLite(Dialect):
                 cursor.execute(self.MAKE, asked)
                 taken = cursor.execute(self.LOCK_ROW, asked).rowcount == 1
         except Exception as error:
-            if is_of_old_snapshot(error) or not self.contended(error):
+            if code_of(error) == OLD_SNAPSHOT or not self.contended(error):
                 raise
             return Busy()
         # Leased at the last moment: this transaction has the file, and its holder cannot go on.
