@@ -22,7 +22,7 @@ from ..errors import BackendError
 from ..models import LiveLock
 from ..operations import history
 from ..operations.holdings import has_version, who
-from ..operations.reading import Health, ask
+from ..operations.reading import SLOW, Health, ask, worded
 from ..primitives.names import SHOWN_LENGTH, key_of, shown
 from .rows import id_of, read_again, row_of
 
@@ -136,9 +136,8 @@ def clear(row: LiveLock, user: str, reason: str) -> str:
         if people.clear(held.alias, held.key, row.name, held.version, user, reason):
             return ""
     except BackendError as error:
-        why = Health(alias=held.alias, error=error).reason
         text = gettext("“%(name)s” may still be held: “%(alias)s” %(reason)s.")
-        return text % {"name": row.name, "alias": held.alias, "reason": why}
+        return text % {"name": row.name, "alias": held.alias, "reason": worded(error)}
     return _why_not(row)
 
 
@@ -151,7 +150,7 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
         if people.prolong(held.alias, held.key, row.name, held.version, seconds, user):
             return ""
     except BackendError as error:
-        return _problem(held.alias, Health(alias=held.alias, error=error).reason)
+        return _problem(held.alias, worded(error))
     return _why_not(row)
 
 
@@ -168,7 +167,7 @@ def tables() -> list[str]:
 def leftovers(older_than: float) -> list[tuple[Health, tuple[int | None, int | None] | None]]:
     """Count for each table what CLEAR_EXPIRED and PURGE would find; None: too much to count."""
     found = ask("left over", dict.fromkeys(tables(), methodcaller("left_over", older_than)))
-    return [(health, (None, None) if health.slow else counts) for health, counts in found]
+    return [(health, (None, None) if health.state == SLOW else counts) for health, counts in found]
 
 
 def clear_up(alias: str, action: str, older_than: float) -> tuple[str, int]:
@@ -177,7 +176,7 @@ def clear_up(alias: str, action: str, older_than: float) -> tuple[str, int]:
     try:
         count = backend.clear_expired() if action == CLEAR_EXPIRED else backend.purge(older_than)
     except BackendError as error:
-        return _problem(alias, Health(alias=alias, error=error).reason), 0
+        return _problem(alias, worded(error)), 0
     return "", int(count)
 
 

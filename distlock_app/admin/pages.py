@@ -23,7 +23,7 @@ from ..core.registry import registry
 from ..models import LiveLock
 from ..operations import history
 from ..operations.holdings import activity_of, origin_of, who
-from ..operations.reading import Health, Reading, queue_of, read, read_more, read_pages
+from ..operations.reading import SLOW, Health, Reading, queue_of, read, read_more, read_pages
 from ..primitives.names import key_of, shown
 from . import clearing
 from . import past as past_events
@@ -97,7 +97,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
 
         found = queryset.where(wanted)
         backends = _chosen(request, self.reading(request))
-        if unseen := [backend.alias for backend in backends if backend.truncated or backend.slow]:
+        if unseen := [b.alias for b in backends if b.truncated or b.state == SLOW]:
             # A lock that was not read is found by its whole name.
             key = key_of(search_term)
             found = found.with_these(read(dict.fromkeys(unseen, [key])).holdings)

@@ -18,7 +18,7 @@ from ..claims import Holding
 from ..core.registry import aliases_of, registry, using_in
 from ..decorators.commands import EX_UNAVAILABLE
 from ..operations.holdings import CONTENDED, EXPIRING, HELD, ORPHANED, facts_of, state_of
-from ..operations.reading import Health, Reading, queue_of, read, read_all
+from ..operations.reading import SLOW, UNLISTED, Health, Reading, queue_of, read, read_all
 from ..operations.tables import SORTS, UNKNOWN, card, table
 from ..primitives import names
 
@@ -122,18 +122,18 @@ class Looking(BaseCommand):
         """Name the backends whose locks are not all known; return the code if one is down."""
         code = 0
         for backend in backends:
-            if not backend.up or backend.slow:
-                code = EX_UNAVAILABLE
-                wrong = isinstance(backend.error, ImproperlyConfigured)
-                # A user with a shell here may read what the driver says.
-                why = backend.error or backend.reason
-                what = "cannot be used" if wrong else "is slow" if backend.slow else "is down"
-                self.stderr.write(f"{backend.alias} {what}: {why}")
-            elif not backend.lists:
-                self.stderr.write(f"{backend.alias} cannot list its locks")
-            elif backend.truncated:
+            if backend.truncated:
                 of = "" if backend.total is None else f" of {backend.total}"
                 self.stderr.write(f"{backend.alias}: the first {backend.looked}{of} locks")
+            elif backend.state == UNLISTED:
+                self.stderr.write(f"{backend.alias} cannot list its locks")
+            elif not backend.known:
+                code = EX_UNAVAILABLE
+                wrong = isinstance(backend.error, ImproperlyConfigured)
+                slow = backend.state == SLOW
+                what = "cannot be used" if wrong else "is slow" if slow else "is down"
+                # A user with a shell here may read what the driver says.
+                self.stderr.write(f"{backend.alias} {what}: {backend.error or backend.reason}")
         return code
 
     def _write_table(self, held: Sequence[Holding]) -> None:

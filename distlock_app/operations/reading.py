@@ -30,26 +30,30 @@ MOST = 1_000
 READ_FOR = 1.2
 
 
+# States of a backend that was asked: it answered; it answered, but cannot list its locks; it
+# answers, but not this question in time; it failed, or said nothing in time.
+ANSWERED, UNLISTED, SLOW, DOWN = "answered", "unlisted", "slow", "down"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """How one backend answered."""
 
     alias: str
-    ping_ms: float | None = None  # one round trip; None: it did not answer
-    error: BaseException | None = None  # why not; None: it said nothing in time
-    slow: bool = False  # it answers, but not this question in time
-    lists: bool = True  # it can say what it holds
+    state: str = DOWN
+    ping_ms: float | None = None  # one round trip; None if it is down
+    error: BaseException | None = None  # why it is down; None: it said nothing in time
     total: int | None = None  # locks that it holds; None: not known
     looked: int = 0  # how many of them were read
 
     @property
     def up(self) -> bool:
-        return self.ping_ms is not None
+        return self.state != DOWN
 
     @property
     def known(self) -> bool:
         """Whether its locks are known."""
-        return self.up and self.lists and not self.slow
+        return self.state == ANSWERED
 
     @property
     def truncated(self) -> bool:
@@ -58,15 +62,10 @@ class Health:
 
     @property
     def reason(self) -> str:
-        """Why its locks are not known, without the driver's message: it may have addresses."""
-        if self.up and not self.slow:
-            return "" if self.lists else gettext("cannot list its locks")
-        if self.error is None:
-            return gettext("no answer within %(seconds)g s") % {"seconds": ANSWER_WITHIN}
-        kind = type(self.error.__cause__ or self.error).__name__
-        if isinstance(self.error, ImproperlyConfigured):
-            return gettext("wrong settings, see the system checks")
-        return gettext("cannot be used (%(error)s)") % {"error": kind}
+        """Why its locks are not known."""
+        if self.known:
+            return ""
+        return gettext("cannot list its locks") if self.state == UNLISTED else worded(self.error)
 
     def facts(self) -> dict[str, Any]:
         """Return what programs get as JSON."""
@@ -79,6 +78,19 @@ class Reading:
 
     holdings: list[Holding] = field(default_factory=list)
     backends: list[Health] = field(default_factory=list)
+
+
+def worded(error: BaseException | None) -> str:
+    """Say why a backend is down, without the driver's message: it may have addresses.
+
+    None: it said nothing in time.
+    """
+    if error is None:
+        return gettext("no answer within %(seconds)g s") % {"seconds": ANSWER_WITHIN}
+    if isinstance(error, ImproperlyConfigured):
+        return gettext("wrong settings, see the system checks")
+    kind = type(error.__cause__ or error).__name__
+    return gettext("cannot be used (%(error)s)") % {"error": kind}
 
 
 def read(keys: Mapping[str, Iterable[str]]) -> Reading:
@@ -215,9 +227,10 @@ class _Asked(threading.Thread, Generic[T]):
     def run(self) -> None:
         try:
             backend = registry[self._alias].backend
-            health = Health(alias=self._alias, ping_ms=round_trip_ms(backend), lists=backend.lists)
-            self._unanswered = replace(health, slow=True)
-            self._answer = health, self._question(backend)
+            slow = Health(alias=self._alias, state=SLOW, ping_ms=round_trip_ms(backend))
+            self._unanswered = slow
+            answer = self._question(backend)
+            self._answer = replace(slow, state=ANSWERED if backend.lists else UNLISTED), answer
         except Exception as error:  # whatever it is: it must not break a page
             if not isinstance(error, (BackendError, ImproperlyConfigured)):
                 logger.exception(
