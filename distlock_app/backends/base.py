@@ -8,7 +8,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from itertools import islice
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from django.core.checks import CheckMessage, Error
@@ -150,7 +151,7 @@ class BaseLockBackend(ABC):
         return self.extend(grant, ttl)
 
     def holders(self, key: str | None = None) -> Iterable[Holding]:
-        """Yield the current claims, of one key or of all."""
+        """Yield the current claims, of one key or of all; those of a key one after the other."""
         raise LockError(f"{type(self).__name__} (alias {self.alias!r}) cannot list its locks")
 
     def clear(self, key: str, if_version: str | None = None) -> int:
@@ -165,9 +166,10 @@ class BaseLockBackend(ABC):
 
         In the backend's own order. None: there are more, but the number is unknown.
         """
-        held = list(islice(self.holders(), start + count + 1))
-        more = len(held) > start + count
-        return held[start : start + count], None if more else len(held)
+        locks = groupby(self.holders(), attrgetter("key"))
+        found = [list(holdings) for _, holdings in islice(locks, start + count + 1)]
+        listed = [holding for holdings in found[start : start + count] for holding in holdings]
+        return listed, None if len(found) > start + count else len(found)
 
     def same_version(self, one: str, other: str) -> bool:
         """Return whether these versions of two holdings of a lock may be of the same one."""

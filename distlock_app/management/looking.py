@@ -143,7 +143,8 @@ class Looking(BaseCommand):
 
     def _write_why_empty(self, reading: Reading, what: str) -> None:
         if reading.holdings:
-            self.stdout.write(f"nothing {what} (locks held: {len(reading.holdings)})")
+            held = len({(holding.alias, holding.key) for holding in reading.holdings})
+            self.stdout.write(f"nothing {what} (locks held: {held})")
         elif all(backend.known for backend in reading.backends):
             self.stdout.write("nothing is held")
 

@@ -148,8 +148,7 @@ def _page(start: int, count: int, backend: BaseLockBackend) -> Part:
 
 
 def _of(keys: Iterable[str], backend: BaseLockBackend) -> Part:
-    holdings = [holding for key in keys for holding in backend.holders(key)]
-    return Part(holdings, len(holdings), len(holdings))
+    return _all([holding for key in keys for holding in backend.holders(key)])
 
 
 def _within(seconds: float, backend: BaseLockBackend) -> Part:
@@ -157,8 +156,13 @@ def _within(seconds: float, backend: BaseLockBackend) -> Part:
     for holding in backend.holders():
         holdings.append(holding)
         if deadline.remaining() == 0:
-            return Part(holdings, len(holdings), None)
-    return Part(holdings, len(holdings), len(holdings))
+            return replace(_all(holdings), total=None)
+    return _all(holdings)
+
+
+def _all(holdings: Sequence[Holding]) -> Part:
+    locks = len({holding.key for holding in holdings})  # several may hold one
+    return Part(holdings, locks, locks)
 
 
 def _if_listed(question: Question[Part], backend: BaseLockBackend) -> Part | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from operator import attrgetter
 
 from django.core import checks
 
@@ -23,7 +24,8 @@ class ForPeople(SessionsBackend):
         sessions = [session for session in list(self._taken.values()) if not session.waits]
         ours = {s.number: (claim, s.fence) for s in sessions if (claim := s.claim)}
         keys = [claim.key for claim, _ in ours.values()]
-        for lock in self._question(lambda session: list(session.locks(key, keys))):
+        found = self._question(lambda session: list(session.locks(key, keys)))
+        for lock in sorted(found, key=attrgetter("key", "number")):
             # What we know ourselves, or else what the session's last statement said.
             known = ours.get(lock.number)
             said = note(*known) if known and known[0].key == lock.key else lock.note
