@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_an_extension_says_by_whom_and_for_how_long(engine, log):
     with held_elsewhere("extend", ttl=20):
         [holding] = Lock("extend").holders()
         for version, user in ("gone", "bob"), (holding.version, "ann"):
-            people.prolong("default", holding.key, "extend", version, 600, user)
+            people.prolong(replace(holding, version=version), 600, user)
 
     [record] = log.of("prolonged")
     assert (record["lock_key"], record["lock_user"]) == (holding.key, "ann")

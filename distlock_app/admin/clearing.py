@@ -147,7 +147,7 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
     if not may_extend(row):
         return gettext("Locks of “%(alias)s” cannot be extended here.") % {"alias": held.alias}
     try:
-        if people.prolong(held.alias, held.key, row.name, held.version, seconds, user):
+        if people.prolong(held, seconds, user):
             return ""
     except BackendError as error:
         return _problem(held.alias, worded(error))

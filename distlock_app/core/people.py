@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..claims import Holding
 from ..primitives.logs import fields, logger
 from ..primitives.names import shown
 from ..signals import lock_cleared, send
@@ -23,14 +24,14 @@ def clear(alias: str, key: str, name: str, version: str | None, user: str, reaso
     return cleared
 
 
-def prolong(alias: str, key: str, name: str, version: str, ttl: float, user: str) -> bool:
-    """Let the holder of `version` keep `key` for `ttl` seconds or more; False: it is gone."""
-    done = registry[alias].backend.prolong(key, version, ttl)
+def prolong(held: Holding, ttl: float, user: str) -> bool:
+    """Let its holder keep a lock for `ttl` seconds or more; False: the holder has lost it."""
+    done = registry[held.alias].backend.prolong(held.key, held.version, ttl)
     if done:
-        name, user = map(shown, (name, user))
+        name, user = map(shown, (held.name, user))
         logger.warning(
             "%r (alias %r) extended to %g s by %s",
-            *(name, alias, ttl, user),
-            extra=fields("prolonged", alias, name=name, key=key, user=user, ttl=ttl),
+            *(name, held.alias, ttl, user),
+            extra=fields("prolonged", held.alias, name=name, key=held.key, user=user, ttl=ttl),
         )
     return done
