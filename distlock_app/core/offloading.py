@@ -111,7 +111,7 @@ def _answer(call: list[Any]) -> None:
 
 
 class Seen(NamedTuple):
-    """The result of `look()` instead of a first try."""
+    """The result of `look()` instead of a try."""
 
     busy: Any
 

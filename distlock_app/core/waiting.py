@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,29 +97,27 @@ def acquiring(
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
     tried = False  # begin_first() may only have looked
-    refusal = Busy()  # the answer to the last try: what to wait for
+    busy = Busy()  # what to wait for
     while True:
         last = (left := wait if first else deadline.remaining()) == 0
         failures: list[LockError] = []
         try:
-            if first:
-                (asked_at, answer), was_try, first = first, True, None
+            look = tried and not (last and _keeps_place(backend))
+            asked_at, answer = first or (yield from _asking(backend, claim, left, look, tried))
+            first = None
+            if isinstance(answer, Seen):  # what will wake it, only a try can tell
+                busy, answer = replace(busy, free_in=answer.busy.free_in), None
             else:
-                look = tried and not (last and _keeps_place(backend))
-                asked_at, answer, was_try = yield from _asking(backend, claim, left, look, tried)
-            busy = answer if isinstance(answer, Busy) else Busy()
-            if was_try:
-                tried, refusal = True, busy
+                busy, tried = answer if isinstance(answer, Busy) else Busy(), True
             # A locked row, say: another try would take as long again.
             last = last or (deadline.remaining() == 0 and not _keeps_place(backend))
         except BackendError as error:
             if attempt == 0 or last:
                 raise
-            failures, answer = [error], None
-            busy = refusal = Busy()
+            failures, answer, busy = [error], None, Busy()
         if not answer and not last:
-            pause = _seconds(backend, attempt, refusal, busy.free_in, failed=bool(failures))
-            answer = yield Pause(deadline.cap(pause), refusal.wake_fd, refusal.pause)
+            pause = _seconds(backend, attempt, busy, failed=bool(failures))
+            answer = yield Pause(deadline.cap(pause), busy.wake_fd, busy.pause)
         if answer:
             if (began := trusted(answer, asked_at)) is not None:
                 return answer, began
@@ -133,22 +132,19 @@ def acquiring(
 
 def _asking(
     backend: BaseLockBackend, claim: Claim, left: float | None, look: bool, tried: bool
-) -> Generator[Step, Any, tuple[float, Any, bool]]:
-    """Try to take the lock; with `look` only if it looks free.
+) -> Generator[Step, Any, tuple[float, Any]]:
+    """Try to take the lock; with `look` only if it looks free. Return when it asked, the answer.
 
-    Return when it asked, the answer, and whether that is the answer to a try.
+    Seen: it only looked.
     """
-    if look:
-        asked_at = monotonic()
-        if (answer := (yield Call(backend.look, (claim,)))) is not None:
-            return asked_at, answer, False
     asked_at = monotonic()
+    if look:
+        if (busy := (yield Call(backend.look, (claim,)))) is not None:
+            return asked_at, Seen(busy)
+        asked_at = monotonic()
     how: Begin = begin if tried else begin_first
     how = begin_alone if backend.blocks and left != 0 else how
-    answer = yield Call(backend.acquire, (claim, left), how)
-    if isinstance(answer, Seen):
-        return asked_at, answer.busy, False
-    return asked_at, answer, True
+    return asked_at, (yield Call(backend.acquire, (claim, left), how))
 
 
 def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
@@ -179,18 +175,16 @@ def trusted(grant: Grant, asked_at: float) -> float | None:
     return began if monotonic() < began + trusted_for(ttl) else None
 
 
-def _seconds(
-    backend: BaseLockBackend, attempt: int, refusal: Busy, free_in: float | None, *, failed: bool
-) -> float:
+def _seconds(backend: BaseLockBackend, attempt: int, busy: Busy, *, failed: bool) -> float:
     if backend.blocks and not failed:
         return 0.0
-    if refusal.wake_fd is not None or refusal.will_wake:
+    if busy.wake_fd is not None or busy.will_wake:
         pause = LOOK_EVERY
     elif backend.pushes:
         pause = backend.poll_max
     else:
         pause = full_jitter(attempt, base=backend.poll_min, cap=backend.poll_max)
-    return pause if free_in is None else min(pause, max(0.0, free_in) + AFTER_EXPIRY)
+    return pause if busy.free_in is None else min(pause, max(0.0, busy.free_in) + AFTER_EXPIRY)
 
 
 def busy_error(name: str, wait: float | None, free_in: float | None = None) -> LockBusy:
