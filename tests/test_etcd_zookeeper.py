@@ -26,6 +26,7 @@ from kazoo import exceptions
 from kazoo.client import KazooClient
 
 from distlock_app import BackendError, Lock, LockLost, LockTimeout
+from distlock_app.backends import connecting
 from distlock_app.backends.etcd.gateway import encoded
 from distlock_app.backends.etcd.http import Link
 from distlock_app.backends.etcd.watch import QUIET_SECONDS
@@ -759,6 +760,19 @@ def held_back(monkeypatch, engine):
 def lease_of(grant):
     """Return the number of the lease that the key of a claim has."""
     return own()._entry(own()._key(grant.claim)).lease
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(engine):
+    if engine.name == "zookeeper":
+        return  # has one, with a heartbeat
+    own().ping()
+    [link] = own()._gateway._idle
+
+    link.used -= connecting.IDLE_SECONDS
+    own().ping()
+
+    [new] = own()._gateway._idle
+    assert new is not link and link.socket.fileno() == -1
 
 
 def waited_for(backend, claim):

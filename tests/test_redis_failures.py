@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 from distlock_app.backends import connecting
-from distlock_app.backends.redis import pool as redis_pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from distlock_app.primitives.timing import monotonic
@@ -269,7 +268,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(proxy, own_redis)
     backend._recipe.connection_kwargs["port"] = own_redis.port
 
     [link] = backend._pool._idle
-    link.used -= redis_pool.IDLE_SECONDS
+    link.used -= connecting.IDLE_SECONDS
 
     backend.ping()
 
@@ -277,7 +276,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(proxy, own_redis)
 def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch):
     backend, server = own
     clients = len(server.client_list())
-    backend._pool._sweep_at = float("inf")
+    backend._pool._idle.sweep_at = float("inf")
     for link in [backend._pool.connect() for _ in range(9)]:  # as nine threads at once
         link.used = monotonic()
         backend._pool._idle.append(link)
@@ -285,7 +284,7 @@ def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch
     backend.ping()
     before = len(server.client_list())
     monkeypatch.setattr(connecting, "IDLE_SECONDS", 0.0)
-    backend._pool._sweep_at = 0.0
+    backend._pool._idle.sweep_at = 0.0
     backend.ping()
 
     assert before == clients + 9

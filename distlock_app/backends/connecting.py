@@ -5,9 +5,11 @@ from __future__ import annotations
 import ssl
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
+
+from ..primitives.timing import monotonic
 
 # Seconds to wait for the answer to a request that a signal ended: the release sent after it, over
 # another connection, must not overtake it.
@@ -20,6 +22,49 @@ KEEP_IDLE = 64
 IDLE_SECONDS = 60.0
 # One that was idle for less is used without looking whether it was closed meanwhile.
 TRUST_SECONDS = 0.5
+
+Kept = TypeVar("Kept", bound=Any)
+
+
+class Idle(deque[Kept]):
+    """Connections that nobody uses: last in, first out. No lock: append and pop are atomic.
+
+    Each has `used`, when it was last used, and `usable()`: whether it is as it was then.
+    """
+
+    sweep_at = 0.0  # when those that are not needed are closed
+
+    def take(self) -> Kept | None:
+        """Return the one that was used last and is usable; None: there is none."""
+        while True:
+            try:
+                one = self.pop()
+            except IndexError:
+                return None
+            idle = monotonic() - one.used
+            if idle < TRUST_SECONDS or (idle < IDLE_SECONDS and one.usable()):
+                return one
+            one.close()
+
+    def keep(self, one: Kept) -> None:
+        """Keep one for the next request."""
+        one.used = now = monotonic()
+        self.append(one)
+        if now > self.sweep_at or len(self) > KEEP_IDLE:
+            self.sweep(now)
+
+    def sweep(self, now: float) -> None:
+        """Close those beyond KEEP_IDLE, and those that were idle for too long."""
+        self.sweep_at = now + IDLE_SECONDS
+        with suppress(IndexError):  # another thread has taken it
+            while len(self) > KEEP_IDLE or self[0].used < now - IDLE_SECONDS:
+                self.popleft().close()
+
+    def close(self) -> None:
+        """Close them all; other threads may take some meanwhile."""
+        with suppress(IndexError):
+            while True:
+                self.pop().close()
 
 
 def check_security(user: Any, password: Any, files: Any, lacks: str) -> None:
@@ -55,17 +100,3 @@ def system_text(error: Exception | None) -> str:
         if isinstance(raised, OSError) and raised.strerror:
             return raised.strerror
     return type(error).__name__
-
-
-def close_all(idle: deque[Any]) -> None:
-    """Close connections that nobody uses; other threads may take some of them meanwhile."""
-    with suppress(IndexError):
-        while True:
-            idle.pop().close()
-
-
-def close_old(idle: deque[Any], now: float) -> None:
-    """Close connections beyond KEEP_IDLE, and those that were idle for too long."""
-    with suppress(IndexError):  # another thread has taken it
-        while len(idle) > KEEP_IDLE or idle[0].used < now - IDLE_SECONDS:
-            idle.popleft().close()

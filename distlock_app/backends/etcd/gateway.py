@@ -13,9 +13,8 @@ from typing import Any
 from ...errors import BackendError
 from ...primitives.polling import readable
 from ...primitives.rlock import RLock
-from ...primitives.timing import monotonic
 from ..base import ConnectionLost
-from ..connecting import FINISH_WITHIN, KEEP_IDLE, close_all, system_text
+from ..connecting import FINISH_WITHIN, Idle, system_text
 from .http import Link
 
 # Called when a request was repeated or its answer lost: it may be carried out late, too.
@@ -57,8 +56,8 @@ class Gateway:
         self._token = ""
         # Reentrant: a signal handler may lock or release meanwhile.
         self._logging_in = RLock()
-        self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
-        weakref.finalize(self, close_all, self._idle)  # what came back after close()
+        self._idle: Idle[Link] = Idle()
+        weakref.finalize(self, self._idle.close)  # what came back after close()
 
     def ask(
         self, path: str, body: dict[str, Any], *, repeat: bool = True, doubt: Doubt | None = None
@@ -105,7 +104,7 @@ class Gateway:
 
     def close(self) -> None:
         """Close what is idle; in a child of fork(), only its copies of the parent's."""
-        close_all(self._idle)
+        self._idle.close()
 
     def _send(
         self, path: str, data: bytes, token: str, repeat: bool = True, doubt: Doubt | None = None
@@ -114,7 +113,7 @@ class Gateway:
         for _ in range(len(self._endpoints) + 1):
             endpoint, link = self._endpoints[0], None
             try:
-                link = self._take()
+                link = self._idle.take() or self._connect()
                 answer = self._exchange(link, path, data, token)
             except OSError as error:
                 failure = error
@@ -129,16 +128,6 @@ class Gateway:
                 raise Refused(f"etcd {self._alias!r} refused: {text}", answer.get("code"))
             return answer
         raise self._unreachable(failure) from failure
-
-    def _take(self) -> Link:
-        while True:
-            try:
-                link = self._idle.pop()
-            except IndexError:
-                return self._connect()
-            if link.usable():
-                return link
-            link.close()
 
     def _connect(self) -> Link:
         return Link(self._endpoints[0], self._timeout, self._tls)
@@ -158,16 +147,15 @@ class Gateway:
             readable(link.socket, FINISH_WITHIN)
             link.close()
             raise
-        link.used = monotonic()
-        if stays and len(self._idle) < KEEP_IDLE:
-            self._idle.append(link)
+        if stays:
+            self._idle.keep(link)
         else:
             link.close()
         return answer
 
     def _avoid(self, endpoint: str, link: Link | None, error: OSError) -> None:
         """Use other connections from now on: the endpoint or the link has failed."""
-        if link is not None and link.used is not None and not isinstance(error, TimeoutError):
+        if link is not None and link.used and not isinstance(error, TimeoutError):
             self.close()  # it had been closed meanwhile, and so had the others
             return
         failed = endpoint if link is None else link.endpoint

@@ -11,8 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...primitives.polling import readable
-from ...primitives.timing import monotonic
-from ..connecting import TRUST_SECONDS
 
 
 class Link:
@@ -27,7 +25,7 @@ class Link:
         parts = urlsplit(endpoint)
         host, port = parts.hostname or "", parts.port or 2379
         self.endpoint = endpoint
-        self.used: float | None = None  # when it was kept, None: it is new
+        self.used = 0.0  # when it was kept; 0: it is new
         self.socket = socket.create_connection((host, port), timeout)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -40,8 +38,6 @@ class Link:
 
     def usable(self) -> bool:
         """Return whether the idle connection is as we left it: nothing to read, no end of file."""
-        if self.used is not None and monotonic() - self.used < TRUST_SECONDS:
-            return True
         return not readable(self.socket, 0)
 
     def send(self, path: str, data: bytes, token: str) -> None:

@@ -136,6 +136,10 @@ class Link:
         """Return whether something comes within so many seconds, be it the end of file."""
         return bool(self._poll.poll(seconds * 1000))
 
+    def usable(self) -> bool:
+        """Return whether the idle connection is as we left it: nothing to read, no end of file."""
+        return not self.readable(0)
+
     def talk(
         self, script: Script | None, requests: Sequence[bytes], loads: int = MOST_LOADS
     ) -> list[Any]:

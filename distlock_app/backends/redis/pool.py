@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from redis.exceptions import (
 from ...errors import BackendError, LockError
 from ...primitives.timing import monotonic
 from ..base import ConnectionLost
-from ..connecting import IDLE_SECONDS, KEEP_IDLE, TRUST_SECONDS, close_all, close_old
+from ..connecting import KEEP_IDLE, Idle
 from .link import DENIED, Link, reason_of
 from .scripts import Script, pack
 
@@ -128,9 +127,8 @@ class Pool(Servers):
         self._recipe = recipe
         self._replicas = replicas
         self._wait = pack(b"WAIT", b"%d" % replicas, b"%d" % max(1, int(within * 1000)))
-        self._idle: deque[Link] = deque()  # its append and pop are atomic: no lock
+        self._idle: Idle[Link] = Idle()
         self.demoted = 0  # how often a connection was found to lead to a replica
-        self._sweep_at = 0.0
         self._ask_master: Any = getattr(recipe, "get_master_address", None)  # behind Sentinels
         self._master: tuple[str, int] | None = None
         self._ask_again = 0.0
@@ -142,15 +140,17 @@ class Pool(Servers):
         return [self]
 
     def close(self) -> None:
-        close_all(self._idle)
+        self._idle.close()
 
     def exchange(
         self, script: Script | None, requests: Sequence[bytes], repeat: bool = True
     ) -> list[Any]:
         """Ask over one connection; see Servers. Raise BackendError when it fails."""
-        link = None
+        idle, link = self._idle, None
         try:
-            link = self._take()
+            link = idle.take() if self._ask_master is None else self._take_of_master()
+            if link is None:
+                link = self.connect()
             try:
                 answers = link.talk(script, requests)
             except ConnectionError:
@@ -167,11 +167,10 @@ class Pool(Servers):
                 self._confirm(link, script, answers)
             if keep:
                 kept, link = link, None
-                kept.used = monotonic()
-                self._idle.append(kept)
-                if kept.used > self._sweep_at or len(self._idle) > KEEP_IDLE:
-                    self._sweep_at = kept.used + IDLE_SECONDS
-                    close_old(self._idle, kept.used)
+                kept.used = monotonic()  # Idle.keep() without its call
+                idle.append(kept)
+                if kept.used > idle.sweep_at or len(idle) > KEEP_IDLE:
+                    idle.sweep(kept.used)
             else:  # such as READONLY: a new connection may reach the new master
                 self.demoted += ReadOnlyError in map(type, answers)
                 self.close()
@@ -216,17 +215,10 @@ class Pool(Servers):
         """Return whether the Sentinels are known to call another server than its the master."""
         return self._ask_master is not None and link.server != self._master
 
-    def _take(self) -> Link:
-        while True:
-            try:
-                link = self._idle.pop()
-            except IndexError:
-                return self.connect()
-            idle = monotonic() - link.used
-            if idle < TRUST_SECONDS or (idle < IDLE_SECONDS and not link.readable(0)):
-                if self._ask_master is None or self._leads_to_master(link):
-                    return link
+    def _take_of_master(self) -> Link | None:
+        while (link := self._idle.take()) and not self._leads_to_master(link):
             link.close()
+        return link
 
     def _leads_to_master(self, link: Link) -> bool:
         """Return whether the Sentinels still call its server the master.

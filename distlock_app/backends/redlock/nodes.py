@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
-from ..connecting import FINISH_WITHIN, TRUST_SECONDS
+from ..connecting import FINISH_WITHIN, Idle
 from ..redis.link import DENIED, Broken, Lines
 from ..redis.scripts import Script
 from .scripts import RELEASE_AND_WAIT, SCRIPTS
@@ -94,7 +94,7 @@ class Node:
         self.name = name
         self._recipe = recipe
         self.timeout: float = min(SILENT, recipe.connection_kwargs["socket_timeout"])
-        self.fresh: deque[Link] = deque()  # opened, and not in use yet
+        self.fresh: Idle[Link] = Idle()  # opened, and not in use yet
         self.opening = False
         self.failing = False  # no request waits for it
         self.rests_until = 0.0
@@ -197,15 +197,19 @@ class NodeConnections(Links):
                     self._add(at, link)
         return missing
 
-    def drop_dead(self) -> None:
-        """Drop connections that a node closed, or on which it is silent for too long."""
-        now = monotonic()
-        if now - self.used < TRUST_SECONDS and not self._silent(now):
-            return
-        for fd, _ in self._poll.poll(0):  # perhaps the answers were only not read yet
+    def usable(self) -> bool:
+        """Read what has come; True: without the connections that a node closed it is usable."""
+        for fd, _ in self._poll.poll(0):
             self._read(self._at[fd])
-        for at in self._silent(now):
-            self._drop(at, "silent")
+        return True
+
+    def drop_silent(self) -> None:
+        """Drop connections on which a node is silent for too long."""
+        now = monotonic()
+        if self._silent(now):
+            self.usable()  # perhaps the answers were only not read yet
+            for at in self._silent(now):
+                self._drop(at, "silent")
 
     def _silent(self, now: float) -> list[int]:
         """Return the nodes that are late with an answer."""

@@ -8,7 +8,6 @@ again: no request waits for it.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,7 @@ from ...errors import BackendError
 from ...primitives.rlock import RLock
 from ...primitives.threads import started
 from ...primitives.timing import monotonic
-from ..connecting import IDLE_SECONDS, close_all, close_old
+from ..connecting import Idle
 from ..redis.link import reason_of
 from .nodes import Link, Node, NodeConnections, QuorumRequest
 from .scripts import ACQUIRE, ACQUIRE_OR_WAIT
@@ -41,7 +40,7 @@ class Quorum:
         self.alias = alias
         self.nodes = nodes
         self._timeout = max(node.timeout for node in nodes)
-        self._idle: deque[NodeConnections] = deque()  # its append and pop are atomic: no lock
+        self._idle: Idle[NodeConnections] = Idle()
         # Entered by itself: a Condition stays locked if a signal handler raises as it is entered.
         self._lock = RLock()
         self._opened = threading.Condition(self._lock)
@@ -107,31 +106,22 @@ class Quorum:
     def close(self) -> None:
         """Disconnect what is idle; what is in use goes with its last vote."""
         self._closed = True
-        close_all(self._idle)
+        self._idle.close()
         for node in self.nodes:
-            close_all(node.fresh)
+            node.fresh.close()
 
     def _take(self) -> NodeConnections:
-        try:
-            connections = self._idle.pop()
-        except IndexError:
-            connections = NodeConnections(self.nodes)
-        else:
-            if monotonic() - connections.used < IDLE_SECONDS:
-                connections.drop_dead()
-            else:
-                connections.close()
+        connections = self._idle.take() or NodeConnections(self.nodes)
+        connections.drop_silent()
         self.reconnect(connections)
         return connections
 
     def _keep(self, connections: NodeConnections) -> None:
         """Keep connections for the next vote, and close those that were not needed for long."""
-        connections.used = monotonic()
         if self._closed:
             connections.close()
         else:
-            self._idle.append(connections)
-            close_old(self._idle, connections.used)
+            self._idle.keep(connections)
 
     def _reach(self, take: Callable[[], list[Node]], *, spare: int) -> None:
         """Open connections until `take`, which takes them, misses no node that can be reached.
