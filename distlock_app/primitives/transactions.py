@@ -180,15 +180,24 @@ def call_at_end(
     that is open now), its connection was closed, or `committed` raised. If `before_commit` raises,
     it is rolled back.
     """
-    # Not by on_commit(): of no savepoint, an inner block that rolls back must not end the
-    # wait; and first, because a callback that raises drops all that come after it, into a
-    # traceback that may be kept for long.
+    # Of no savepoint, an inner block that rolls back must not end the wait.
     undone_with: Any = OpenSavepoints(connection) if savepoints else set()
-    end = _End(committed, dropped, before_commit)
-    connection.run_on_commit.insert(0, (undone_with, end, True))
+    add_hook(connection, _End(committed, dropped, before_commit), undone_with)
     own = connection.__dict__.get("commit")
     if before_commit is not None and getattr(own, "func", None) is not _commit:
         connection.commit = partial(_commit, ref(connection), own)
+
+
+def add_hook(connection: Any, hook: Any, undone_with: Any) -> None:
+    """Let the connection alone refer to `hook`: it is called on commit, and dropped by a rollback.
+
+    Also by one to a savepoint that is in `undone_with`.
+    """
+    # First, not by on_commit(): a hook that raises drops all that come after it, into a traceback
+    # that may be kept for long. In a TestCase last: captureOnCommitCallbacks() returns the hooks
+    # added after those that it found.
+    hooks = connection.run_on_commit
+    hooks.insert(len(hooks) if in_testcase(connection) else 0, (undone_with, hook, True))
 
 
 def _commit(reference: Any, own: Callable[[], None] | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from django.core.exceptions import ValidationError
 from django.db import connections
 
-from ...primitives.transactions import OpenSavepoints, in_testcase, own_blocks
+from ...primitives.transactions import OpenSavepoints, add_hook, in_testcase, own_blocks
 
 MISSING: Any = object()  # in place of a value: the field is deferred
 
@@ -18,8 +18,7 @@ MISSING: Any = object()  # in place of a value: the field is deferred
 class Undo:
     """What one transaction, or the part after a savepoint, changed of the versions in memory.
 
-    Django keeps `on_commit` callbacks in a list, calls them on commit and drops them on rollback,
-    also to a savepoint. An object that lives only in that list sees both.
+    Like the end of `call_at_end`, it lives only in the connection's list of hooks.
     """
 
     __slots__ = ("__weakref__", "changes", "earlier", "limit", "moved", "undone_with", "using")
@@ -159,9 +158,5 @@ def _undo(using: str) -> Undo | None:
     if latest is not None and latest.undone_with.last == connection.savepoint_state:
         return latest
     undo = Undo(connection, latest)
-    # First: a hook that raises drops those after it, without a rollback. In a TestCase last:
-    # captureOnCommitCallbacks() returns the hooks added after those that it found.
-    hooks = connection.run_on_commit
-    at = len(hooks) if in_testcase(connection) else 0
-    hooks.insert(at, (undo.undone_with, undo, True))
+    add_hook(connection, undo, undo.undone_with)
     return undo
