@@ -197,6 +197,12 @@ class ListsTextOfItsHolder(LocMemBackend):
         return [replace(held, holder=json.dumps(held.holder)) for held in super().holders(key)]
 
 
+class CountsHoldersOnItsPages(LocMemBackend):
+    def page(self, start, count):
+        held = list(self.holders())
+        return held[start : start + count], len(held)
+
+
 class ClearsWhatIsFree(LocMemBackend):
     def clear(self, key, if_version=None):
         return super().clear(key, if_version) or int(if_version is None)
@@ -383,6 +389,7 @@ BREAKS = [
     (ForOneProcess, "many_processes"),
     *((wrong, "who_holds") for wrong in (ListsTheNameAsItIs, ListsTextOfItsHolder)),
     (ListsWhatHasExpired, "has_expired"),
+    (CountsHoldersOnItsPages, "pages_have"),
     (EndsAfterItsTtl, "without_expiry"),
     (ClearsWhatIsFree, "changed_hands"),
     (CountsMilliseconds, "refused_to_another"),
