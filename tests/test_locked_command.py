@@ -332,7 +332,7 @@ def test_a_lock_is_kept_no_longer_than_at_least():
 def test_who_finds_it_kept_is_told_why():
     call_command(command(lambda self, **options: None, at_least=60)())
 
-    with pytest.raises(CommandError, match=r", for \d+ s, and kept for at least 60 s$"):
+    with pytest.raises(CommandError, match=r", for \d+ s, and kept for at least 60 s even"):
         call_command(command(lambda self, **options: None, at_least=60)())
 
 

@@ -316,8 +316,8 @@ def held_by(lock: Lock) -> str:
     holder = holding.holder
     who = [text.format(holder[fact]) for fact, text in facts.items() if fact in holder]
     since = "" if holding.held_for is None else f", for {holding.held_for:.0f} s"
-    if "at_least" in holder:  # by now it may have ended
-        since += shown(f", and kept for at least {holder['at_least']} s")
+    if "at_least" in holder:
+        since += shown(f", and kept for at least {holder['at_least']} s even if it has ended")
     # Its text may come from a stranger's URL, and goes to a terminal.
     by = shown(", ".join(who)) or "another process"
     return f"the lock {shown(lock.name)!r} is held by {by}{since}"
