@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+# Otherwise the first connection imports these two, and a fork meanwhile leaves the child with half.
 import encodings.ascii
-import encodings.idna  # noqa: F401  else the first connection imports both: a fork meanwhile hurts
+import encodings.idna  # noqa: F401
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class BaseLockBackend(ABC):
     pushes = False  # a waiter's claim.wake is called when its turn comes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the methods for people reject what is no key: a page or a command names it."""
+        """Let the methods FOR_PEOPLE reject a malformed key: it may come from a URL."""
         super().__init_subclass__(**kwargs)
         for verb in FOR_PEOPLE:
             if verb in vars(cls):
@@ -115,8 +116,9 @@ class BaseLockBackend(ABC):
     def withdraw(self, claim: Claim) -> None:
         """Let the claim leave the queue, if it waits; never release it.
 
-        Called when a wait ends without a last try, and instead of release() after a failure of a
-        `stable` claim, for others of its owner may hold the lock, or wait for it: they stay.
+        Called when a wait ends without a last try. For a `stable` claim it is also called after a
+        failure, instead of release(): other claims of its owner may hold the lock, or wait for it,
+        and must keep what they have.
         """
 
     def look(self, claim: Claim) -> Busy | None:
@@ -242,7 +244,8 @@ class InTransaction:
     def lock_row(self, key: str, name: str, wait: float | None) -> int | Busy | None:
         """Lock the row, advance its fencing token and return it.
 
-        Busy: other transactions had it for `wait` seconds. None: `acquire` knows more.
+        Busy: other transactions had it for `wait` seconds. None: this cannot tell, so `acquire`
+        is called.
         """
         raise NotImplementedError
 
