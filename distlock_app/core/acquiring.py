@@ -66,10 +66,12 @@ class Attempt:
 
     def _shares(self, lease: Lease) -> bool:
         """Whether this runner may take its lease again, instead of asking the backend."""
-        # Without a hold, it only waits for a commit, or for its release after a rollback.
+        # A lease without holds is still ours: it waits for a commit, or for its release after a
+        # rollback.
         if lease.entered_holds() or not lease.holds:
             return True
-        # To the same owner the backend would grant it again: one release would end two leases.
+        # The backend would grant it again to the same owner. Then two leases would share one claim,
+        # and the first release would end both.
         return self.lock.owner is not None and lease.grant.claim.owner == _stable_owner(self.lock)
 
     def lease(self) -> Lease | None:
@@ -137,15 +139,18 @@ class Attempt:
             hold.on_lost(self.lock.on_lost)
 
     def give_back(self, claim: Claim, *, at_once: bool) -> None:
-        """Have released what may have been granted without our hearing of it.
+        """Release what may have been granted by an answer that never reached us.
 
-        `at_once`, by Ctrl-C: the process may end before a worker could do it.
+        `at_once`: in this thread, because after Ctrl-C the process may end before a worker does it.
         """
         give_back = releaser.give_back_now if at_once else releaser.give_back
         give_back(self.backend, Grant(claim))
 
     def opened(self, claim: Claim, error: BackendError) -> Hold:
-        """Return a hold of nothing, for the backend is down; raise `error` if ON_DOWN says so."""
+        """Return a hold that locks nothing, because the backend is down.
+
+        Raise `error` unless ON_DOWN is "open".
+        """
         stand_in = registry[self.lock.using].stand_in
         if stand_in is None:
             raise error
@@ -170,7 +175,7 @@ class Attempt:
             )
 
     def busy(self, error: LockBusy) -> dict[str, Any]:
-        """Let the error say so if this runner has the lock; return what the signal of it says."""
+        """Say in the error if this runner itself has the lock; return the signal's arguments."""
         for key, lease in list(self.runner.held.items()):
             if key[:2] != self.lease_key[:2] or not lease.holds or lease.lost:
                 continue
@@ -196,7 +201,7 @@ class Attempt:
         }
 
     def failed(self, claim: Claim, error: BackendError) -> dict[str, Any]:
-        """Give back what may have been granted; return what the signal of that says."""
+        """Give back what may have been granted; return the signal's arguments."""
         self.give_back(claim, at_once=False)
         opened = registry[self.lock.using].stand_in is not None
         return self.facts(error=str(error), opened=opened)

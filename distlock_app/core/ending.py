@@ -24,14 +24,14 @@ from .renewal import renewer
 from .reporting import lease_facts
 from .timer import timer
 
-# By these the work was broken off: others may do it at once, whatever `at_least` says.
+# These interrupt the work before it is done: others may do it at once, whatever `at_least` says.
 BROKEN_OFF = (KeyboardInterrupt, CancelledError, Terminated)
 
 
 class Ending(Entered):
     """How a hold ends; the last hold of a claim releases it."""
 
-    # Class defaults, also for objects that an interrupt left half made.
+    # Class defaults: an interrupt may leave an object whose __init__ has not set them.
     released = True  # or not yet added to the lease
     entry = 0  # in a `with`: the number of this entry, see entry_numbers
     entered_with: object = None  # the same for all that were entered together
@@ -214,7 +214,10 @@ class Ending(Entered):
         return was_ours and lease.lost_because is None
 
     def _check_loss(self) -> None:
-        """Raise LockLost, unless an earlier release whose answer was lost did it."""
+        """Raise LockLost for a claim that was gone before its release.
+
+        Not if an earlier release, whose answer was lost, has ended it.
+        """
         lease = self._lease
         if lease.lost_because is None and not lease.release_asked:
             releaser.lose(lease, GONE, at_release=True)
@@ -222,6 +225,7 @@ class Ending(Entered):
             raise lease.lost_error()
 
     def _left_badly(self, error: Exception, exc: BaseException | None) -> None:
+        """Raise or log an error of the release at the end of a `with` whose body raised `exc`."""
         if not isinstance(error, (LockLost, NotHeld)):
             self.released = True
             give_back(self._lease)
@@ -257,7 +261,7 @@ def end_claim(lease: Lease) -> bool:
 
 
 def give_back(lease: Lease) -> None:
-    """Have `end_claim` done until it arrives."""
+    """Let a worker repeat `end_claim` until the backend answers."""
     releaser.give_back(lease.backend, lease.grant, partial(end_claim, lease))
 
 

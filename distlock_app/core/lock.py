@@ -31,7 +31,7 @@ from .releasing import releaser
 from .waiting import acquired, arun
 from .wakers import AsyncWaker, Waker
 
-# What most locks leave as it is and every backend can do; `_check_special` checks the others.
+# The options of most locks, which every backend supports; `_check_special` checks all others.
 PLAIN = (False, False, 1, None, 0.0, None)
 
 
@@ -208,7 +208,7 @@ class Lock(WithBlock[Hold]):
 
     @classmethod
     def _not_resumed(cls, text: str, error: BackendError) -> Hold:
-        """Have released what nobody will resume; raise `error`, or go on as ON_DOWN says."""
+        """Release what nobody will resume; raise `error`, or go on without if ON_DOWN says so."""
         parts = cls._resuming(text)
         for attempt, grant in parts:
             releaser.give_back(attempt.backend, grant)
@@ -253,9 +253,9 @@ class Lock(WithBlock[Hold]):
         """Return what takes it on each of its aliases."""
         locks = []
         for alias in aliases_of(self.using):
-            lock = copy(self)  # its options were looked at before
+            lock = copy(self)  # its options were checked before
             object.__setattr__(lock, "using", alias)
-            object.__setattr__(lock, "atomic", False)  # the block is inside of all
+            object.__setattr__(lock, "atomic", False)  # one block, inside all of the locks
             locks.append(lock)
         return AllOf(tuple(locks))
 

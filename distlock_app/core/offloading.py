@@ -17,9 +17,9 @@ from ..primitives.forks import in_child
 from ..primitives.threads import started
 
 THREADS = 8  # per backend, so a backend that hangs does not delay the others
-HOLDERS = 4  # beside them: a release must not stand behind the tries of all tasks that wait
+HOLDERS = 4  # more, for holders: a release must not queue behind the tries of waiting tasks
 
-# Of a backend, a function and its arguments.
+# Takes a backend, a function and its arguments, and starts the call.
 Begin = Callable[..., Future[Any]]
 
 
@@ -29,7 +29,7 @@ class Threads:
     def __init__(self) -> None:
         self.for_all = ThreadPoolExecutor(THREADS, thread_name_prefix="distlock-io")
         self.for_holders = ThreadPoolExecutor(HOLDERS, thread_name_prefix="distlock-io")
-        self.first_tries = threading.Semaphore(THREADS // 2)  # that may be under way
+        self.first_tries = threading.Semaphore(THREADS // 2)  # limits those under way
 
 
 _threads: weakref.WeakKeyDictionary[BaseLockBackend, Threads] = weakref.WeakKeyDictionary()

@@ -59,13 +59,13 @@ class Releaser:
         self._under_way: set[Release] = set()
         # Weak: otherwise the workers would keep the backend alive.
         self._workers: WeakKeyDictionary[BaseLockBackend, Worker] = WeakKeyDictionary()
-        # After a failed release, none is tried until this time: there may be very many.
+        # After a failed release its backend is left alone until this time: there may be very many.
         self._quiet: WeakKeyDictionary[BaseLockBackend, float] = WeakKeyDictionary()
 
     def give_back(
         self, backend: BaseLockBackend, grant: Grant, ask: Callable[[], Any] | None = None
     ) -> None:
-        """Have a claim released that may have been granted, by `ask` unless others share it."""
+        """Let a worker release what may have been granted, by `ask` unless others share it."""
         if ask is None or grant.claim.stable:
             ask = release_of(backend, grant)
         release = Release(backend, grant, monotonic() + grant.claim.ttl, ask)

@@ -96,7 +96,7 @@ def acquiring(
     """
     deadline = Deadline(wait, since=first[0] if first else None)
     attempt = 0
-    tried = False  # begin_first() may only have looked
+    tried = False  # not by the first step, if begin_first() only looked
     busy = Busy()  # what to wait for
     while True:
         last = (left := wait if first else deadline.remaining()) == 0
@@ -109,7 +109,7 @@ def acquiring(
                 busy, answer = replace(busy, free_in=answer.busy.free_in), None
             else:
                 busy, tried = answer if isinstance(answer, Busy) else Busy(), True
-            # A locked row, say: another try would take as long again.
+            # The try took all the time left (on a locked row, say): another would take as long.
             last = last or (deadline.remaining() == 0 and not _keeps_place(backend))
         except BackendError as error:
             if attempt == 0 or last:
@@ -163,6 +163,7 @@ def _keeps_place(backend: BaseLockBackend) -> bool:
 def _withdrawing(
     backend: BaseLockBackend, claim: Claim, wait: float | None
 ) -> Generator[Step, Any, None]:
+    """Leave the backend's queue, unless the last try has done that."""
     if wait != 0 and not _keeps_place(backend):
         with suppress(BackendError):
             yield Call(backend.withdraw, (claim,))
@@ -176,6 +177,7 @@ def trusted(grant: Grant, asked_at: float) -> float | None:
 
 
 def _seconds(backend: BaseLockBackend, attempt: int, busy: Busy, *, failed: bool) -> float:
+    """Return how long to pause before the next try."""
     if backend.blocks and not failed:
         return 0.0
     if busy.wake_fd is not None or busy.will_wake:
