@@ -21,10 +21,10 @@ from .people import ForPeople
 
 
 class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
-    """LOCATION is an alias of DATABASES; every question travels on a connection of our own.
+    """LOCATION is an alias of DATABASES; requests use the backend's own connections.
 
-    Never on the caller's, so the caller's transaction neither hides a lock from others nor
-    takes it back, and it may be broken.
+    Never the caller's: its transaction would hide the lock from others until the commit, take it
+    back at a rollback, and refuse all requests once it is broken.
     """
 
     fences = True
@@ -42,9 +42,11 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         poll_min: float = 0.005,
         poll_max: float = 0.1,
     ) -> None:
-        """Let at most `queue` connections of a process stay with claims; with 0 waiters poll.
+        """Keep the settings.
 
-        `poll_min`, `poll_max`: the first and the longest pause of waiters that poll, in seconds.
+        `queue`: how many connections a process may keep for claims that are held or waited for;
+        with 0, waiters poll. `poll_min`, `poll_max`: the first and the longest pause of waiters
+        that poll, in seconds.
         """
         super().__init__(alias=alias, location=location)
         self.using = database_of(location)
@@ -64,7 +66,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         sessions, queues = self._sessions, self._sessions.queues
         claim_key = claim_key_of(claim) if claim.stable else (claim.key, claim.owner)
         waiter = queues.waiter_of(claim_key) if queues.by_key else None
-        if len(sessions.slots) < self._queue:  # some connections stay with claims
+        if len(sessions.slots) < self._queue:  # some are kept for claims
             self._free_queue(claim_key)  # if it was granted before, and asks again
         if wait != 0 and claim.key in queues.by_key:
             waiter = queues.enqueue(claim_key, claim.wake)
@@ -96,7 +98,7 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
         waits = False  # on the server
         if waiter is not None:
             if waiter.connection is not None:
-                return None  # another one leads, or did: it is not to wait for that one
+                return None  # it hung, and another waiter took over the queue: it tries by itself
             if not queues.leads(waiter):
                 return Busy()
             queued = queues.connection_of(waiter)
@@ -138,11 +140,12 @@ class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
                 queued.give_up()
                 sessions.close_idle()
                 return self._ask(again, urgent=True)
-        sessions.queued[claim_key] = queued  # a server without connections to spare gets it back
+        # Put back meanwhile: if the server has no connections to spare, this one is closed, too.
+        sessions.queued[claim_key] = queued
         try:
             return self._ask(partial(_release, claim), again=again, urgent=True)
         finally:
-            sessions.close_kept(claim_key)  # after the row, for this calls the next one
+            sessions.close_kept(claim_key)  # last, when the row is free: this calls the next one
 
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""

@@ -39,13 +39,13 @@ from ..sessions.queues import ASKING, ClaimKey, FairSemaphore, WaiterQueues
 from .sql import Dialect, dialect_for
 from .sql.base import ROW_WAIT
 
-# So many of a process stay with claims, unless the settings say otherwise.
+# How many connections a process may keep for claims, unless the settings say otherwise.
 QUEUE = 8
 # Seconds without a queue after the server refused a connection.
 POLLS_FOR = 60.0
 # A connection that was idle for so many seconds is closed after the next request.
 IDLE = 60.0
-# After so many seconds it is looked at before a request: has the server ended it?
+# One that was idle for so many seconds is checked before a request: the server may have closed it.
 RECENT = 0.5
 
 
@@ -59,7 +59,7 @@ class Session(PooledSession):
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int, dialect: Dialect) -> None:
         """Connect; raises Django's database errors."""
         self.dialect = dialect
-        self.parked = False  # with a claim, see QueuedConnection
+        self.parked = False  # kept for a claim, not lent; see QueuedConnection
         self.pid = os.getpid()
         super().__init__(wrapper, epoch)
 
@@ -79,9 +79,9 @@ class Session(PooledSession):
         return self.dialect.can_queue(self.wrapper, self.cursor)
 
     def failed(self, error: BaseException) -> type[BackendError] | None:
-        """Close it, whatever the error; return what that is to the caller, None: not ours.
+        """Close it after any error; return the BackendError to raise, or None to raise `error`.
 
-        After a KeyboardInterrupt, too, its transaction may hold the row.
+        Also after a KeyboardInterrupt: the connection's transaction may still hold the row.
         """
         database = self.wrapper.Database
         lost = getattr(self.cursor, "awaiting_reply", False)
@@ -101,16 +101,16 @@ class Session(PooledSession):
 
 
 class QueuedConnection:
-    """A connection that stays with a claim, or with the waiters; dropping it closes that."""
+    """A connection kept for a claim, or for the waiters of a lock; dropping this closes it."""
 
-    # Class defaults, also for what an interrupt left half made.
+    # Class defaults: an interrupt may leave an object whose __init__ has not set them.
     session: Session | None = None
     wake_fd: int | None = None  # what a waiter waits on, as long as the server waits
     since = 0.0
     slots: deque[None] | None = None
 
     def __init__(self, slots: deque[None]) -> None:
-        """Take one of the `slots`; None is left of them if there was none."""
+        """Take one of the `slots`. If none is free, `self.slots` is None: keep no connection."""
         self.slots = slots
         try:
             slots.pop()  # an interrupt after this gives it back
@@ -125,7 +125,7 @@ class QueuedConnection:
 
     @property
     def fresh(self) -> bool:
-        """Whether a request may go there: what idles for long may have been cut off unseen."""
+        """Whether a request may use it: after a long idle time it may have been cut off unseen."""
         if self.session is None or monotonic() - self.since >= IDLE:
             return False
         try:
@@ -154,7 +154,7 @@ class QueuedConnection:
             session.close()
 
     def __del__(self) -> None:
-        # Nothing stays; or the interpreter ends, and the connection with it.
+        # No connection is kept; or the interpreter ends, and closes it anyway.
         if self.slots is None or inherited is None:
             return
         if self.session is None or self.session.pid == os.getpid():
@@ -166,12 +166,12 @@ class QueuedConnection:
 class Sessions(Pool[Session]):
     """The connections of one process to one database, some of them kept to queue.
 
-    Drivers allow to lend them as long as no two threads use one at the same time (mysqlclient 2.3
-    raises at that).
+    Drivers allow threads to use one in turn, but no two at the same time (mysqlclient 2.3 raises
+    then).
     """
 
     def __init__(self, using: str, queue: int, emptied: Callable[[QueuedConnection], None]) -> None:
-        """Let `queue` of them stay with claims, and ASKING others ask at a time.
+        """Keep up to `queue` of them for claims, and use up to ASKING others for requests.
 
         `emptied` is given the connection that waited on the server for a queue without waiters.
         """
@@ -202,11 +202,11 @@ class Sessions(Pool[Session]):
     def _begin(self) -> None:
         super()._begin()
         self.__dict__.pop("dialect", None)  # a fork of a test runner has a database of its own
-        # The connections of grants, by key and owner, as long as these are kept. Whoever takes one
-        # out has it for itself.
+        # The connections kept for grants, by key and owner. Whoever takes one out of here is the
+        # only one to use it.
         self.queued = weakref.WeakValueDictionary[ClaimKey, QueuedConnection]()
-        self.slots: deque[None] = deque([None] * self._queue)  # for connections that may stay
-        self.polls_until = 0.0  # by monotonic(): no connection stays with a claim until then
+        self.slots: deque[None] = deque([None] * self._queue)  # for connections that are kept
+        self.polls_until = 0.0  # by monotonic(): no connection is kept for a claim until then
         self.queues = WaiterQueues(self._emptied)
         self.semaphore = FairSemaphore(ASKING)
 
@@ -214,7 +214,7 @@ class Sessions(Pool[Session]):
         try:
             return super()._connect()
         except DatabaseError:
-            if not (self.queued or self.queues.connections()):  # no connection stays
+            if not (self.queued or self.queues.connections()):  # none is kept that could be closed
                 raise
         # The server may have no more connections to give: renewals come before the queue.
         self.polls_until = monotonic() + POLLS_FOR

@@ -1,4 +1,4 @@
-"""How a claim comes by its row: it takes it, or lines up until it is called; see `connections`."""
+"""How a claim gets its row: it takes it, or waits in the server's queue; see `connections`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .members import kind_of
 from .requests import Requests
 from .sql.base import Step
 
-NONE: deque[None] = deque()  # of the slots for connections that may stay
+NO_SLOTS: deque[None] = deque()  # no connection may be kept
 
 
 class Queueing(Requests):
-    """Takes rows, with the queue lock if a connection may stay; lines up and is called."""
+    """Takes rows, with the queue lock if a connection may be kept; else waits for its turn."""
 
-    _queue: int  # so many connections of this process stay with claims
+    _queue: int  # how many connections of this process may be kept for claims
 
     @cached_property
     def _may_queue(self) -> bool:
-        """Whether connections may stay with claims: there are some, and it is of use."""
+        """Whether connections are kept for claims: the settings allow it, the server can queue."""
         return self._queue > 0 and self._sessions.dialect.queues
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
@@ -39,7 +39,8 @@ class Queueing(Requests):
             return self._join(claim, wait, waiter)
         if queued.called():
             return self._take_turn(queued, waiter, claim, wait)
-        if wait != 0 and not asked:  # another one has lined up on the server before it left
+        # An earlier waiter of this process has entered the server's queue, and left ours.
+        if wait != 0 and not asked:
             return Busy(wake_fd=queued.wake_fd)
         answer = self._join(claim, 0)
         if isinstance(answer, Grant):
@@ -47,11 +48,12 @@ class Queueing(Requests):
         return Busy(answer.free_in, wake_fd=queued.wake_fd)
 
     def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
-        """Take the row with the queue lock, or line up; by polling if no connection may stay."""
+        """Take the row with the queue lock, or line up; poll if no connection may be kept."""
         if not self._may_queue:
             return self._ask(lambda s: _try(s, claim, wait), within=wait)
         sessions = self._sessions
-        queued = QueuedConnection(sessions.slots if monotonic() >= sessions.polls_until else NONE)
+        polls = monotonic() < sessions.polls_until
+        queued = QueuedConnection(NO_SLOTS if polls else sessions.slots)
         join = partial(self._join_on, queued, waiter, claim, wait)
         try:
             return self._ask(join, within=wait)
@@ -92,7 +94,7 @@ class Queueing(Requests):
 
     def _line_up(self, queued: QueuedConnection, waiter: Waiter, session: Session) -> None:
         """Enter the server's queue, for the queue of this process."""
-        # Before the request is sent: _give_up() ends a wait that it finds here.
+        # Set before the request is sent: after an interrupt, _give_up() ends a wait found here.
         queued.wake_fd = session.cursor.fd
         queued.keep(session)
         try:
@@ -137,9 +139,9 @@ class Queueing(Requests):
         return _try(session, claim, wait)
 
     def _free_queue(self, claim_key: ClaimKey) -> None:
-        """Let the next one in the queue come, whatever became of the row.
+        """Release the queue lock, which calls the next waiter, whatever became of the row.
 
-        By a statement: the server frees nothing of a connection before it has noticed its end.
+        By a statement: the server keeps the locks of a closed connection until it notices the end.
         """
         queued = self._sessions.queued.pop(claim_key, None)
         if queued is not None and queued.session is not None:
@@ -159,8 +161,8 @@ class Queueing(Requests):
         """Leave the server's queue."""
         waiting = queued.session
         try:
-            # Else the server would call a waiter that has gone. Again, if our first request
-            # overtook the ones before.
+            # Otherwise the server would call a waiter that has gone. More than once, because
+            # `leave` may arrive before the request that it is to end.
             for _ in range(3):
                 if waiting is None or queued.called():
                     break
