@@ -53,7 +53,7 @@ class RedisBackend(ForPeople, GuardedWrites):
     latches = True
     prolongs = True
     pushes = True
-    # The scripts take a waiter for dead that did not ask again for three seconds.
+    # Waiters ask at least so often: the scripts skip one that has not asked for three seconds.
     poll_max = 1.0
 
     def __init__(
@@ -102,8 +102,8 @@ class RedisBackend(ForPeople, GuardedWrites):
             return self._result(claim, asked, self._try(claim, "-"))
         listener = self._listener(claim.key) if self._listeners else None
         if listener is None or not listener.subscribed:
-            # Most locks are free: a process that never waits needs no subscription. Not a try that
-            # leaves nothing behind, or a waiter would lose its place for a moment.
+            # Most locks are free: a process that never waits needs no subscription. This try enters
+            # the queue ("-"): one that does not ("") would take a waiting claim out of it.
             answer = self._try(claim, "-", self._arrived(claim) if self._listeners else 0)
             if answer[0]:  # `_result`, without its call for every free lock
                 return Grant(claim, answer[1], asked)
@@ -289,22 +289,23 @@ class RedisBackend(ForPeople, GuardedWrites):
         listener = self._listeners.get(node)
         if listener is None:
             channel = self._channels + secrets.token_hex(8)
-            # A lock that a release gave us may not be on the replicas: another try asks them.
+            # A lock that a release hands over may not have reached the replicas: with REPLICAS the
+            # waiter is told to try again, and that try asks them.
             grants = not self._replicas
             made = Listener(channel, node, self.release, alias=self.alias, grants=grants)
             listener = self._listeners.setdefault(node, made)
         return listener
 
     def _arrived(self, claim: Claim) -> int:
-        """Return when a claim that asks again arrived, else 0: its keys may have moved since.
+        """Return when a claim that asks again arrived, 0 for a new one; asks every listener.
 
-        No listener wakes it until it is armed again.
+        Its keys may have moved to another server meanwhile. No listener wakes it until it is armed.
         """
         waiters = [listener.disarm(claim) for listener in list(self._listeners.values())]
         return max((waiter.arrived for waiter in waiters if waiter), default=0)
 
     def _forget(self, claim: Claim) -> bool:
-        # Of all: keys may have moved to another server while their claim waited.
+        # At every listener: keys may have moved to another server while their claim waited.
         shared = [listener.forget(claim) for listener in list(self._listeners.values())]
         return True in shared
 

@@ -137,7 +137,7 @@ class Listener(listening.Listener[Waiter]):
         try:
             owner, key, fence, began, ttl_ms = text.decode().split(" ")
             message = Message(int(fence), int(began), int(ttl_ms) / 1000, monotonic())
-        except ValueError as error:  # half of one
+        except ValueError as error:  # only a part of a message
             raise Broken from error
         woken = []
         with self._lock:
@@ -158,7 +158,7 @@ class Listener(listening.Listener[Waiter]):
                         self._waiters.drop(waiter.claim)
         could = [self._wake(waiter) for waiter in woken]
         if woken and not any(could):
-            with suppress(BackendError):  # its lease is short
+            with suppress(BackendError):  # then its lease ends by itself: it is short
                 self._refused(woken[0].grant(message))
 
     def _open(self) -> Subscription:
