@@ -82,6 +82,7 @@ def shop(monkeypatch):
     account = Account.objects.create(balance=100)
     product = MagicMock()
     product.objects.get.return_value = SimpleNamespace(stock=5, save=lambda: None)
+    product.objects.filter.return_value.update.return_value = 2
     models = {
         "Account": Account,
         "Job": Job,
