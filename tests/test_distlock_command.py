@@ -511,10 +511,17 @@ def test_clear_frees_the_lock_with_a_greater_fence_and_says_who_did_it(memory, c
 def test_clear_spares_a_holder_who_was_not_meant(memory, capsys):
     held = taken("a")
 
-    code, out, _ = say(capsys, "clear", "a", "--yes", "--if-version", "1")
+    code, out, err = say(capsys, "clear", "a", "--yes", "--if-version", "1")
 
     assert (code, out) == (1, "0 cleared\n")
+    assert err == "it is held with another version: see `show --json`\n"
     assert registry["default"].backend.extend(held, 30)
+
+
+def test_clear_says_that_nobody_holds_the_lock(memory, capsys):
+    code, out, err = say(capsys, "clear", "a", "--yes")
+
+    assert (code, out, err) == (1, "0 cleared\n", "nobody holds 'a' (asked: default, second)\n")
 
 
 def test_clear_asks_before_it_does_anything(memory, capsys, monkeypatch):

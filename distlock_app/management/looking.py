@@ -81,11 +81,14 @@ class Looking(BaseCommand):
         if as_json:
             self._write_json({"locks": list(map(facts_of, held))})
         elif not held:
-            aliases = ", ".join(self._aliases(using))
-            self.stdout.write(f"nobody holds {names.shown(name)!r} (asked: {aliases})")
+            self.stdout.write(self._nobody_holds(name, using))
         else:
             self._write_cards(held)
         return 0 if held else 1
+
+    def _nobody_holds(self, name: str, using: str | None) -> str:
+        aliases = ", ".join(self._aliases(using))
+        return f"nobody holds {names.shown(name)!r} (asked: {aliases})"
 
     def _write_cards(self, held: Sequence[Holding]) -> None:
         for number, holding in enumerate(held):

@@ -157,6 +157,10 @@ class Command(Looking):
             self._write_json({"locks": list(map(facts_of, cleared))})
         else:
             self.stdout.write(f"{len(cleared)} cleared")
+            if not found:
+                self.stderr.write(self._nobody_holds(name, using))
+            elif not held:
+                self.stderr.write("it is held with another version: see `show --json`")
         if using is not None and code:  # it may still be held there
             return code
         return 0 if cleared else 1
