@@ -69,13 +69,13 @@ class Command(Looking):
         showing = action("show", "Show the holders of a lock; exit 1 if it is free.")
         clearing = action("clear", "Take a lock away from its holder.")
         watching = action("watch", "Refresh the list until Ctrl-C.")
-        stuck = action("stuck", "List those that are contended, not renewed, or held for long.")
+        stuck = action("stuck", "List locks that are contended, not renewed, or held for long.")
         examining = action("doctor", "Try each backend, and say what is wrong with it.")
         purging = action("purge", "Delete rows of locks that have long been free.", "default")
         running = action("run", "Run a program under a lock; exit 75 if it is busy.", "default")
-        leading = action("lead", "Run a program in one process at a time, and go on.", "default")
+        leading = action("lead", "Wait for a lock, run a program; repeat after a loss.", "default")
         for added in (showing, clearing, running, leading):
-            added.add_argument("name", metavar="NAME", help="after -- if it begins with -")
+            added.add_argument("name", metavar="NAME", help="put it after -- if it begins with -")
         for added in (listing, showing, watching, stuck, examining, clearing, purging):
             added.add_argument("--json", action="store_true", dest="as_json", help="write JSON")
         for added in (listing, watching, stuck):
@@ -87,7 +87,7 @@ class Command(Looking):
         clearing.add_argument("--reason", default="", help="for the log")
         clearing.add_argument("--yes", action="store_true", help="do not ask")
         watching.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
-        watching.add_argument("--times", type=int, metavar="N", help="end after so many lists")
+        watching.add_argument("--times", type=int, metavar="N", help="stop after N lists")
         purging.add_argument("--older-than", type=float, default=PURGED_AFTER, metavar="SECONDS")
         purging.add_argument("--dry-run", action="store_true", help="only count them")
         running.add_argument("--wait", type=float, metavar="SECONDS", help="0 is one try")
