@@ -103,7 +103,7 @@ class Ending(Entered):
         try:
             self.release()
         except Exception as error:
-            self._left_badly(error, exc)
+            self._release_failed(error, exc)
 
     async def aleave(self, exc: BaseException | None, *, unused: bool = False) -> None:
         """Like `leave`, without blocking the event loop."""
@@ -114,7 +114,7 @@ class Ending(Entered):
         try:
             await self.arelease()
         except Exception as error:
-            self._left_badly(error, exc)
+            self._release_failed(error, exc)
 
     def end_block(self, block: Any, exc: BaseException | None) -> None:
         """Commit the `atomic()` block inside this hold, or roll it back if the lock is lost."""
@@ -224,7 +224,7 @@ class Ending(Entered):
         if lease.lost_because is not None:
             raise lease.lost_error()
 
-    def _left_badly(self, error: Exception, exc: BaseException | None) -> None:
+    def _release_failed(self, error: Exception, exc: BaseException | None) -> None:
         """Raise or log an error of the release at the end of a `with` whose body raised `exc`."""
         if not isinstance(error, (LockLost, NotHeld)):
             self.released = True

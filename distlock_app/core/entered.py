@@ -68,7 +68,7 @@ def forget(hold: Entered) -> None:
     here = _by_frame.get(hold.frame)
     if here == [hold]:
         del _by_frame[hold.frame]
-    elif here:  # at no moment without the others: an interrupt may come
+    elif here:  # replaced in one step: an interrupt must never find the others missing
         _by_frame[hold.frame] = [one for one in here if one is not hold]
     hold.frame = hold.block = None
 

@@ -35,7 +35,7 @@ class Renewer:
     """Checks each lease when it is due, and has its backend extend it."""
 
     def __init__(self) -> None:
-        # By server. Without a reference to it, or its backend, which live on with them otherwise.
+        # By server, weakly: otherwise the workers would keep the server and its backend alive.
         self._workers: WeakKeyDictionary[object, Worker] = WeakKeyDictionary()
 
     def watch(self, lease: Lease) -> None:

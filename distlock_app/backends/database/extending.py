@@ -38,7 +38,7 @@ class Extending(Queueing):
             key = grant.claim.key
             if kind_of(grant.claim):
                 groups[key].append(index)
-            elif key in self._locked:  # alone: no other waits for it
+            elif key in self._locked:  # by itself: no other renewal waits for the locked row
                 groups[key, ttl].append(index)
             else:
                 groups[ttl].append(index)

@@ -43,7 +43,8 @@ class InCallersTransaction(Queueing, InTransaction):
         return released
 
     def lock_row(self, key: str, name: str, wait: float | None) -> int | Busy | None:
-        checked_key(key)  # PostgreSQL takes no values beside several statements
+        # It becomes part of the SQL: PostgreSQL takes no parameters with several statements.
+        checked_key(key)
         deadline, attempt = Deadline(wait), 0
         connection = connections[self.using]
         if connection.vendor == "sqlite":

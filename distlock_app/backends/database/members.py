@@ -157,7 +157,7 @@ def remove(key: str, which: Callable[[str, int], bool], session: Session) -> int
 
     def decide(row: LockRow) -> tuple[int, LockRow | None]:
         members = Members(row)
-        if row.owner and not members.live:  # not held together: the row is taken from its owner
+        if row.owner and not members.live:  # one exclusive owner: the row is taken from it
             if not which("", row.fence):
                 return 0, None
             return 1, row._replace(owner="", expiry_us=row.now_us - HANDOVER_US)
@@ -241,7 +241,7 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 def _changed(session: Session, key: str, decide: Decide[T], claim: Claim | None = None) -> T:
-    """Change the row until no other change came in between; make it for `claim` first."""
+    """Repeat the change until no other came in between; insert a missing row for `claim`."""
     dialect, cursor = session.dialect, session.cursor
     deadline = Deadline(ROW_WAIT)
     while True:

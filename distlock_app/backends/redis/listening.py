@@ -214,7 +214,7 @@ class Listener(Generic[AnyWaiter]):
         with self._lock:
             now = monotonic()
             if self._leader is not None and now - self._looked > ABSENT:
-                # It may have read half a message, and it may go on to.
+                # It may have read half of a message, and may go on reading: end its connection.
                 self._lose(self._subscription)
             if self._leader is None and self._subscription is not None:
                 self._leader, self._looked = waiter, now
@@ -231,7 +231,7 @@ class Listener(Generic[AnyWaiter]):
                 subscription.receive(min(left, HEARTBEAT))
                 self._looked = monotonic()
         except BaseException as error:
-            # What it has read may be lost. All others are those of signal handlers.
+            # What it has read may be lost. Errors other than Broken come from signal handlers.
             self._lose(subscription)
             if not isinstance(error, Broken):
                 raise
