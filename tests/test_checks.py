@@ -60,6 +60,7 @@ def alias(**params):
         ({"default": "redis"}, "must be a dict"),
         ({"default": {}}, "'BACKEND' is missing"),
         (alias(BACKEND="no.such.Backend"), "cannot be imported"),
+        (alias(BACKEND="redis"), "a full path is like 'distlock_app.backends.database."),
         (alias(BACKEND="distlock_app.checks.DEFAULT_DB_ALIAS"), "DISTLOCK['default']"),
         ({**alias(), 1: {"BACKEND": LOCMEM}}, "must be a dict"),
         (alias(TIMEOUT=3), "unknown key 'TIMEOUT'"),

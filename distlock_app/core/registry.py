@@ -200,8 +200,10 @@ def _backend(alias: str, params: dict[str, Any]) -> BaseLockBackend:
         cls = import_string(params["BACKEND"])
         known = set(inspect.signature(cls).parameters) - {"alias", "location"}
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # or it is no class
+        path, example = params["BACKEND"], DEFAULT_SETTING["default"]["BACKEND"]
+        full = "" if "distlock_app." in str(path) else f" (a full path is like {example!r})"
         raise ImproperlyConfigured(
-            f"'BACKEND' {params['BACKEND']!r} cannot be imported: {_why(error)}"
+            f"'BACKEND' {path!r} cannot be imported: {_why(error)}{full}"
         ) from error
     options = params.get("OPTIONS") or {}
     if not isinstance(options, dict):
