@@ -426,7 +426,7 @@ def test_a_loss_before_the_commit_is_told(engine):
 
 def test_a_loss_after_a_release_that_waits_is_not_told_to_its_callback(engine):
     told, heard = [], threading.Event()
-    lock = Lock("a", ttl=0.2, renew=False)
+    lock = Lock("a", ttl=2, renew=False)
 
     def listen(**kwargs):
         heard.set()
