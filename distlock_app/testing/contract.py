@@ -175,13 +175,13 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
     def test_extend_prolongs_and_never_shortens(self) -> None:
         self.needs("expires")
         name = self.name()
-        grant, one_of_many = self.take(name, ttl=1), self.take(self.name(), ttl=1)
+        grant, one_of_many = self.take(name, ttl=2), self.take(self.name(), ttl=2)
 
         assert self.backend.extend_many([(one_of_many, 30)]) == [True]
         assert self.backend.extend(grant, 30) is True
         assert self.backend.extend(grant, 0.2) is True
         assert self.backend.extend_many([(grant, 0.2)]) == [True]
-        sleep(1.2)
+        sleep(2.2)
 
         assert not self.take(one_of_many.claim.name), "extend_many() did not prolong it"
         assert not self.take(name)
@@ -189,8 +189,8 @@ class LockBackendContract(SharingContract, FaultContract, ProcessContract, Peopl
 
     def test_an_extended_claim_ends_too(self) -> None:
         self.needs("expires")
-        grant = self.take(self.name(), ttl=1)
-        assert self.backend.extend(grant, 1.1) is True
+        grant = self.take(self.name(), ttl=2)
+        assert self.backend.extend(grant, 2.1) is True
 
         assert self.eventually(lambda: self.take(grant.claim.name))
 
