@@ -446,6 +446,19 @@ def test_a_transaction_pooler_that_the_settings_do_not_name_is_an_error(known, m
     backend.close()
 
 
+def test_connections_of_our_own_are_out_of_no_pool(backend, monkeypatch):
+    # A wrapper as those of django-db-geventpool and django-db-connection-pool.
+    django_s = connections["locks"]
+    django_s.ensure_connection()
+    pooled = {"__module__": "django_db_geventpool.backends.base", "get_new_connection": None}
+    wrapper = type("DatabaseWrapper", (type(django_s),), pooled)
+    monkeypatch.setattr(django_s, "__class__", wrapper)
+    monkeypatch.setitem(django_s.settings_dict["OPTIONS"], "MAX_CONNS", 1)
+
+    assert backend.release(grab(backend, "a"))
+    assert not [found for found in backend.check(ask=True) if found.is_serious()]
+
+
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="PgBouncer is for PostgreSQL")
 def test_a_check_does_not_wait_for_a_pooler_that_has_no_session_left(monkeypatch):
     monkeypatch.setattr(link, "ANSWER_WAIT", 0.2)

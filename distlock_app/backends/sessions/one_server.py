@@ -11,7 +11,7 @@ from django.db import Error as DjangoDatabaseError
 from django.db import connections
 
 from .link import PostgreSQLLink, ReplyTimeout, ServerError
-from .pool import adapt_to_mysql, adapt_to_postgresql
+from .pool import adapt_to_mysql, adapt_to_postgresql, copy_of
 
 # What tells one server from another, by vendor; and how to show it.
 SERVER = {
@@ -50,7 +50,7 @@ def _asked_at_once(using: str, question: str) -> list[Any]:
     answers: list[Any] = []
     with suppress(DjangoDatabaseError, ServerError, ReplyTimeout), ExitStack() as stack:
         for _ in range(CONNECTIONS):  # another check reports an error
-            wrapper: Any = connections[using].copy()
+            wrapper = copy_of(using)
             stack.callback(wrapper.close)
             if wrapper.vendor == "mysql":
                 adapt_to_mysql(wrapper)

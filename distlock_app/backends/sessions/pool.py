@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from copy import deepcopy
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +37,11 @@ PROCESSES = """(
         SELECT id, host, state, CAST(info AS BINARY) FROM performance_schema.processlist */
        ) AS process"""
 
+# Packages whose wrappers take connections from one pool of the alias, as large as Django needs it,
+# and close() gives them back to it, as they are; and their options beside those of the driver.
+POOLING = ("dj_db_conn_pool.", "django_db_geventpool.")
+POOL_OPTIONS = ("MAX_CONNS", "REUSE_CONNS")
+
 P = TypeVar("P", bound="PooledSession")
 
 
@@ -49,6 +55,19 @@ def database_of(location: Any) -> str:
             f"LOCATION is not an alias of DATABASES (it has: {', '.join(connections)})"
         )
     return str(location)
+
+
+def copy_of(using: str) -> Any:
+    """Return a copy of an alias's wrapper, for a connection of our own: out of no pool."""
+    wrapper: Any = connections[using]
+    kinds = type(wrapper).__mro__
+    pooling = [at for at, kind in enumerate(kinds) if kind.__module__.startswith(POOLING)]
+    if not pooling:
+        return wrapper.copy()
+    settings = deepcopy(wrapper.settings_dict)
+    for option in POOL_OPTIONS:
+        settings["OPTIONS"].pop(option, None)
+    return kinds[pooling[-1] + 1](settings, using)
 
 
 def adapt_to_mysql(wrapper: Any) -> None:
@@ -184,7 +203,7 @@ class Pool(Generic[P]):
         return self._idle  # no thread that still runs uses these
 
     def _connect(self) -> P:
-        ours = connections[self.using].copy()
+        ours = copy_of(self.using)
         ours.inc_thread_sharing()
         session = self._new(ours)
         session.among = self._open
