@@ -879,6 +879,15 @@ def test_a_lock_under_repeatable_read_warns_where_it_is_taken(engine, repeatable
     assert [w.filename for w in [*caught, *in_with, *in_helpers]] == [__file__] * 5
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="about Django's for PostgreSQL")
+def test_a_wrapper_that_pools_need_not_note_its_isolation(engine, repeatable_read, monkeypatch):
+    connection.ensure_connection()
+    monkeypatch.delattr(connections["default"], "isolation_level")
+
+    with transaction.atomic(), pytest.warns(RuntimeWarning, match="REPEATABLE READ"):
+        Lock("a").acquire().release()
+
+
 def test_atomic_under_repeatable_read_does_not_warn(engine, repeatable_read):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -263,7 +263,9 @@ def keeps_snapshot(connection: Any) -> bool:
         level = connection.isolation_level
         return level is None or level.lower() in ("repeatable read", "serializable")
     if connection.vendor == "postgresql":
-        # An enum, whose numbers differ between psycopg 2 and 3.
-        level = getattr(connection.isolation_level, "name", "")
+        # An enum, whose numbers differ between psycopg 2 and 3. Wrappers that pool do not note it.
+        options = connection.settings_dict["OPTIONS"]
+        level = getattr(connection, "isolation_level", options.get("isolation_level"))
+        level = getattr(level, "name", "")
         return level in ("REPEATABLE_READ", "SERIALIZABLE")
     return False
