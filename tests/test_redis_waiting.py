@@ -745,10 +745,8 @@ def test_what_a_signal_handler_raises_ends_the_wait(redis_url, prefix, kind):
 def unreachable(own_redis, proxy):
     """A backend with two connections, whose server is silent on all new ones."""
     made = backend_at(proxy.url)
-    links = [made._pool._take() for _ in range(2)]
-    for kept in links:
-        made._pool._idle.append(kept)
-        kept.used = monotonic()
+    for link in [made._pool.connect() for _ in range(2)]:
+        made._pool._idle.keep(link)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         proxy.lead_to(silent.getsockname()[1])
         yield made
