@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+from django.core.management import BaseCommand, call_command
+from django.http import HttpResponse
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
@@ -24,7 +26,10 @@ from distlock_app import (
     LockBusy,
     LockLost,
     bucket,
+    current_hold,
     locked,
+    locked_command,
+    locked_view,
     metrics,
     named,
     signals,
@@ -281,6 +286,25 @@ def test_opentelemetry_gets_metrics_and_spans(engine):
     assert len(spans) == 4
     assert {s.parent.span_id for s in spans} == {request.get_span_context().span_id}
     assert all(s.start_time <= s.end_time for s in spans)
+
+
+def test_the_default_name_of_a_view_or_command_is_labelled_by_what_it_locks(engine, rf):
+    def seen(*_, **__):
+        hold = current_hold()
+        names[hold.name] = template_of(hold.name)
+
+    @locked_view
+    def pay(request, pk):
+        seen()
+        return HttpResponse()
+
+    names = {}
+    command = type("Command", (BaseCommand,), {"handle": seen, "__module__": __name__})
+    call_command(locked_command(command)())
+    pay(rf.post("/"), pk=7)
+
+    path, module = f"{__name__}.{pay.__qualname__}", f"command:{__name__}"
+    assert names == {f"{path}:pk=7:address=127.0.0.1": path, module: module}
 
 
 def test_a_made_name_is_its_text_and_remembers_its_template():

@@ -26,7 +26,7 @@ from ..core.lock import Lock
 from ..errors import BackendError, LockBusy, Terminated
 from ..primitives import identity
 from ..primitives.forks import in_child
-from ..primitives.names import shown
+from ..primitives.names import Made, shown
 from .atomic_requests import databases_in, in_transactions
 from .naming import Named, NameTemplate
 from .options import cannot_take, check_lock_options, sorted_out
@@ -189,9 +189,8 @@ class _Guard:
         if self.name is not None:
             return self.name.fill(options)
         app = apps.get_containing_app_config(command.__module__)
-        if app is None:
-            return f"command:{command.__module__}"
-        return f"command:{app.label}.{_command_name(command)}"
+        path = f"{app.label}.{_command_name(command)}" if app else command.__module__
+        return Made(f"command:{path}", f"command:{path}")
 
     def run(self, lock: Lock, handle: Callable[[], Any]) -> Any:
         """Call `handle` under the lock, and release the lock in any case."""

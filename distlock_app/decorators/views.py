@@ -16,6 +16,7 @@ from ..core.lock import Lock
 from ..errors import BackendError, LockBusy
 from ..primitives import identity
 from ..primitives.calls import path_of, refuse_undone
+from ..primitives.names import Made
 from .atomic_requests import databases_in, in_transactions, mark, refuse_open
 from .busy import LOCKED, answer, log_unavailable
 from .drf import as_the_view_sees_it
@@ -255,7 +256,7 @@ def _default_name(call: _Call, request: Any) -> str:
     parts = [f"{key}={quoted(text_of(captured[key]), '%:')}" for key in sorted(captured)]
     # None is a group that captured nothing; the others keep their places.
     parts += ["" if value is None else quoted(text_of(value), "%:") for value in call.args]
-    return ":".join([path, *parts, quoted(visitor(request), "%:")])
+    return Made(":".join([path, *parts, quoted(visitor(request), "%:")]), path)
 
 
 def _around_function(guard: _Guard, view: Any) -> Any:
