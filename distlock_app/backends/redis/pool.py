@@ -28,6 +28,8 @@ from .scripts import Script, pack
 KEPT_AFTER = frozenset({list, bytes, int, type(None), OutOfMemoryError})
 # Refusals for which redis-py, or one before 7, has no class: no mistakes in a caller's script.
 REFUSALS = set("ASK BUSY CLUSTERDOWN MASTERDOWN MISCONF MOVED NOREPLICAS TRYAGAIN".split())
+# What a refusal is for people: the second has no code, its text begins so.
+SAID = {ReadOnlyError.__name__: "it is a read-only replica", "DB": "it has no such database number"}
 # The Sentinels are asked so often who the master is. If they are silent, requests wait for them a
 # tenth of the time; a refusal, as during a failover, comes at once.
 MASTER_SECONDS = 1.0
@@ -114,7 +116,7 @@ class Servers:
         return answer
 
     def _refusal(self, error: ResponseError) -> BackendError:
-        what = "it is a read-only replica" if isinstance(error, ReadOnlyError) else code_of(error)
+        what = SAID.get(code_of(error), code_of(error))
         return BackendError(f"Redis {self.name!r} refused the request: {what}.")
 
 
