@@ -50,7 +50,7 @@ def test_the_second_owner_is_told_when_the_lock_may_be_free(backend):
 
     answer = backend.acquire(a_claim("a"), 0)
 
-    assert isinstance(answer, Busy) and 9 < answer.free_in <= 10
+    assert isinstance(answer, Busy) and 5 < answer.free_in <= 10
 
 
 def test_the_same_owner_is_granted_again_with_the_same_fence(backend):

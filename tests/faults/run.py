@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tests.engines import until
 from tests.faults.base import Engine
 from tests.faults.broken import SIMPLE
 from tests.faults.checker import HANGS, Verdict, judge
@@ -66,6 +68,9 @@ def run(
         crew = Crew(nest, processes)
         nemesis = Nemesis(subject, crew, directory)
         kinds = [kind for kind in kinds or nemesis.acts if kind not in without]
+        # Who is hurt before anybody had a lock shows nothing.
+        events = partial(directory.glob, "*.events")
+        until(lambda: any('"got"' in one.read_text() for one in events()), within=60)
         _rounds(nemesis, schedule(seed, kinds, ttl=subject.ttl), seconds, len(kinds))
         (directory / "stop").touch()
         problems = _finish(crew, subject)
