@@ -12,6 +12,8 @@ from distlock_app.core.registry import registry
 from distlock_app.errors import BackendError
 from tests.database_workers import grab
 
+pytestmark = pytest.mark.django_db(transaction=True)
+
 
 @pytest.mark.slow
 def test_a_restart_of_the_server_is_not_seen_once_it_is_back(own_server):
