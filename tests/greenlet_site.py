@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 from django.core.wsgi import get_wsgi_application
 from django.http import HttpResponse
 from django.urls import path
 
 from distlock_app import current_hold, locked_view
+from tests.engines import renewed
+
+may_end = threading.Event()
 
 
-@locked_view("slow", methods=["GET"], ttl=1, using="redis")
+@locked_view("slow", methods=["GET"], ttl=3, using="redis")
 def slow(request):
-    """Pause for longer than the ttl."""
+    """Pause until the lock was renewed and `/end` was asked for."""
     hold = current_hold()
-    time.sleep(2.5)
+    renewed(hold)
+    may_end.wait(60)
     return HttpResponse("lost" if hold.lost else "held")
 
 
-urlpatterns = [path("slow", slow), path("fast", lambda request: HttpResponse("fast"))]
+def end(request):
+    """Let the slow one end."""
+    may_end.set()
+    return HttpResponse()
+
+
+fast = path("fast", lambda request: HttpResponse("fast"))
+urlpatterns = [path("slow", slow), path("end", end), fast]
 application = get_wsgi_application()

@@ -195,6 +195,7 @@ def test_gunicorns_gevent_worker_serves_others_while_a_view_holds_a_lock(redis_u
             with pytest.raises(HTTPError, match="423") as answer:
                 fetched(f"{site}/slow")
             answer.value.close()
+            fetched(f"{site}/end")
             assert slow.result(60) == "held"
     finally:
         server.terminate()
