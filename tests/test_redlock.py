@@ -326,16 +326,21 @@ def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, 
     backend.ping()
 
 
-def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile(backend, monkeypatch):
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_process_that_is_stopped_as_it_asks_finds_the_answers(backend, monkeypatch, sent):
     backend.release(wait_for(backend, 5, "a"))
-    send = redlock_nodes.NodeConnections._send
+    send, stops = redlock_nodes.NodeConnections._send, []
+    for module in redlock_nodes, redlock_quorum:
+        monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + sum(stops))
+    if sent:
+        monkeypatch.setattr(backend._quorum, "_timeout", 0.0)  # it is over when they have come
 
     def stopped(connections, *asked):
+        stops.append(60.0)
         send(connections, *asked)
-        until(lambda: len(connections._poll.poll(0)) == len(connections._links))
+        until(lambda: not sent or len(connections._poll.poll(0)) == len(connections._links))
 
     monkeypatch.setattr(redlock_nodes.NodeConnections, "_send", stopped)
-    monkeypatch.setattr(backend._quorum, "_timeout", 0.0)  # it is over when the process goes on
     grant = backend.acquire(a_claim("a"), 0)
 
     assert backend.extend(grant, 30) and backend.release(grant)

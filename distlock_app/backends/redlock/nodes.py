@@ -219,19 +219,18 @@ class NodeConnections(Links):
             if link.in_flight and now - link.in_flight[0][1] > self._nodes[at].timeout
         ]
 
-    def vote(
-        self, requests: Sequence[QuorumRequest], deadline: float, *, grace: float = 0.0
-    ) -> None:
-        """Ask each node, until all requests are decided.
+    def vote(self, requests: Sequence[QuorumRequest], within: float, *, grace: float = 0.0) -> None:
+        """Ask each node, until all requests are decided, at most `within` seconds.
 
         The answers of the other nodes are waited for `grace` seconds more.
         """
         self._send(requests, range(len(self._nodes)))
+        deadline = monotonic() + within  # not of before: the process may have been stopped
         self._collect(requests, deadline)
         if grace:
             self._collect(requests, min(deadline, monotonic() + grace), from_all=True)
 
-    def vote_again(self, requests: Sequence[QuorumRequest], deadline: float) -> None:
+    def vote_again(self, requests: Sequence[QuorumRequest], within: float) -> None:
         """Ask each node what it may not have been asked yet."""
         for at in range(len(self._nodes)):
             again = [r for r in requests if at in r.absent or (at in r.unsure and at not in r.yes)]
@@ -239,7 +238,7 @@ class NodeConnections(Links):
                 request.absent.discard(at)
             if again:
                 self._send(again, [at])
-        self._collect(requests, deadline)
+        self._collect(requests, monotonic() + within)
 
     def finish(self, requests: Sequence[QuorumRequest]) -> None:
         """Close all when the nodes have answered: no release by others may overtake a request."""

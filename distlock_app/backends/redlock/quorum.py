@@ -56,12 +56,12 @@ class Quorum:
         """Collect the votes; `after` may send more over the same connections, so after them."""
         connections = self._take()
         try:
-            connections.vote(requests, monotonic() + self._timeout, grace=grace)
+            connections.vote(requests, self._timeout, grace=grace)
             # A server had closed its connection, was restarted, or is not connected yet: every
             # script may be repeated.
             if again := [r for r in requests if not r.decided and (r.unsure or r.absent)]:
                 self.reconnect(connections, urgent=any(r.script not in TRIES for r in again))
-                connections.vote_again(again, monotonic() + self._timeout)
+                connections.vote_again(again, self._timeout)
             if after is not None:
                 after(connections)
         except BaseException:  # of a signal handler: answers might be taken for those of others
