@@ -26,7 +26,7 @@ from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
 from distlock_app.testing.claims import a_claim
-from tests.engines import alarmed, closing_loop
+from tests.engines import alarmed, closing_loop, until
 from tests.processes import hear, say
 from tests.proxy import Proxy
 
@@ -70,7 +70,8 @@ class Waiter:
         """Try once, as one who will go on waiting."""
         if isinstance(self.backend, RedisBackend):
             # Longer than the second that a lock gives it: the test waits for its message.
-            self.backend._listener(self.claim.key).ensure_subscribed()
+            # On a busy machine the first try to subscribe may fail.
+            until(self.backend._listener(self.claim.key).ensure_subscribed)
         return self.backend.acquire(self.claim, 30)
 
     def granted(self, within: float = 5.0) -> Grant:
@@ -104,7 +105,7 @@ def left_waiting(backend: Any, name: str) -> Iterator[None]:
         await arun(backend, a_claim(name, wake=wakers[0].wake), None, wakers[0])
 
     if isinstance(backend, RedisBackend):
-        backend._listener(key_of(name)).ensure_subscribed()
+        until(backend._listener(key_of(name)).ensure_subscribed)
     # Not as soon as it is in the queue: the answer to its try may still be on the way.
     with closing_loop(wait, lambda: bool(wakers) and wakers[0].waits):
         yield
