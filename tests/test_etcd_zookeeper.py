@@ -10,7 +10,7 @@ import ssl
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -981,9 +981,13 @@ def test_a_waiter_who_gives_up_leaves_no_place(engine):
     held.release()
 
 
-def test_a_storm_of_cancelled_waiters_stays_within_its_bound(engine):
+def test_a_storm_of_cancelled_waiters_stays_within_its_bound(engine, request):
     """Each request that a client aborts under ASGI is a cancelled waiter."""
-    left, open_files, threads = [], [], []
+    left, open_files, threads, aliases = [], [], [], engine.settings()
+    if engine.name == "zookeeper":  # where sessions may last as long as a busy machine needs
+        for setting in aliases.values():
+            setting["LOCATION"] = request.getfixturevalue("zookeeper_url")
+            setting["OPTIONS"]["SESSION"] = 20
 
     async def give_up(end):
         while monotonic() < end:
@@ -1002,12 +1006,12 @@ def test_a_storm_of_cancelled_waiters_stays_within_its_bound(engine):
         end = monotonic() + 5
         await asyncio.gather(look(hold, end), *(give_up(end) for _ in range(8)))
 
-    with Lock("a", using="own", ttl=30), Lock("unrelated", using="other", ttl=6) as unrelated:
-        asyncio.run(storm(unrelated))
-        queue_of(key_of("a"), 0)
+    with override_settings(DISTLOCK=aliases), closing(own()), closing(other()):
+        with Lock("a", using="own", ttl=30), Lock("unrelated", using="other", ttl=6) as unrelated:
+            asyncio.run(storm(unrelated))
+            queue_of(key_of("a"), 0)
 
-    # A ZooKeeper's is never trusted for longer than its session, 2 to 3 s here.
-    assert min(left) > {"etcd": 2, "zookeeper": 0}[engine.name]
+    assert min(left) > 2
     assert max(open_files) - open_files[0] <= 32
     assert max(threads) - threads[0] <= 32
 
