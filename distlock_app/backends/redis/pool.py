@@ -116,8 +116,8 @@ class Servers:
         return answer
 
     def _refusal(self, error: ResponseError) -> BackendError:
-        what = SAID.get(code_of(error), code_of(error))
-        return BackendError(f"Redis {self.name!r} refused the request: {what}.")
+        code = code_of(error)
+        return BackendError(f"Redis {self.name!r} refused the request: {SAID.get(code, code)}.")
 
 
 class Pool(Servers):
