@@ -19,5 +19,5 @@ class DistlockConfig(AppConfig):
 
         checks.register()
         history.listen()
-        forks.tell_uwsgi()
+        forks.hook_into_uwsgi()
         registry.load()

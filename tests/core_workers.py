@@ -149,7 +149,7 @@ def lock_in_workers_of_uwsgi():
     forks.in_child(lambda: calls.append("anew"))
     uwsgi = SimpleNamespace(post_fork_hook=lambda: calls.append("earlier hook"))
     sys.modules["uwsgi"] = uwsgi
-    forks.tell_uwsgi()
+    forks.hook_into_uwsgi()
 
     def work():
         uwsgi.post_fork_hook()

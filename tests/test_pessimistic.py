@@ -35,6 +35,14 @@ def jobs() -> list[Job]:
     return [Job.objects.create(rank=10 - number) for number in range(6)]
 
 
+@pytest.mark.parametrize("lock", [for_update, next_unlocked])
+def test_what_is_no_queryset_is_refused_and_a_manager_is_one(jobs, lock):
+    with transaction.atomic():
+        assert set(lock(Job.objects)) <= set(jobs)
+        with pytest.raises(TypeError, match="rows must be a queryset"):
+            lock(Job)
+
+
 @contextmanager
 def locked_elsewhere(*pks: int, model: Any = Job) -> Iterator[Callable[[], None]]:
     """Keep rows locked in another thread until the end of the block, or until it is called."""

@@ -40,7 +40,7 @@ def for_update(rows: models.QuerySet[M], *, wait: float | None = WAIT) -> list[M
     `atomic()`, and the database's OperationalError if the transaction was aborted: after a
     deadlock, or if rows changed since its snapshot (see `retry_on_deadlock`).
     """
-    rows = rows.order_by("pk").select_related(None)
+    rows = _queryset(rows).order_by("pk").select_related(None)
     locking = _locking(rows)
     connection = _connection_in_atomic(locking.db)
     if connection.vendor != "mysql" or connection.isolation_level != "read committed":
@@ -62,6 +62,7 @@ def next_unlocked(rows: models.QuerySet[M], n: int = 1) -> list[M]:
     there are no more. Raise TransactionManagementError outside `atomic()`, LockTimeout on
     SQLite, where one transaction at a time can write.
     """
+    rows = _queryset(rows)
     rows = rows if rows.ordered else rows.order_by("pk")
     rows = rows.select_related(None)
     locking = _locking(rows)
@@ -123,6 +124,13 @@ else:
 
     class LockingManager(models.Manager.from_queryset(LockingQuerySet)):
         """The manager with these methods."""
+
+
+def _queryset(rows: Any) -> models.QuerySet[Any]:
+    """Return a queryset, also of a manager; raise TypeError for anything else."""
+    if not isinstance(rows, (models.QuerySet, models.manager.BaseManager)):
+        raise TypeError(f"rows must be a queryset, as in Order.objects.all(), not {rows!r}")
+    return rows.all()
 
 
 def _all_rows(rows: models.QuerySet[M]) -> models.QuerySet[M]:

@@ -90,7 +90,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[_Database, dict[str, Any]]] = deque(maxlen=MOST_WAITING)
-        self._told = False  # the worker will take all that waits
+        self._scheduled = False  # the worker will take all that waits
         self._failing = False  # logged only once
         self._hurry = threading.Event()
         self._noted: Counter[tuple[str, str]] = Counter()
@@ -99,8 +99,8 @@ class _Writer:
     def note(self, **event: Any) -> None:
         """Remember an event."""
         self._waiting.append((_database(), event))
-        if not (self._told and self._worker.running):
-            self._told = True
+        if not (self._scheduled and self._worker.running):
+            self._scheduled = True
             self._worker.put(None)
 
     def flush(self, within: float = EXIT_PATIENCE) -> None:
@@ -111,7 +111,7 @@ class _Writer:
 
     def _work(self, _: list[None]) -> None:
         self._hurry.wait(EVERY)
-        self._told = False
+        self._scheduled = False
         try:
             self._write()
             self._failing = False
@@ -168,7 +168,7 @@ writer = _Writer()
 in_child(writer.__init__)  # type: ignore[misc]
 
 
-def _tell_all() -> None:
+def _write_all() -> None:
     """Write everything, also what is only now released in the background."""
     if kept():
         releaser.drain()
@@ -176,7 +176,7 @@ def _tell_all() -> None:
         writer.flush()
 
 
-at_exit(writer, _tell_all)
+at_exit(writer, _write_all)
 
 
 def _note(event: str, alias: str, name: str, **facts: Any) -> None:

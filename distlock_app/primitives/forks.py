@@ -40,7 +40,7 @@ def _note() -> None:
 in_child(_note)
 
 
-def tell_uwsgi() -> None:
+def hook_into_uwsgi() -> None:
     """Have the workers of uWSGI make the calls, if Python did not (py-call-uwsgi-fork-hooks)."""
     uwsgi = sys.modules.get("uwsgi")  # is there from the start, if this is uWSGI
     earlier = getattr(uwsgi, "post_fork_hook", None)

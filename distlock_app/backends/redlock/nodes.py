@@ -197,17 +197,21 @@ class NodeConnections(Links):
                     self._add(at, link)
         return missing
 
-    def usable(self) -> bool:
-        """Read what has come; True: without the connections that a node closed it is usable."""
+    def read(self) -> None:
+        """Read the answers that have come, and drop the connections that a node closed."""
         for fd, _ in self._poll.poll(0):
             self._read(self._at[fd])
+
+    def usable(self) -> bool:
+        """Return True: what is left of them after a look."""
+        self.read()
         return True
 
     def drop_silent(self) -> None:
         """Drop connections on which a node is silent for too long."""
         now = monotonic()
         if self._silent(now):
-            self.usable()  # perhaps the answers were only not read yet
+            self.read()  # perhaps the answers were only not read yet
             for at in self._silent(now):
                 self._drop(at, "silent")
 

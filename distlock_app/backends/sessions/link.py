@@ -7,7 +7,6 @@ the server does: it makes 20 calls for a statement in MySQLdb, and 45 in psycopg
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from contextlib import suppress
@@ -91,7 +90,7 @@ class Link:
 
     def hang_up(self) -> None:
         """End the session from another thread than the one that waits on it."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as end:
+        with suppress(OSError), socket.socket(fileno=socket.dup(self.fd)) as end:
             end.shutdown(socket.SHUT_RDWR)
 
 
