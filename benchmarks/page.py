@@ -7,23 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from . import charts
-from .contenders import GROUPS, IN_STEPS, ITS_STATEMENTS, UNDER_LOCK
+from .contenders import GROUPS, IN_STEPS, ITS_STATEMENTS, OURS, UNDER_LOCK
 from .guards import METHODS
-from .targets import targets
+from .targets import missed, targets
 
 PAGE = "benchmarks.md"
 PAGES = (PAGE, "choosing-a-guard.md")
 TITLES = {"redis": "Redis", "mysql": "MariaDB", "postgresql": "PostgreSQL", "sqlite": "SQLite"}
 TITLES["plain sqlite"] = "SQLite, each commit on the disk"
 END = "<!-- end -->"
-# Parts of ours: in the tables alone, not in the plots.
+# Parts of ours: printed, but neither on the page nor in the plots.
 PARTS_OF_OURS = {UNDER_LOCK, IN_STEPS, ITS_STATEMENTS}
 
 Results = dict[str, Any]
 
 
 def sections(results: Results) -> dict[str, str]:
-    """Return the text of each section whose part was measured, by its name."""
+    """Return the text of each section whose part was measured, by its name.
+
+    Those whose name begins with "all" are printed; the page has a shorter one instead.
+    """
     made = {
         "uncontended": uncontended,
         "contended": contended,
@@ -37,11 +40,18 @@ def sections(results: Results) -> dict[str, str]:
     found = {"machine": machine(results["machine"])}
     # With one part alone, most targets cannot be judged: the page keeps its table.
     if set(made) <= set(results):
-        found["targets"] = targets(results)
+        found["all targets"] = targets(results)
+        found["targets"] = missed(results)
+    if {"uncontended", "contended"} <= set(results):
+        found["summary"] = summary(results)
     for part, write_it in made.items():
         if part in results:
             about = {**results["machine"], "load": results["machine"]["loads"][part]}
-            found[part] = write_it(results[part]) + "\n" + _load(about)
+            shown = results[part]
+            if part in WITH_PARTS:
+                found[f"all {part}"] = WITH_PARTS[part](shown)
+                shown = {name: _plotted(rows) for name, rows in shown.items()}
+            found[part] = write_it(shown) + "\n" + _load(about)
     if bad := failures(results):
         found["failures"] = "".join(f"- {line}\n" for line in bad)
     elif "targets" in found:
@@ -159,6 +169,39 @@ def _ratios(found: dict[str, Any]) -> dict[str, float]:
     return {title: row["us"] / raw for title, row in rows.items()} if raw else {}
 
 
+def summary(results: Results) -> str:
+    """Return a row for each backend, beside the fastest other library for its server."""
+    free, wanted = results["uncontended"], results["contended"]
+    most = str(max(_counts(wanted), default=""))
+    rows = []
+    for name, found in free.items():
+        if name not in GROUPS or OURS[0] not in (alone := _measured(found)):
+            continue
+        ratio = _ratios(found).get(OURS[0])
+        peer = min(_peers(alone), key=lambda title: alone[title]["us"], default="")
+        many = {t: row[most] for t, row in _measured(wanted.get(name, {})).items() if most in row}
+        ours = many.get(OURS[0])
+        rival = max(_peers(many), key=lambda title: many[title]["rate"], default="")
+        rows.append(
+            [
+                *(GROUPS[name].title, f"{alone[OURS[0]]['us']:.0f}"),
+                f"{ratio:.2f}" if ratio else "",
+                f"{alone[peer]['us']:.0f}: {peer}" if peer else "",
+                f"{ours['rate']:.0f}, {ours['longest_ms']:.0f} ms" if ours else "",
+                f"{many[rival]['rate']:.0f}, {many[rival]['longest_ms']:.0f} ms: {rival}"
+                if rival
+                else "",
+            ]
+        )
+    head = ["", "a free lock: p50, µs", "of raw", "fastest other library"]
+    head += [f"{most} processes: locks/s, longest wait", "fastest other library"]
+    return _table(head, rows)
+
+
+def _peers(rows: dict[str, Any]) -> list[str]:
+    return [title for title in rows if title not in OURS and not title.startswith("raw")]
+
+
 def uncontended(groups: dict[str, Any]) -> str:
     rows = []
     for name, found in groups.items():
@@ -179,6 +222,28 @@ def uncontended(groups: dict[str, Any]) -> str:
 
 
 def contended(groups: dict[str, Any]) -> str:
+    """Return one table: the rate with any number of processes, the rest with the most."""
+    counts = [str(count) for count in _counts(groups)]
+    most = counts[-1] if counts else ""
+    head = ["Acquisitions/s by processes", "", *counts, f"with {most}: hand-over, µs", "requests"]
+    head += ["max/min", "longest wait, ms", "client CPU, µs", "all CPU, µs"]
+    rows = []
+    for name, found in groups.items():
+        for title, row in _measured(found).items():
+            if cell := row.get(most):
+                rates = (row[count]["rate"] if count in row else 0 for count in counts)
+                rows.append(
+                    [
+                        *(GROUPS[name].title, title, *(f"{rate:.0f}" for rate in rates)),
+                        *(f"{cell['hand_over_us']:.0f}", f"{cell['requests']:.1f}"),
+                        *(f"{cell['spread']:.2f}", f"{cell['longest_ms']:.0f}"),
+                        *(f"{cell['cpu_us']:.0f}", f"{cell['all_cpu_us']:.0f}"),
+                    ]
+                )
+    return _table(head, rows, 2)
+
+
+def contended_by_count(groups: dict[str, Any]) -> str:
     head = ["", "", "acquisitions/s", "of raw", "hand-over, µs", "requests", "max/min"]
     head += ["longest wait, ms", "client CPU, µs", "all CPU, µs"]
     counts = _counts(groups)
@@ -210,6 +275,9 @@ def threads(groups: dict[str, Any]) -> str:
         for title, row in _measured(found).items()
     ]
     return _table(["Acquisitions/s by threads", "", *map(str, counts)], rows, 2)
+
+
+WITH_PARTS = {"uncontended": uncontended, "contended": contended_by_count, "threads": threads}
 
 
 def held(kinds: dict[str, Any]) -> str:

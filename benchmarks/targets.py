@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .contenders import ITS_STATEMENTS, OURS, UNDER_LOCK
@@ -17,23 +17,40 @@ WORDS = {"requests": "requests", "spread": "max/min acquisitions"}
 
 def targets(results: Results) -> str:
     """Return the table of all targets."""
-    lines = ["| | target | reached | | its raw parts |", "|---|---:|---:|---|---:|"]
+    return _table(line for line, _ in _judged(results))
+
+
+def missed(results: Results) -> str:
+    """Return how many targets were reached, and the table of the others."""
+    judged = list(_judged(results))
+    others = [line for line, met in judged if not met]
+    return (
+        f"{len(judged) - len(others)} of {len(judged)} were reached, all but these:\n\n"
+        + _table(others)
+    )
+
+
+def _table(lines: Iterable[str]) -> str:
+    head = ["| | target | reached | | its raw parts |", "|---|---:|---:|---|---:|"]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def _judged(results: Results) -> Iterator[tuple[str, bool]]:
+    """Yield the line of each target, and whether it was reached."""
     for rows, cases in TARGETS.items():
         for case in cases:
             try:
                 found = list(rows(results, *case))
             except (KeyError, ZeroDivisionError, StopIteration, RuntimeError):
-                lines.append(f"| {rows.__name__.strip('_')}, {case[0]} | | not measured | | |")
+                yield f"| {rows.__name__.strip('_')}, {case[0]} | | not measured | | |", False
                 continue
             for what, reached, limit, unit, *parts in found:
                 met = reached <= limit if limit >= 0 else reached >= -limit
                 bound = f"≤ {limit:g}" if limit >= 0 else f"≥ {-limit:g}"
                 word = "yes" if met else "**no**"
                 raw = _number(parts[0]) if parts and parts[0] is not None else ""
-                lines.append(
-                    f"| {what} | {bound}{unit} | {_number(reached)}{unit} | {word} | {raw} |"
-                )
-    return "\n".join(lines) + "\n"
+                line = f"| {what} | {bound}{unit} | {_number(reached)}{unit} | {word} | {raw} |"
+                yield line, met
 
 
 def _number(value: float) -> str:

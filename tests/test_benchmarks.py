@@ -58,6 +58,38 @@ def test_tables_go_between_their_marks(page, tmp_path):
     assert new.count("<!-- end -->") == old.count("<!-- end -->")
 
 
+def test_the_page_begins_with_ours_beside_the_fastest_other_library():
+    from benchmarks import page
+
+    free = {"raw: x": {"us": 2.0}, "distlock_app": {"us": 3.0}, "its engine alone": {"us": 1.0}}
+    free |= {"slow": {"us": 9.0}, "fast": {"us": 4.0}, "absent": {"error": "no"}}
+    wanted = {
+        title: {"2": {"rate": 5.0, "longest_ms": 1.0}, "8": {"rate": rate, "longest_ms": 7.0}}
+        for title, rate in (("raw: y", 90.0), ("distlock_app", 60.0), ("slow", 50.0))
+    }
+    figures = {"uncontended": {"redis": free, "locmem": {"error": "no"}}}
+    figures["contended"] = {"redis": wanted}
+
+    (row,) = page.summary(figures).splitlines()[2:]
+
+    assert row == "| Redis | 3 | 1.50 | 4: fast | 60, 7 ms | 50, 7 ms: slow |"
+
+
+def test_the_page_shows_the_targets_that_were_missed(monkeypatch):
+    from benchmarks import targets
+
+    def found(results, limit):
+        yield "it", results["reached"], limit, " µs"
+
+    monkeypatch.setattr(targets, "TARGETS", {found: [(10,), (30,)]})
+
+    text = targets.missed({"reached": 20})
+
+    assert text.startswith("1 of 2 were reached")
+    assert "| it | ≤ 10 µs | 20 µs | **no** |  |" in text
+    assert "≤ 30" not in text
+
+
 def test_of_several_turns_the_median_counts_and_an_error_is_not_lost():
     from benchmarks.running import medians
 
