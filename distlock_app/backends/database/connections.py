@@ -1,19 +1,8 @@
 """Connections to the lock table's database: lent per call, or kept to wait in a queue.
 
-Some stay with a claim: the holder's keeps the *queue lock* of its name, a lock of the server's
-own (GET_LOCK, pg_advisory_lock), and another one waits for it, for all waiters of that lock in
-this process (sessions/queues.py). So the server wakes exactly one process, first come first
-served, and one that dies leaves the queue with its connection.
-
-1. A claim that finds the row free takes the queue lock by the same statement: an empty queue
-   costs nothing. One that finds it held, or just released while others wait, lines up.
-2. A release frees the row, and the queue lock by the same statement: that calls the next one.
-3. The one called takes the row. If the row is held all the same, it alone asks again and again.
-
-The row alone decides. The queue lock may be lost, or held by a process that hangs: a waiter looks
-at the row once a second too, and a row that was free for `HANDOVER_US` is open to all. That costs
-waiting time, never exclusion. Beyond a number of connections, claims neither take the queue lock
-nor heed it: the first of each queue polls, as all do where the server cannot queue.
+Some stay with a claim: the holder's keeps the *queue lock* of its name, and another one waits for
+it, for all waiters of that lock in this process. How the server so wakes one after the other:
+docs/explanation/how-it-works.md#the-queue-of-the-lock-table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How a claim gets its row: it takes it, or waits in the server's queue; see `connections`."""
+"""How a claim gets its row: it takes it, or waits in the server's queue.
+
+The protocol is in docs/explanation/how-it-works.md#the-queue-of-the-lock-table.
+"""
 
 from __future__ import annotations
 

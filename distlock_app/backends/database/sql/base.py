@@ -3,7 +3,7 @@
 One row for each name; a free one has `owner = ''`. Every time is the database server's.
 A statement that changes a row names its owner, or holds the row: each may be sent again when
 its answer was lost. Parameters: key, owner, name, holder, fence, ttl_us (microseconds), queue
-(the server's lock behind which waiters queue, see ../connections.py).
+(the server's lock that waiters queue for: docs/explanation/how-it-works.md).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Cursor(Protocol):
 class Dialect(Statements):
     """The statements of one database, and the steps around them that all share."""
 
-    queues = False  # waiters, by a lock of the server's own: see `connections`
+    queues = False  # waiters, by a lock of the server's own
     locks_rows = True  # not the whole database at once
     looks_first = False  # at a row, however long a try for it may take
     crowded: frozenset[Any]  # the codes by which the server says that others were at the rows
