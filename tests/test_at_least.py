@@ -21,6 +21,7 @@ from distlock_app import (
     locked_command,
     locked_view,
 )
+from distlock_app.backends.redis.scripts import pack
 from distlock_app.core.registry import registry
 from distlock_app.core.renewal import renewer
 from distlock_app.primitives.names import key_of
@@ -285,7 +286,9 @@ def test_a_guarded_write_that_releases_keeps_it_too(redis_url):
     with Lock("guarded", using="redis", at_least=5) as hold:
         hold.guarded_set("distlock-test-guarded", "1", ttl=5, release=True)
         assert hold.released
+        [written] = registry["redis"].backend._pool.ask(pack(b"GET", b"distlock-test-guarded"))
 
+    assert written == b"1"
     assert 0 < left(registry["redis"].backend, "guarded") <= 5
     Lock("guarded", using="redis").clear()
 

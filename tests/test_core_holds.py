@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from django.db import connection, transaction
@@ -20,6 +20,7 @@ from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all
 from distlock_app.core import entered
 from distlock_app.core.acquiring import held_by_runner, release_half_taken
 from distlock_app.core.registry import registry
+from distlock_app.primitives import identity
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.rlock import SafeRLock
 from distlock_app.signals import lock_acquired, lock_busy, lock_lost, lock_released
@@ -188,6 +189,117 @@ def test_what_a_signal_kept_from_its_caller_is_released(engine, mode):
     release_half_taken(lock, before)
 
     assert engines.free(engine)
+
+
+def test_what_a_signal_interrupts_leaves_what_was_held_before(engine):
+    lock = Lock("a")
+    with lock as outer:
+        before = held_by_runner(lock)
+        _kept = lock.acquire()  # again, by the same thread
+
+        release_half_taken(lock, before)
+
+        outer.check()
+        assert not engines.free(engine)
+        _kept.release()
+
+
+def test_a_lost_hold_has_no_time_left(engine):
+    hold = Lock("a", ttl=60).acquire()
+    assert hold.expires_in > 50
+
+    lose(hold)
+
+    assert hold.expires_in == 0
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_the_twins_for_tasks_do_what_the_others_do(engine, several):
+    async def twins():
+        locks = all_of(Lock("a", ttl=5), Lock("b", ttl=5)) if several else Lock("a", ttl=5)
+        hold = await locks.aacquire()
+        await hold.aextend(60)
+        assert hold.expires_in > 50
+        again = await Lock.aresume(await hold.adump(90))
+        for way in hold.acheck, hold.aextend, hold.adump, hold.arelease:
+            with pytest.raises(NotHeld):
+                await way()
+        for one in again if several else [again]:
+            lose(one)
+        for way in again.acheck, again.aextend, again.adump:
+            with pytest.raises(LockLost):
+                await way()
+
+    asyncio.run(twins())
+
+
+def test_a_lock_that_was_dumped_is_kept_for_as_long_as_that_says(engine):
+    for dumped in Lock("a", ttl=5).acquire(), all_of(Lock("b", ttl=5), Lock("c", ttl=5)).acquire():
+        dumped.dump(90)
+
+    assert all(holding.expires_in > 80 for holding in engine.holders())
+
+
+def test_a_release_of_a_lost_lock_is_made_when_the_engine_is_back_and_the_loss_is_told(engine):
+    told = []
+    hold = Lock("a", ttl=0.3, renew=False).acquire()
+    hold.on_lost(told.append)
+    engine.fail("release")
+    engine.hang("extend")
+    hold._lease.trusted_until = 0.0  # by our clock it is over; the engine still keeps it
+    hold._lease.grant.claim.ttl = 60.0
+
+    with pytest.raises(LockLost, match="not renewed in time"):
+        hold.release()
+    engine.go_on()
+
+    until(lambda: told == [hold] and engines.free(engine))
+
+
+def test_a_second_interrupt_of_a_release_comes_through_and_the_lock_is_released(engine):
+    interrupts = [KeyboardInterrupt(), KeyboardInterrupt()]
+
+    def interrupt():
+        if interrupts:
+            raise interrupts.pop()
+
+    hold = Lock("a", ttl=60).acquire()
+    engine.before["release"] = interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hold.release()
+
+    until(lambda: engines.free(engine))
+
+
+def test_a_with_ends_the_hold_of_its_own_lock_in_whatever_frames_it_ends(engine):
+    # As a framework does that keeps context managers: not in the order in which they were entered.
+    one, other = Lock("a"), Lock("b")
+    stacks = {lock: ExitStack() for lock in (one, other)}
+    for lock, stack in stacks.items():
+        stack.enter_context(lock)
+
+    stacks[one].close()
+
+    assert engines.free(engine, "a")
+    assert not engines.free(engine, "b")
+    stacks[other].close()
+
+
+def test_a_with_ends_the_hold_of_its_own_thread(engine):
+    permits, ours = Lock("a", limit=2), ExitStack()
+    ours.enter_context(permits)
+    with running(lambda: ExitStack().enter_context(permits)):  # of a thread that ends without it
+        pass
+    theirs = entered._by_frame
+    assert sum(map(len, theirs.values())) == 2
+
+    ours.close()
+
+    [[left]] = theirs.values()
+    assert left.runner is not identity.current_runner()
+    left.release()
+    entered.forget(left)
 
 
 def test_what_a_test_takes_away_is_the_lock_of_that_hold_only(engine):

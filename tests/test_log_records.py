@@ -19,7 +19,7 @@ from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.core import acquiring, people
 from distlock_app.core.registry import registry
 from distlock_app.primitives import identity
-from distlock_app.testing import held_elsewhere
+from distlock_app.testing import held_elsewhere, lose
 from tests import engines
 from tests.engines import running, until
 
@@ -89,6 +89,16 @@ def test_a_loss_says_which_lock_whose_and_how_long(engine, log):
     assert 0 <= record["lock_held"] < 60
     assert "gone" in record["lock_reason"]
     assert "lost the lock 'loss'" in record["message"]
+
+
+def test_a_loss_that_the_error_of_the_body_hides_is_noted(engine, log):
+    with pytest.raises(ZeroDivisionError), Lock("hidden") as hold:
+        lose(hold)
+        _ = 1 / 0
+
+    [record] = log.of("not_raised")
+    assert record["lock_name"] == "hidden"
+    assert "may belong to another owner" in record["lock_error"]
 
 
 def test_a_clear_says_who_and_why(engine, log):

@@ -10,11 +10,12 @@ from time import monotonic, sleep
 import pytest
 from django.conf import settings
 
-from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost
+from distlock_app import BackendError, Lock, LockBusy, LockError, LockLost, NotHeld
 from distlock_app.backends.redis.waiting import Listener
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import key_of
+from distlock_app.signals import lock_released
 from distlock_app.testing.claims import a_claim
 from tests.engines import until
 from tests.redis_workers import Waiter, backend_at, wait_for
@@ -387,6 +388,30 @@ def test_a_guarded_write_gives_the_lock_up_with_it(name, server, options):
 
     assert server.get(key) == "\x00done"
     assert not Lock(name, using="redis").locked()
+    server.delete(key)
+
+
+def test_a_guarded_release_is_signalled_and_not_of_a_lock_held_twice(name, server):
+    said = []
+
+    def listen(name, held, **facts):
+        said.append((name, held >= 0))
+
+    lock, key = Lock(name, using="redis"), f"{name}:written"
+    lock_released.connect(listen)
+    try:
+        with lock, lock as inner, pytest.raises(LockError, match="another hold"):
+            inner.guarded_set(key, "1", ttl=60, release=True)
+        assert not server.exists(key)
+        hold = lock.acquire()
+        hold.guarded_set(key, "1", ttl=60, release=True)
+        with pytest.raises(NotHeld):
+            hold.guarded_set(key, "2", ttl=60)
+    finally:
+        lock_released.disconnect(listen)
+
+    assert said == [(name, True)] * 2
+    assert server.get(key) == "1"
     server.delete(key)
 
 
