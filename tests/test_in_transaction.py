@@ -38,6 +38,7 @@ from distlock_app.core import in_transaction
 from distlock_app.core.registry import registry
 from distlock_app.guards.retrying import was_sacrificed
 from distlock_app.models import DistLock
+from distlock_app.testing import held_elsewhere
 from tests.app.models import Counter
 from tests.engines import until
 from tests.launching import Server
@@ -511,6 +512,19 @@ def test_in_memory_it_is_a_lock_until_the_commit(elsewhere: Callable[..., Any]) 
     assert not lock.locked()
 
 
+@transaction.atomic
+def taken_again(using: str = "default") -> int:
+    return lock_in_transaction("again", wait=0, using=using)
+
+
+@pytest.mark.parametrize("using", ["default", "locmem"])
+def test_each_call_of_an_atomic_function_takes_it(using: str) -> None:
+    taken_again(using)
+
+    with held_elsewhere("again", using=using), pytest.raises(LockBusy):
+        taken_again(using)
+
+
 class InATestCase(TestCase):
     """Whose transaction lasts for the whole test."""
 
@@ -524,6 +538,12 @@ class InATestCase(TestCase):
         take("in:a:test")
         with transaction.atomic():
             assert lock_in_transaction("in:a:test") > fence
+
+    def test_each_call_of_an_atomic_function_takes_it(self) -> None:
+        taken_again()
+
+        with held_elsewhere("again"), pytest.raises(LockBusy):
+            taken_again()
 
 
 # Functions and views

@@ -86,13 +86,14 @@ def begun_under_lock(
         if warn:
             transactions.check_before_lock(name, release_now=True)
         fence = _lock(attempt, backend, connection)
-        forget = partial(held.pop, locked, None)
-        transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=True)
     else:  # in tests: a lock in memory, or a TestCase, which would keep the row until its end
         hold = Lock(name, wait=attempt.wait, using=using).acquire()
         hold.release()  # at the end of the transaction, but not in a TestCase
         fence = hold.fence or 0
-    held[locked] = fence, blocks[0]
+    if transactions.is_open(connection):
+        forget, in_table = partial(held.pop, locked, None), isinstance(backend, InTransaction)
+        transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=in_table)
+    held[locked] = fence, transactions.entries(connection)[-len(blocks)]
     return fence
 
 

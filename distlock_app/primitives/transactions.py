@@ -108,8 +108,8 @@ async def check_caller(name: str, *, release_now: bool) -> None:
         )
 
 
-# By connection: the fences of the names that its transaction has locked, and its first block, which
-# a name outlives in a TestCase only. By alias and key.
+# By connection: the fences of the names that its transaction has locked, and the entry of its first
+# block, which a name outlives in a TestCase only. By alias and key.
 _held: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[int, Any]]] = WeakKeyDictionary()
 
 
@@ -120,8 +120,16 @@ def held_in(connection: Any) -> dict[tuple[str, str], tuple[int, Any]]:
 
 def fence_of(connection: Any, alias: str, key: str) -> int | None:
     """Return the fence of a name that the open transaction has locked; None: it has not."""
-    fence, block = held_in(connection).get((alias, key), (None, None))
-    return fence if block in connection.atomic_blocks else None
+    fence, entry = held_in(connection).get((alias, key), (None, None))
+    return fence if entry in entries(connection) else None
+
+
+def entries(connection: Any) -> list[tuple[Any, str | None]]:
+    """Return the open blocks, each with its savepoint: `@atomic` enters the same one in each call.
+
+    The outermost has none, nor has one with savepoint=False.
+    """
+    return [*zip(connection.atomic_blocks, [None, *connection.savepoint_ids], strict=False)]
 
 
 class OpenSavepoints:
