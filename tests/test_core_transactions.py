@@ -140,6 +140,27 @@ def test_a_lock_may_be_taken_again_in_the_block_that_keeps_it(engine):
     assert not held(engine)
 
 
+def test_the_inner_of_two_is_kept_until_the_commit_though_the_outer_ends_at_once(engine):
+    with transaction.atomic():
+        with Lock("a", release="now"):
+            with Lock("a"):
+                Counter.objects.create(name="a")
+        assert held(engine)
+        assert stored() == 0
+
+    assert not held(engine)
+
+
+def test_a_lock_taken_again_inside_the_block_and_lost_before_the_commit_rolls_it_back(engine):
+    with pytest.raises(LockLost), Lock("a") as hold:
+        with transaction.atomic():
+            with Lock("a"):
+                Counter.objects.create(name="a")
+            lose(hold)
+
+    assert stored() == 0
+
+
 def test_a_lock_taken_again_is_kept_beyond_the_block_by_its_new_hold(engine):
     with transaction.atomic():
         with Lock("a"):

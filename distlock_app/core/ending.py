@@ -174,7 +174,7 @@ class Ending(Entered):
         with lease.lock:
             if self.released:
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
-            if blocks and lease.holds == 1 and not lease.ended:
+            if blocks and not lease.ended:
                 release_after(lease, blocks)
             last = lease.remove_hold(self)
         if last:
