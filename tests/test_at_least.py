@@ -113,7 +113,7 @@ def test_servers_keep_it_exactly(request, using):
 
 def test_what_took_longer_is_released_at_once(engine):
     with Lock("a", at_least=0.1) as hold:
-        until(lambda: hold._lease.keep_until < monotonic())
+        until(lambda: hold.keep_until < monotonic())
 
     assert free(engine)
     assert engine.asked == ["acquire", "release"]
@@ -196,6 +196,32 @@ def test_a_lock_that_was_not_used_is_not_kept(engine):
     with locks:
         pass
     assert 0 < left(engine) <= 5 and 0 < left(engine, "b") <= 5
+
+
+@pytest.mark.django_db(transaction=True)
+def test_one_that_was_not_used_takes_nothing_from_the_work_that_was_done_before(engine):
+    first, second = sorted(["a", "b"], key=key_of)
+    with transaction.atomic():
+        with Lock(first, at_least=5):
+            pass
+        with held_elsewhere(second):
+            assert all_of(Lock(first), Lock(second)).try_acquire() is None
+
+    assert 0 < left(engine, first) <= 5
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, None], ids=["broken off", "not used"])
+def test_an_inner_one_that_did_no_work_does_not_keep_what_the_outer_holds(engine, error):
+    first, second = sorted(["a", "b"], key=key_of)
+    inner = Lock(first, at_least=5)
+    with Lock(first), held_elsewhere(second):
+        if error:
+            with pytest.raises(error), inner:
+                raise error
+        else:
+            assert all_of(inner, Lock(second)).try_acquire() is None
+
+    assert free(engine, first)
 
 
 def test_several_aliases_keep_it_alike(engine):

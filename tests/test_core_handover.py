@@ -183,7 +183,7 @@ def test_what_is_left_of_at_least_is_handed_over(engine, max_hold, kept):
 
 def test_at_least_that_is_over_is_not_handed_over(engine):
     hold = Lock("a", at_least=0.1).acquire()
-    until(lambda: hold._lease.keep_until < monotonic())
+    until(lambda: hold.keep_until < monotonic())
 
     Lock.resume(hold.dump()).release()
 

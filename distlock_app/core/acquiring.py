@@ -134,7 +134,7 @@ class Attempt:
 
     def _options(self, hold: Hold, lease: Lease) -> None:
         if self.lock.at_least:
-            lease.keep_until = max(lease.keep_until, monotonic() + self.lock.at_least)
+            hold.keep_until = monotonic() + self.lock.at_least
         if self.lock.on_lost is not None:
             hold.on_lost(self.lock.on_lost)
 

@@ -36,6 +36,7 @@ class Ending(Entered):
     entry = 0  # in a `with`: the number of this entry, see entry_numbers
     entered_with: object = None  # the same for all that were entered together
     taken_at: tuple[CodeType, int] | None = None  # without a `with`: where it was taken
+    keep_until = 0.0  # `at_least` of this hold, by monotonic(); its lease has that of all
 
     def __init__(self, lease: Lease, *, release_now: bool, released: bool = False) -> None:
         self._lease = lease
@@ -87,7 +88,7 @@ class Ending(Entered):
 
     def abandon(self) -> None:
         """Release the lock in the background: no work was done under it."""
-        self._release_now = True
+        self._release_now, self.keep_until = True, 0.0
         if not self.released and self._begin_release():
             releaser.give_back(self._lease.backend, self._lease.grant)
 
@@ -158,8 +159,8 @@ class Ending(Entered):
     def _broken_off(self, exc: BaseException, unused: bool) -> None:
         """Let nothing delay the release, if the work under the lock was not done."""
         self._release_now |= unused
-        if (unused or isinstance(exc, BROKEN_OFF)) and self._lease.holds == 1:
-            self._lease.keep_until = 0.0
+        if unused or isinstance(exc, BROKEN_OFF):
+            self.keep_until = 0.0
 
     def _begin_release(self) -> bool:
         """Note the release; return whether to send it now."""
@@ -176,6 +177,7 @@ class Ending(Entered):
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
             if blocks and not lease.ended:
                 release_after(lease, blocks)
+            lease.keep_until = max(lease.keep_until, self.keep_until)
             last = lease.remove_hold(self)
         if last:
             # What timer.cancel() does, without its call for a lease that is on no heap yet.

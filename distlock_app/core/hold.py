@@ -110,7 +110,7 @@ class Hold(Ending):
         if not seconds >= 0:
             raise ValueError(f"leave_for() takes 0 or more seconds, not {seconds!r}")
         until = monotonic() + checked_ttl(max(seconds, MIN_TTL), "seconds")
-        lease.keep_until = max(lease.keep_until, until)
+        self.keep_until = max(self.keep_until, until)
         self._release_now = True
         self.release()
 
@@ -182,7 +182,8 @@ class Hold(Ending):
             raise TypeError(f"guarded_set() writes text, bytes or a number, not {value!r}")
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be more than 0 seconds, not {ttl!r}")
-        if release and (self._lease.keep_until or self._waits_for_commit()):
+        kept = self.keep_until or self._lease.keep_until
+        if release and (kept or self._waits_for_commit()):
             self.guarded_set(key, value, ttl=ttl)
             self.release()
             return
@@ -285,7 +286,7 @@ class Hold(Ending):
     def _dumped(self) -> str:
         """End the hold without releasing the lock; return the text that hands it over."""
         lease, grant = self._lease, self._lease.grant
-        left = lease.keep_until - monotonic()
+        left = max(self.keep_until, lease.keep_until) - monotonic()
         if lease.remove_hold(self):
             timer.cancel(lease)
             lease.grant = replace(grant, session=None)  # what the backend keeps with it here

@@ -68,7 +68,7 @@ class Lease:
     pins = 0  # transactions that exclude other owners
     # The release waits for the end of these: id(connection).
     open_transactions: set[int] = cast("set[int]", frozenset())
-    keep_until = 0.0  # for `at_least`: stays taken until then, by monotonic()
+    keep_until = 0.0  # stays taken until then, by monotonic(), for the `at_least` of ended holds
     ended = False  # released or given up; no longer renewed
     release_asked = False  # sent in time, but the answer was lost
     lost_because: str | None = None
