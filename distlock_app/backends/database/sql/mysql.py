@@ -185,7 +185,7 @@ class MySQL(Dialect):
             return False
         try:
             cursor.execute("SELECT CONNECTION_ID(), GET_LOCK('distlock', 0), RELEASE_ALL_LOCKS()")
-        except ServerError:  # Galera
+        except ServerError:  # a cluster or proxy that refuses it
             return False
         # A proxy in between has numbers of its own, and may lend the session to others.
         return bool(cursor.fetchone()[0] == wrapper.connection.thread_id())
