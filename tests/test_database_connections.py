@@ -131,6 +131,11 @@ def test_a_binary_log_of_statements_takes_the_locks_changes(own_server):
 
     assert backend.extend(held, 30) is True
     assert backend.release(held) is True
+    with connections["own"].cursor() as cursor:
+        cursor.execute("SHOW BINLOG EVENTS")
+        logged = " ".join(row[-1] for row in cursor.fetchall())
+    assert f"UPDATE `{DistLock._meta.db_table}`" in logged
+    assert "GET_LOCK" not in logged  # a replica would repeat it, with another answer
     backend.close()
 
 

@@ -184,11 +184,16 @@ class MySQL(Dialect):
         if not isinstance(cursor, MySQLCursor):
             return False
         try:
-            cursor.execute("SELECT CONNECTION_ID(), GET_LOCK('distlock', 0), RELEASE_ALL_LOCKS()")
+            cursor.execute(
+                "SELECT CONNECTION_ID(), GET_LOCK('distlock', 0), RELEASE_ALL_LOCKS(),"
+                " /*M! @@tx_isolation */ /*!80000 @@transaction_isolation */ = 'READ-COMMITTED'"
+            )
         except ServerError:  # a cluster or proxy that refuses it
             return False
-        # A proxy in between has numbers of its own, and may lend the session to others.
-        return bool(cursor.fetchone()[0] == wrapper.connection.thread_id())
+        number, _, _, logs_rows = cursor.fetchone()
+        # A proxy in between has numbers of its own, and may lend the session to others. A replica
+        # that repeats statements is always granted the queue lock, and then the row.
+        return bool(logs_rows and number == wrapper.connection.thread_id())
 
     def queue_of(self, key: str) -> str:
         # A server has one set of these names for all of its databases.
