@@ -108,7 +108,7 @@ def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
 
 
 def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):
-    monkeypatch.setattr(backend.session_type, "_locking", lambda *args: "SELECT NULL, 1")
+    monkeypatch.setattr(backend.session_type, "_locking", lambda *args: "SELECT NULL, 1, 1")
 
     wanted = a_claim("a")
 

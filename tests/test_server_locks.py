@@ -206,6 +206,23 @@ def test_a_primary_that_is_made_a_replica_loses_its_locks(own_locks):
         hold.release()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(connection.vendor != "mysql", reason="a standby has no session of a primary")
+def test_a_session_from_before_its_server_was_made_a_replica_takes_no_lock(own_locks):
+    hold, idle = lock("a", using="own").acquire(), lock("b", using="own").acquire()
+    idle.release()  # its session stays
+
+    def wait(name, seconds):
+        with pytest.raises(BackendError, match="read-only replica"):
+            lock(name, using="own").acquire(seconds)
+
+    with running(wait, "a", DEADLINE):
+        until(lambda: lock("a", using="own").holders()[0].waiters == 1)
+        demote(own_locks)
+        wait("b", 0)
+        hold.release()
+
+
 # A session that ends.
 
 

@@ -106,7 +106,8 @@ class NamedLockSession(MySQLLink, LockSession):
 
     def take(self, claim: Claim, wait: float) -> tuple[int | None, float] | None:
         try:
-            ((locked, fence),), began = self.wait(self._locking(claim, wait), wait + ANSWER_WAIT)
+            locking = self._locking(claim, wait)
+            ((locked, fence, writable),), began = self.wait(locking, wait + ANSWER_WAIT)
         except ServerError as error:
             if error.code in BUSY:
                 return None
@@ -117,6 +118,8 @@ class NamedLockSession(MySQLLink, LockSession):
             self.ask("SELECT RELEASE_ALL_LOCKS()")
             if self.is_mariadb or wait == 0:  # not by the limit that MySQL was given
                 raise ServerError(None, "GET_LOCK answered NULL")
+        if locked and not writable:
+            raise ServerError(None, REPLICA)
         return (fence if self.reads_clock else None, began) if locked else None
 
     def _locking(self, claim: Claim, wait: float) -> str:
@@ -126,10 +129,10 @@ class NamedLockSession(MySQLLink, LockSession):
             seconds = ceil(wait)
             if wait > 0:
                 limit = f"/*+ MAX_EXECUTION_TIME({max(1, round(wait * 1000))}) */"
-        # Columns are computed from left to right: the time is that of the lock.
+        # Columns are computed from left to right: the others are of the time of the lock.
         return (
             f"SELECT {limit} GET_LOCK('{self.prefix}{claim.key}', {seconds}) {note(claim)},"
-            f" {NOW_US}"
+            f" {NOW_US}, {WRITABLE}"
         )
 
     def question(self, claim: Claim) -> tuple[str, Values]:
