@@ -27,6 +27,7 @@ from distlock_app import (
     locked,
 )
 from distlock_app.core import entered, lease
+from distlock_app.core.acquiring import held_by_runner, release_half_taken
 from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
 from distlock_app.primitives import transactions
@@ -171,6 +172,21 @@ def test_a_lock_taken_again_is_kept_beyond_the_block_by_its_new_hold(engine):
     hold.check()
     hold.release()
     assert not held(engine)
+
+
+def test_what_an_interrupt_kept_from_its_caller_leaves_a_lock_that_waits_for_the_commit(engine):
+    lock = Lock("a")
+    with transaction.atomic():
+        with lock:
+            pass
+        before = held_by_runner(lock)
+        _kept = lock.acquire()  # as the traceback of the signal's exception keeps it
+
+        release_half_taken(lock, before)
+
+        assert not engines.free(engine)
+        _kept.release()
+    until(lambda: engines.free(engine))
 
 
 def test_after_a_rollback_the_lock_can_be_taken_again_at_once(engine):

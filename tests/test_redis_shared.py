@@ -347,14 +347,16 @@ def test_threads_share_a_lock_object_each_with_its_own_hold(name):
         assert writer.fence > other.fence
 
 
-def test_a_stable_owner_of_a_reader_is_no_writer(name):
-    reader = Lock(name, using="redis", shared=True, owner="job").acquire()
+@pytest.mark.parametrize("held", [{}, {"shared": True}, {"limit": 2}], ids=str)
+def test_a_stable_owner_holds_in_one_mode(name, held):
+    hold = Lock(name, using="redis", owner="job", **held).acquire()
 
-    with pytest.raises(LockBusy):
-        Lock(name, using="redis", owner="job").acquire(wait=0)
-    with pytest.raises(LockBusy):
-        Lock(name, using="redis", limit=2, owner="job").acquire(wait=0)
-    reader.release()
+    for other in {}, {"shared": True}, {"limit": 2}:
+        if other != held:
+            with pytest.raises(LockBusy):
+                Lock(name, using="redis", owner="job", **other).acquire(wait=0)
+    hold.check()
+    hold.release()
 
 
 @pytest.mark.parametrize("value", [None, ["1"]], ids=str)

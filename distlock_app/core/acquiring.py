@@ -208,13 +208,12 @@ class Attempt:
 
 
 def leases_of_runner(using: Any, name: str, *, shared: bool, limit: int = 1) -> list[Lease | None]:
-    """Return the leases by which the current thread or task holds the lock `name`, lost or not.
+    """Return the leases that the current thread or task has of the lock `name`, lost or not.
 
-    One for each alias, or None.
+    One for each alias, or None; also one that only waits for the end of a transaction.
     """
     key, held = names.key_of(name), identity.current_runner().held
-    leases = (held.get((registry[x].backend, key, shared, limit)) for x in aliases_of(using))
-    return [lease if lease is not None and lease.holds else None for lease in leases]
+    return [held.get((registry[x].backend, key, shared, limit)) for x in aliases_of(using)]
 
 
 def held_by_runner(lock: Any) -> list[Lease | None]:
