@@ -16,7 +16,15 @@ from contextlib import ExitStack, suppress
 import pytest
 from django.db import connection, transaction
 
-from distlock_app import BackendError, Lock, LockLost, LockTimeout, NotHeld, all_of, locked
+from distlock_app import (
+    BackendError,
+    Lock,
+    LockLost,
+    LockTimeout,
+    NotHeld,
+    all_of,
+    locked,
+)
 from distlock_app.core import entered
 from distlock_app.core.acquiring import held_by_runner, release_half_taken
 from distlock_app.core.registry import registry
@@ -256,6 +264,29 @@ def test_a_release_of_a_lost_lock_is_made_when_the_engine_is_back_and_the_loss_i
     until(lambda: told == [hold] and engines.free(engine))
 
 
+def test_a_group_raises_the_first_error_of_its_release(engine):
+    holds = all_of(Lock("a"), Lock("b"), Lock("c")).acquire()
+    errors = [BackendError("first"), BackendError("second")]
+
+    def fail():
+        if errors:
+            raise errors.pop(0)
+
+    engine.before["release"] = fail
+    with pytest.raises(BackendError, match="first"):
+        holds.release()
+    holds.release()
+
+    assert not list(engine.holders())
+
+
+def test_lost_holds_that_are_dropped_leave_nothing_with_their_thread(engine):
+    for number in range(3):
+        lose(Lock(f"a{number}").acquire())
+
+    until(lambda: gc.collect() >= 0 and not identity.current_runner().held)
+
+
 def test_a_second_interrupt_of_a_release_comes_through_and_the_lock_is_released(engine):
     interrupts = [KeyboardInterrupt(), KeyboardInterrupt()]
 
@@ -286,8 +317,10 @@ def test_a_with_ends_the_hold_of_its_own_lock_in_whatever_frames_it_ends(engine)
     stacks[other].close()
 
 
-def test_a_with_ends_the_hold_of_its_own_thread(engine):
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_a_with_ends_the_hold_of_its_own_thread(engine, several):
     permits, ours = Lock("a", limit=2), ExitStack()
+    permits = all_of(permits, Lock("b", limit=2)) if several else permits
     ours.enter_context(permits)
     with running(lambda: ExitStack().enter_context(permits)):  # of a thread that ends without it
         pass

@@ -30,7 +30,7 @@ from distlock_app.core import entered, lease
 from distlock_app.core.acquiring import held_by_runner, release_half_taken
 from distlock_app.core.releasing import releaser
 from distlock_app.core.renewal import renewer
-from distlock_app.primitives import transactions
+from distlock_app.primitives import identity, transactions
 from distlock_app.signals import lock_lost, lock_released
 from distlock_app.testing import lose
 from tests import engines
@@ -459,6 +459,42 @@ def test_a_loss_before_the_commit_is_told(engine):
         lock_lost.disconnect(listen)
 
     assert told == ["lost before the commit"]
+
+
+def test_a_loss_that_the_commit_did_not_know_of_is_told_after_it(engine):
+    told = []
+
+    def listen(name, reason, **kwargs):
+        told.append((name, reason))
+
+    lock_lost.connect(listen)
+    try:
+        with transaction.atomic():
+            with Lock("cleared before the commit") as hold:
+                pass
+            assert engine.clear(hold._lease.grant.claim.key) == 1
+        until(lambda: told)
+    finally:
+        lock_lost.disconnect(listen)
+
+    assert told == [("cleared before the commit", "it was lost before the transaction ended")]
+
+
+def test_locks_that_a_commit_released_leave_nothing_with_their_thread(engine):
+    with transaction.atomic():
+        for number in range(3):
+            with Lock(f"a{number}"):
+                pass
+
+    assert not identity.current_runner().held
+    assert not renewer.held()
+
+
+def test_a_lock_that_is_left_for_a_while_does_not_wait_for_the_commit(engine):
+    with transaction.atomic():
+        Lock("a").acquire().leave_for(0.1)
+
+        until(lambda: not list(engine.holders()))
 
 
 def test_a_loss_after_a_release_that_waits_is_not_told_to_its_callback(engine):

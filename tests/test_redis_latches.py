@@ -10,6 +10,7 @@ from time import monotonic, sleep
 
 import pytest
 from django.conf import settings
+from django.core.exceptions import SynchronousOnlyOperation
 
 from distlock_app import BackendError, Latch
 from distlock_app.backends.redis.waiting import Listener
@@ -158,6 +159,23 @@ def test_waiting_goes_on_without_any_message(name, monkeypatch):
 def test_a_count_is_a_whole_number_from_one(count):
     with pytest.raises(ValueError, match="count must be"):
         Latch("a", count, using="locmem")
+
+
+def test_who_names_no_time_waits_as_long_as_the_alias_says(settings):
+    backend = "distlock_app.backends.locmem.LocMemBackend"
+    settings.DISTLOCK = {"default": {"BACKEND": backend, "WAIT": 0.01}}
+    latch = Latch("never", 1)
+
+    assert latch.wait() is False
+    assert asyncio.run(latch.await_()) is False
+
+
+def test_waiting_does_not_block_an_event_loop():
+    async def wait():
+        with pytest.raises(SynchronousOnlyOperation, match="await_"):
+            Latch("blocks", 1, using="locmem").wait(0)
+
+    asyncio.run(wait())
 
 
 def test_a_party_is_named_by_a_text(redis_url):

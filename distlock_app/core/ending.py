@@ -207,8 +207,7 @@ class Ending(Entered):
                 releaser.lose(lease, LATE, at_release=True)
                 raise lease.lost_error() from error
             lease.release_asked |= in_time
-            lease.restore_hold()
-            self.released, self.entry = False, 0
+            lease.holds, self.released, self.entry = lease.holds + 1, False, 0
             raise
         if not (in_time or lease.release_asked):
             # It was ours all along, but the work was done without knowing that.
@@ -302,8 +301,7 @@ def release_at_end(lease: Lease, block: int) -> None:
 def drop_at_end(lease: Lease, block: int) -> None:
     """Have `lease` released after the last rollback; runs in a finalizer."""
     lease.transaction_ended(block)
-    if not lease.open_transactions:
-        releaser.release_later(lease, partial(end_claim, lease))
+    releaser.release_later(lease, partial(end_claim, lease))
 
 
 def check_at_end(lease: Lease) -> None:

@@ -245,11 +245,6 @@ class Lease:
         if not inside and not any(lease.entered_holds() for lease in [*runner.held.values()]):
             runner.call = None  # its frame may refer to the hold, which then nobody could drop
 
-    def restore_hold(self) -> None:
-        """Add back a hold whose release failed; the lease has still ended."""
-        with self.lock:
-            self.holds += 1
-
     def end_if_unused(self) -> bool:
         """End it after the last transaction; False if it was taken again or ended meanwhile.
 
