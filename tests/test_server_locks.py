@@ -152,6 +152,25 @@ def test_a_replica_grants_no_lock(own_locks):
     assert "read-only replica" in doctor.examine("own").trouble
 
 
+# Nobody else is in these clusters, of MariaDB and of MySQL.
+CLUSTER = {
+    "loose-wsrep-on": "ON",
+    "binlog-format": "ROW",
+    "plugin-load-add": "group_replication.so",
+    "loose-group-replication-start-on-boot": "OFF",
+    "loose-group-replication-single-primary-mode": "OFF",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(connection.vendor != "mysql", reason="about Galera and Group Replication")
+@pytest.mark.parametrize(("own_server", "warned"), [(CLUSTER, 1), ({}, 0)], indirect=["own_server"])
+def test_a_cluster_of_several_primaries_is_told(own_locks, warned):
+    ids = [message.id for message in registry["own"].backend.check(ask=True)]
+
+    assert ids == ["distlock_app.W032"] * warned
+
+
 @pytest.fixture
 def warned_of_several(own_locks, monkeypatch):
     """Tell whether the check warns that `own` reaches several servers behind a load balancer."""

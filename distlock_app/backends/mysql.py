@@ -40,6 +40,12 @@ WRITABLE = "CAST(@@read_only AS CHAR) IN ('0', 'OFF') AND NOT @@innodb_read_only
 # A primary may be made a replica, and keeps its sessions.
 IS_OURS = "IS_USED_LOCK(%s) = CONNECTION_ID() AND " + WRITABLE
 
+# A node of Galera; of Group Replication in that mode.
+SEVERAL_PRIMARIES = """
+    SHOW VARIABLES
+     WHERE (variable_name, value)
+        IN (('wsrep_on', 'ON'), ('group_replication_single_primary_mode', 'OFF'))"""
+
 # Not NOW(), which is the start of the statement. Zone and mode are of our own session.
 NOW_US = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', SYSDATE(6))"
 
@@ -208,10 +214,10 @@ class NamedLockBackend(SessionLocksBackend):
     session_type = NamedLockSession
 
     def look_around(self, session: LockSession) -> Iterator[checks.CheckMessage]:
-        if ("wsrep_on", "ON") in session.ask("SHOW VARIABLES LIKE 'wsrep_on'"):
+        if session.ask(SEVERAL_PRIMARIES):
             yield checks.Warning(
-                f"DISTLOCK[{self.alias!r}]: {self.using!r} is a Galera cluster, whose nodes do "
-                "not share named locks.",
+                f"DISTLOCK[{self.alias!r}]: {self.using!r} is a cluster (Galera, or Group "
+                "Replication with several primaries), whose nodes do not share named locks.",
                 hint="Let LOCATION name a database alias that always connects to the same node.",
                 id="distlock_app.W032",
             )
