@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import threading
 import time
 from threading import Event
+from weakref import ref
 
 import pytest
 
@@ -269,9 +271,31 @@ def test_a_coroutine_that_returns_ends_the_run():
     async def work():
         await asyncio.sleep(0)
 
-    Leader("a", work, using="locmem").run()
+    async def lead():
+        leader = Leader("a", work, using="locmem")
+        await leader.arun()
+        gone = ref(leader)
+        del leader
+        gc.collect()
+        assert gone() is None, "the loop goes on waking it"
+
+    asyncio.run(lead())
 
     assert not Lock("a", using="locmem").locked()
+
+
+def test_a_leader_that_lost_its_lock_leads_no_longer_before_its_work_has_noticed(engine):
+    seen = []
+
+    def work(ended):
+        lose(leader.hold)
+        seen.append(leader.is_leader)
+        leader.stop()
+
+    leader = Leader("a", work)
+    leader.run()
+
+    assert seen == [False]
 
 
 def test_a_signal_that_does_not_wake_the_loop_stops_it():
