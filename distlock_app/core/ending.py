@@ -177,7 +177,8 @@ class Ending(Entered):
                 raise NotHeld(f"the hold of {shown(self.name)!r} was already released")
             if blocks and not lease.ended:
                 release_after(lease, blocks)
-            lease.keep_until = max(lease.keep_until, self.keep_until)
+            if self.keep_until:
+                lease.keep_until = max(lease.keep_until, self.keep_until)
             last = lease.remove_hold(self)
         if last:
             # What timer.cancel() does, without its call for a lease that is on no heap yet.
@@ -191,8 +192,9 @@ class Ending(Entered):
     def _ask_release(self) -> bool:
         """Send the release; return whether the lock was ours until now."""
         lease = self._lease
-        sure = lease.lost_because is None and monotonic() < lease.trusted_until
-        in_time = sure or not lease.lost
+        in_time = True
+        if lease.lost_because is not None or monotonic() >= lease.trusted_until:
+            in_time = not lease.lost
         try:
             if lease.keep_until:
                 was_ours = end_claim(lease)
