@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
+import inspect
 import threading
 import time
 import uuid
@@ -123,8 +125,9 @@ def test_a_named_function_needs_name_since_it_could_be_what_is_decorated():
     def name_of(a):
         return a
 
-    with pytest.raises(TypeError, match="name="):
-        locked(name_of, wait=0)
+    for options in ({"wait": 0}, {"on_busy": "skip"}, {"in_transaction": True}):
+        with pytest.raises(TypeError, match="name="):
+            locked(name_of, **options)
 
 
 @pytest.mark.parametrize("decorator", [locked, locked_view, locked_command, unique_task])
@@ -158,6 +161,7 @@ def test_plain_values_are_written_as_they_are():
 
     assert NameTemplate("k:{key}").fill({"key": key}) == f"k:{key}"
     assert NameTemplate("k:{key}").fill({"key": Counter(pk=3)}) == "k:3"
+    assert NameTemplate("k:{key}").fill({"key": enum.Enum("Kind", {"A": "a"}).A}) == "k:a"
     assert NameTemplate("k:{key}").fill({"key": 1}) == NameTemplate("k:{key}").fill({"key": "1"})
 
 
@@ -348,15 +352,44 @@ def test_an_async_generator_is_locked_while_it_runs():
             yield got
         except KeyError:
             yield "caught"
+            yield held()
 
     async def main():
         running = rows()
         seen = [await anext(running), held(), await running.asend(2)]
         seen.append(await running.athrow(KeyError()))
-        await running.aclose()
+        seen += [item async for item in running]
         return [*seen, held()]
 
-    assert asyncio.run(main()) == [1, ["g"], 2, "caught", []]
+    assert asyncio.run(main()) == [1, ["g"], 2, "caught", ["g"], []]
+
+
+def test_an_async_generator_that_is_closed_early_ends_before_its_lock():
+    seen = []
+
+    @on_locmem("g")
+    async def rows():
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            seen.append(held())
+
+    @on_locmem("stubborn")
+    async def stubborn():
+        with contextlib.suppress(GeneratorExit):
+            yield 1
+        yield 2
+
+    async def close(running):
+        await anext(running)
+        await running.aclose()
+
+    asyncio.run(close(rows()))
+    assert seen == [["g"]]
+    with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
+        asyncio.run(close(stubborn()))
+    assert held() == []
 
 
 def test_a_context_manager_is_locked_from_its_start_to_its_end():
@@ -457,6 +490,10 @@ def test_busy_generators_and_coroutines_are_skipped_or_replaced():
     async def stream():
         yield 1
 
+    @on_locmem("busy", on_busy=lambda busy: [7])
+    async def replaced():
+        yield 1
+
     async def answer(busy):
         return 8
 
@@ -465,20 +502,40 @@ def test_busy_generators_and_coroutines_are_skipped_or_replaced():
         return 1
 
     async def main():
-        return await coroutine(), await asked(), [item async for item in stream()]
+        items = [item async for item in stream()], [item async for item in replaced()]
+        return await coroutine(), await asked(), *items
 
     with held_elsewhere("busy", using="locmem"):
         assert (list(none()), list(others())) == ([], [7])
-        assert asyncio.run(main()) == (None, 8, [])
+        assert asyncio.run(main()) == (None, 8, [], [7])
 
 
 def test_a_busy_lock_inside_of_the_function_is_no_reason_to_skip_it():
-    @on_locmem("mine", on_busy="skip")
-    def work():
-        Lock("busy", using="locmem", wait=0).acquire()
+    skipping = on_locmem("mine", on_busy="skip")
+    lock = Lock("busy", using="locmem", wait=0)
 
-    with held_elsewhere("busy", using="locmem"), pytest.raises(LockBusy):
-        work()
+    def generator():
+        yield lock.acquire()
+
+    async def coroutine():
+        await lock.aacquire()
+
+    async def stream():
+        yield await lock.aacquire()
+
+    async def first_item():
+        await anext(skipping(stream)())
+
+    with held_elsewhere("busy", using="locmem"):
+        for work in (
+            skipping(lambda: lock.acquire()),
+            lambda: next(skipping(generator)()),
+            lambda: asyncio.run(skipping(coroutine)()),
+            lambda: asyncio.run(first_item()),
+        ):
+            with pytest.raises(LockBusy):
+                work()
+    assert held() == []
 
 
 # Wrong uses
@@ -577,10 +634,12 @@ def test_decorating_connects_to_nothing(settings):
 
 def test_what_it_decorates_keeps_its_name_and_attributes():
     @on_locmem("a")
-    def work():
+    def work(pk):
         """Work."""
 
     assert (work.__name__, work.__doc__) == ("work", "Work.")
+    # Celery asks so what may be sent to a task.
+    assert inspect.getfullargspec(work).args == ["pk"]
 
 
 # current_hold

@@ -189,6 +189,15 @@ def test_a_user_may_be_of_any_class():
     assert post(pay_too, user=machine).content.endswith(b":user=machine 3")
 
 
+def test_no_visitor_stands_for_a_field_that_is_not_of_the_user():
+    @on_locmem("pay:{order}")
+    def pay(request, order=None):
+        pass
+
+    with pytest.raises(ValueError, match=r"\{order\}.* is None"):
+        post(pay)
+
+
 def test_a_field_that_a_known_user_lacks_is_an_error():
     @on_locmem("pay:{request.user.company_id}")
     def pay(request):
@@ -333,6 +342,8 @@ def test_the_page_does_not_repeat_a_get_that_is_locked(methods, back):
     page = browsed(pay, "http://testserver/pay/7?once=1")
     assert ("http-equiv" in page) is back
 
+    assert "http-equiv" in browsed(pay, "http://testserver/cart")
+
     page = browsed(pay, "http://testserver/pay/%EC%A3%BC%EB%AC%B8%207?once=1", path="/pay/주문 7")
     assert ("http-equiv" in page) is back
 
@@ -476,6 +487,11 @@ class MethodPay(Pay):
     pass
 
 
+@method_decorator(on_locmem(), name="dispatch")
+class UnnamedPay(Pay):
+    pass
+
+
 class OnlyPost(Pay):
     @method_decorator(on_locmem("post:{order}"))
     def post(self, request, order):
@@ -487,19 +503,18 @@ class Own(LoginRequiredMixin, Pay):
     pass
 
 
-@on_locmem("async:{order}")
-class AsyncPay(View):
-    async def get(self, request, **kwargs):
+class AsyncPlain(View):
+    async def get(self, request, order):
         return HttpResponse("read")
 
-    async def post(self, request, **kwargs):
+    async def post(self, request, order):
         await asyncio.sleep(0)
         return held()
 
 
-class AsyncPlain(View):
-    async def post(self, request, order):
-        return held()
+@on_locmem("async:{order}")
+class AsyncPay(AsyncPlain):
+    pass
 
 
 @method_decorator(on_locmem("async:{order}"), name="dispatch")
@@ -635,7 +650,8 @@ async def async_write(request):
 
 
 urlpatterns = [
-    path("pay/<order>", LockedPay.as_view()),
+    path("pay/<order>", LockedPay.as_view(), {"shop": object()}),
+    path("unnamed/<order>", UnnamedPay.as_view()),
     path("own", Own.as_view()),
     path("named/<order>", NamedPay.as_view()),
     path("method/<order>", MethodPay.as_view()),
@@ -675,9 +691,10 @@ def test_a_class_based_view_is_locked_however_it_is_decorated(client, kind):
 
 @pytest.mark.django_db
 @pytest.mark.urls("tests.test_locked_view")
-def test_a_class_is_named_by_itself_and_what_the_url_captured(client):
-    assert client.post("/pay/7").content.decode() == (
-        "tests.test_locked_view.LockedPay:order=7:address=127.0.0.1"
+@pytest.mark.parametrize(("kind", "name"), [("pay", "LockedPay"), ("unnamed", "UnnamedPay")])
+def test_a_class_is_named_by_itself_and_what_the_url_captured(client, kind, name):
+    assert client.post(f"/{kind}/7").content.decode() == (
+        f"tests.test_locked_view.{name}:order=7:address=127.0.0.1"
     )
 
 
@@ -698,9 +715,11 @@ def test_an_async_view_is_locked_in_either_kind_of_server(client, kind):
     async def main():
         answer = await AsyncClient().post(f"/{kind}/7")
         with elsewhere("async:7"):
-            return answer.content, (await AsyncClient().post(f"/{kind}/7")).status_code
+            read = await AsyncClient().get(f"/{kind}/7")
+            again = await AsyncClient().post(f"/{kind}/7")
+        return answer.content, read.status_code, again.status_code
 
-    assert asyncio.run(main()) == (b"async:7", 423)
+    assert asyncio.run(main()) == (b"async:7", 200, 423)
     assert client.post(f"/{kind}/7").content == b"async:7"
     assert holders() == []
 
@@ -762,6 +781,16 @@ def test_a_cancelled_async_view_gives_up_its_lock():
         await asyncio.wait([task])
 
     asyncio.run(main())
+    assert holders() == []
+
+
+def test_the_error_of_an_async_view_is_raised_and_its_lock_released():
+    @on_locmem("a")
+    async def pay(request):
+        raise KeyError("paid")
+
+    with pytest.raises(KeyError, match="paid"):
+        asyncio.run(pay(AsyncRequestFactory().post("/")))
     assert holders() == []
 
 
@@ -855,16 +884,34 @@ def test_each_step_of_a_stream_is_inside_its_lock():
     async def main():
         answer = await async_checking_stream(AsyncRequestFactory().post("/"))
         async with aclosing(answer.streaming_content) as parts:
-            return [part async for part in parts], await sync_to_async(answer.close)()
+            read = [part async for part in parts]
+        with pytest.raises(NotHeld):
+            assert_locked("stream", using="locmem")
+        return read, len(holders()), await sync_to_async(answer.close)()
 
     answer = post(checking_stream)
 
     assert b"".join(answer) == b"inside inside "
     with pytest.raises(NotHeld):
         assert_locked("stream", using="locmem")
+    assert holders() != []
     answer.close()
-    assert asyncio.run(main()) == ([b"inside "] * 2, None)
+    assert asyncio.run(main()) == ([b"inside "] * 2, 1, None)
     assert holders() == []
+
+
+def test_a_stream_is_not_sent_if_the_lock_was_lost_in_the_view():
+    def begin(request):
+        lose(current_hold())
+        return StreamingHttpResponse(iter([b"a"]))
+
+    async def abegin(request):
+        return begin(request)
+
+    with pytest.raises(LockLost):
+        post(on_locmem("a")(begin))
+    with pytest.raises(LockLost):
+        asyncio.run(on_locmem("a")(abegin)(AsyncRequestFactory().post("/")))
 
 
 @pytest.mark.parametrize("using", ["locmem", ("locmem", "locmem-two")])
@@ -1001,13 +1048,14 @@ def test_the_database_whose_commit_ends_the_lock_commits_last(monkeypatch):
     assert set(exempt.aliases(())) == {"default", "locks"}
 
 
-@pytest.mark.django_db(transaction=True)
-def test_a_view_may_ask_for_a_transaction_of_its_own():
-    @on_locmem("a", atomic=True)
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+@pytest.mark.parametrize(("atomic", "database"), [(True, "default"), ("locks", "locks")])
+def test_a_view_may_ask_for_a_transaction_of_its_own(atomic, database):
+    @on_locmem("a", atomic=atomic)
     def pay(request):
-        return HttpResponse(str(connection.in_atomic_block))
+        return [c.alias for c in connections.all() if c.in_atomic_block]
 
-    assert post(pay).content == b"True"
+    assert post(pay) == [database]
 
 
 def test_wrong_uses_are_refused_when_decorating():
