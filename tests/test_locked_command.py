@@ -386,16 +386,43 @@ def test_sigterm_ends_the_run_and_is_what_it_was_afterwards():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("verb", ["acquire", "release"])
+@pytest.mark.parametrize("after", [False, True])
+def test_sigterm_on_the_way_into_the_lock_or_out_of_it_leaves_it_free(monkeypatch, verb, after):
+    backend = registry["locmem"].backend
+    unpatched = getattr(backend, verb)
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        if not after:
+            signal.raise_signal(signal.SIGTERM)
+        answer = unpatched(*args)
+        if after:
+            signal.raise_signal(signal.SIGTERM)
+        return answer
+
+    monkeypatch.setattr(backend, verb, interrupted)
+    with pytest.raises(Terminated) as error:
+        call_command(command(lambda self, **options: None)())
+
+    assert error.value.code == 143
+    until(lambda: not holders("locmem"))
+
+
 def test_a_sigterm_that_the_command_swallows_still_ends_the_run():
-    def handle(self, **options):
+    def handle(self, shop, **options):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
         except SystemExit:
+            if shop == "fails":
+                raise CommandError("half of it is done", returncode=3) from None
             return "finished in order"
 
     with pytest.raises(Terminated):
         call_command(command(handle)())
+    with pytest.raises(CommandError, match="half"):
+        call_command(command(handle)(), shop="fails")
     assert holders("locmem") == []
 
 
@@ -407,13 +434,19 @@ def test_a_child_of_the_command_ends_by_sigterm_as_without_the_lock(processes):
 
 def test_handlers_of_the_project_are_left_alone():
     came = []
-    before = signal.signal(signal.SIGTERM, lambda *args: came.append(1))
+
+    def own(*args):
+        came.append(1)
+
+    before = signal.signal(signal.SIGTERM, own)
     try:
         call_command(command(lambda self, **o: os.kill(os.getpid(), signal.SIGTERM))())
-    finally:
         signal.signal(signal.SIGTERM, before)
+        call_command(command(lambda self, **o: signal.signal(signal.SIGTERM, own) and None)())
+    finally:
+        after = signal.signal(signal.SIGTERM, before)
 
-    assert came == [1]
+    assert (came, after) == ([1], own)
 
 
 def test_in_another_thread_there_is_no_handler_and_the_lock_works():

@@ -241,18 +241,16 @@ class _Termination:
     def __init__(self) -> None:
         self.shielded = False  # the lock is being released: nothing must interrupt that
         self._came = False
-        self._installed = False
 
     def __enter__(self) -> _Termination:
         if threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                self._installed = True
                 signal.signal(signal.SIGTERM, self._handle)
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *args: Any) -> None:
         # The command may have installed its own handler.
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+        if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._came and exc_type is None:
             raise Terminated(TERMINATED)
