@@ -20,8 +20,7 @@ def kept_while_streaming(response: Any, hold: Any) -> bool:
     keeper = _Keeper(hold)
     response._resource_closers.append(keeper.close)
     hold.enter(inside=False)
-    if getattr(response, "file_to_stream", None) is None:  # the server may send a file by itself
-        response._iterator = _Body(response._iterator, keeper)
+    response._iterator = _Body(response._iterator, keeper)
     return True
 
 
