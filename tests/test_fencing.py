@@ -37,7 +37,7 @@ from distlock_app.core.registry import registry
 from tests.app.guarded_models import ColdShelf, ColdVault, Shelf, Vault
 from tests.engines import renewed
 from tests.processes import Processes
-from tests.test_optimistic import elsewhere, repeatable_read, use_base_manager
+from tests.test_optimistic import ReadsFromAReplica, elsewhere, repeatable_read, use_base_manager
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -327,12 +327,52 @@ def test_other_ways_to_write_many_rows(shelf: Shelf) -> None:
         fenced.bulk_create([shelf], None, False, True, ["stock"], ["id"])
     assert row(shelf) == (5, NEW)
 
-    assert fenced.bulk_create([Shelf()])[0].fence == OLD
+    assert [made.fence for made in fenced.bulk_create(Shelf() for _ in range(1))] == [OLD]
     assert fenced.get_or_create(name="other")[0].fence == OLD
     assert Shelf.objects.fenced(NEW).bulk_update([shelf], ["stock"]) == 1
     assert row(shelf) == (6, NEW)
     assert Shelf.objects.fenced(NEW).all().delete()[0] == 3
     assert Shelf.objects.update_or_create(name="unfenced")[0].fence == 0
+
+
+def test_writes_without_a_fence_leave_that_of_the_row(shelf: Shelf) -> None:
+    assert Shelf.objects.update(stock=6) == 1
+    assert row(shelf) == (6, NEW)
+    assert Shelf.objects.bulk_create([Shelf()])[0].fence == 0
+    assert shelf.delete()[0] == 1
+
+    vault = Vault.objects.fenced(NEW).create(stock=5)
+    Vault.objects.retrying(vault.pk, lambda obj: setattr(obj, "stock", 6))
+    assert row(vault) == (6, NEW)
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+@pytest.mark.parametrize("cold", [False, True], ids=["one table", "two tables"])
+def test_a_fence_is_compared_where_the_row_is_written(settings: Any, cold: bool) -> None:
+    model = ColdShelf if cold else Shelf
+    model.objects.fenced(NEW).create(stock=5)
+    settings.DATABASE_ROUTERS = [ReadsFromAReplica()]
+
+    for write in (
+        lambda: model.objects.fenced(OLD).update(stock=6),
+        lambda: model.objects.fenced(OLD).all().delete(),
+    ):
+        with pytest.raises(StaleFenceError):
+            write()
+    assert model.objects.fenced(NEW).update(stock=7) == 1
+    assert [row.stock for row in model.objects.using("default")] == [7]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "locks"])
+def test_a_row_of_another_database_is_guarded_there() -> None:
+    shelf, vault = Shelf(), Vault()
+    for obj in shelf, vault:
+        obj.save(using="locks", fence=NEW)
+
+        for write in obj.save, obj.delete:
+            with pytest.raises(StaleFenceError):
+                write(fence=OLD)
+        assert obj.delete(fence=NEW)[0] == 1
 
 
 def test_a_queryset_asks_its_hold_before_each_write(shelf: Shelf) -> None:
@@ -381,8 +421,8 @@ def test_querysets_of_different_holds_are_not_combined(
     with pytest.raises(StaleFenceError):
         (combined(old, old) | old.filter(pk=shelf.pk)).update(stock=6)
     assert row(shelf) == (5, NEW)
-    combined(unfenced, plain)
-    combined(plain, unfenced)
+    for rows in (unfenced, plain), (plain, unfenced):
+        assert combined(*rows).count() == combined(plain, plain).count()
 
 
 def test_a_part_of_fenced_rows_is_not_combined(shelf: Shelf) -> None:
