@@ -266,6 +266,19 @@ def test_the_version_of_somebody_else_is_refused(ann: Client, bob: Client, offer
     assert bob.post(url(offer), {**data, "name": "Black tea"}).status_code == 409
 
 
+def test_the_version_of_somebody_elses_inline_is_refused(
+    ann: Client, bob: Client, offer: Offer
+) -> None:
+    Extra.objects.create(offer=offer, name="bag")
+    address, version = url(offer, "offerwithinlines"), f"extra_set-0-{VERSION}"
+    of_ann, of_bob = fields(ann.get(address)), fields(bob.get(address))
+    of_bob["extra_set-0-name"] = "sack"
+
+    assert bob.post(address, {**of_bob, version: of_ann[version]}).status_code == 200
+    assert Extra.objects.get().name == "bag"
+    assert bob.post(address, of_bob).status_code == 302
+
+
 def test_what_was_typed_for_a_deleted_object_is_shown(
     ann: Client, offer: Offer, monkeypatch: Any
 ) -> None:
@@ -332,7 +345,7 @@ def test_the_version_of_any_name_and_kind_is_in_the_page(ann: Client) -> None:
     assert ann.post("/admin/testapp/article/add/", {"text": "new"}).status_code == 302
 
 
-def test_who_may_only_look_gets_no_version(offer: Offer) -> None:
+def test_who_may_only_look_gets_no_version_also_not_to_delete(offer: Offer) -> None:
     user = User.objects.create_user("eve", is_staff=True)
     kind = ContentType.objects.get_for_model(Offer)
     user.user_permissions.add(Permission.objects.get(codename="view_offer", content_type=kind))
@@ -343,6 +356,8 @@ def test_who_may_only_look_gets_no_version(offer: Offer) -> None:
 
     assert response.status_code == 200
     assert VERSION not in response.content.decode()
+    for method in client.get, client.post:
+        assert method(f"/admin/testapp/offer/{offer.pk}/delete/?{VERSION}=0").status_code == 403
 
 
 def test_inlines_are_guarded_row_by_row(ann: Client, bob: Client, offer: Offer) -> None:
