@@ -140,6 +140,10 @@ def test_add_and_set_of_a_related_manager_move_the_version_in_memory(account: Ac
     account.children.add(stale)
     with pytest.raises(StaleObjectError):
         stale.save()
+    account.children.add(new := Account(), bulk=False)
+    assert (new.parent, new.version) == (account, version_of(new))
+    with pytest.raises(TypeError, match="instance expected"):
+        account.children.add("first")  # type: ignore[arg-type]
     with pytest.raises(Undone), transaction.atomic():
         with pytest.raises(ValueError, match="saved"):
             account.children.add(Account())
@@ -454,6 +458,9 @@ def test_a_copy_to_another_database_is_new_there(account: Account) -> None:
 
     assert Account.objects.using("locks").get().balance == 100
     assert account.version == Account.objects.using("locks").get().version
+    account.delete(using="default")
+    assert not Account.objects.using("default").exists()
+    assert Account.objects.using("locks").exists()
 
 
 def test_an_object_read_from_a_replica_is_guarded(account: Account, settings: Any) -> None:

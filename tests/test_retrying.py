@@ -601,6 +601,24 @@ def test_the_async_twins_retry_too(account: Account) -> None:
     assert Account.objects.get().balance == 123
 
 
+def test_the_pauses_of_a_task_grow_too(monkeypatch: Any) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    @retry_on_conflict(attempts=4, pause=100, max_pause=300)
+    async def fail() -> None:
+        raise StaleObjectError
+
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    with pytest.raises(RetriesExhausted):
+        asyncio.run(fail())
+
+    assert pauses == [100, 200, 300]
+
+
 def test_a_pausing_task_occupies_no_thread(account: Account) -> None:
     async def run() -> float:
         started = time.monotonic()

@@ -167,7 +167,7 @@ def test_a_new_object_needs_no_version() -> None:
 
 def test_the_second_is_told_what_the_first_changed(offer: Offer) -> None:
     data = sent(opened(offer), name="Black tea")
-    changed(offer, name="White tea", price=Decimal("12"))
+    changed(offer, name="White tea", price=Decimal("12"), active=False)
 
     form = answered(offer, data)
 
@@ -176,6 +176,7 @@ def test_the_second_is_told_what_the_first_changed(offer: Offer) -> None:
     assert [(c.name, c.old, c.theirs, c.yours) for c in form.conflict.changes] == [
         ("name", "Green tea", "White tea", "Black tea"),
         ("price", "10.50", "12.00", None),
+        ("active", "yes", "no", None),
     ]
     assert form.has_error(NON_FIELD_ERRORS, "conflict")
     assert "White tea" in form.non_field_errors()[0]
