@@ -421,8 +421,10 @@ def test_a_task_that_will_not_run_gives_up_its_lock(worker, how):
     assert ran.empty()
 
 
-@pytest.mark.parametrize(("task", "left"), [(index, 0), (bill, 30)])
-def test_a_task_that_is_terminated_before_it_begins_does_not_keep_its_lock(task, left):
+@pytest.mark.parametrize(
+    ("task", "terminated", "kept"), [(index, True, 0), (bill, False, 0), (bill, True, 1)]
+)
+def test_a_task_that_is_revoked_keeps_its_lock_only_while_it_may_still_run(task, terminated, kept):
     task.delay(1)
     name = f"{task.name.rpartition('.')[2]}:1"
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
@@ -431,16 +433,20 @@ def test_a_task_that_is_terminated_before_it_begins_does_not_keep_its_lock(task,
     assert expires_in(name) > 30
 
     # What the main process of a worker with child processes sends.
+    signum = 15 if terminated else None
     request = Context(message.headers)
-    task_revoked.send(sender=task, request=request, terminated=True, signum=15, expired=False)
+    task_revoked.send(
+        sender=task, request=request, terminated=terminated, signum=signum, expired=False
+    )
 
-    assert sum(holding.expires_in for holding in Lock(name).holders()) <= left
+    assert [holding.expires_in <= 30 for holding in Lock(name).holders()] == [True] * kept
 
 
 @pytest.mark.django_db(transaction=True)
 def test_a_task_is_enqueued_after_the_commit():
-    with transaction.atomic(), pytest.raises(LockError, match="after the commit"):
-        index.delay(1)
+    for options in {}, {"task_id": "of-the-caller"}:
+        with transaction.atomic(), pytest.raises(LockError, match="after the commit"):
+            index.apply_async((1,), **options)
 
     with transaction.atomic():
         transaction.on_commit(lambda: index.delay(1))
