@@ -601,22 +601,27 @@ def test_the_async_twins_retry_too(account: Account) -> None:
     assert Account.objects.get().balance == 123
 
 
-def test_the_pauses_of_a_task_grow_too(monkeypatch: Any) -> None:
+def test_the_pauses_of_a_decorated_function_grow_too(monkeypatch: Any) -> None:
     pauses: list[float] = []
+    again = retry_on_conflict(attempts=4, pause=100, max_pause=300)
 
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    @retry_on_conflict(attempts=4, pause=100, max_pause=300)
-    async def fail() -> None:
+    def fail() -> None:
         raise StaleObjectError
 
-    monkeypatch.setattr("random.uniform", lambda low, high: high)
-    monkeypatch.setattr(asyncio, "sleep", pause)
-    with pytest.raises(RetriesExhausted):
-        asyncio.run(fail())
+    async def afail() -> None:
+        fail()
 
-    assert pauses == [100, 200, 300]
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    for call in again(fail), async_to_sync(again(afail)):
+        with pytest.raises(RetriesExhausted):
+            call()
+
+    assert pauses == [100, 200, 300] * 2
 
 
 def test_a_pausing_task_occupies_no_thread(account: Account) -> None:

@@ -598,6 +598,8 @@ def test_times_in_arrays_and_ranges_count_as_they_are_shown() -> None:
     assert key_of(ends, span) != key_of(DateTimeTZRange(None, start), span)
     empty, unlimited = DateTimeTZRange(empty=True), DateTimeTZRange(None, None, "()")
     assert key_of(empty, span) != key_of(unlimited, span)
+    spans = [DateTimeTZRange(start, start, bounds) for bounds in ("[]", "[)", "(]", "()")]
+    assert len({key_of(one, span) for one in spans}) == 4
 
 
 def test_a_time_as_the_version_is_carried_to_its_microsecond() -> None:
