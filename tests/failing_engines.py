@@ -62,13 +62,16 @@ class TiringBackend(LocMemBackend):
         raise BackendError("no route to db7")
 
 
-class StubbornBackend(LocMemBackend):
-    """Goes down between the look at a lock and its clearing or extending."""
+class StubbornBackend(LocMemBackend, Purgeable):
+    """Goes down between the look at a lock, or at what is left over, and what is done then."""
 
-    def clear(self, key, if_version=None, ttl=0.0):
+    def clear(self, *args, **options):
         raise BackendError("no route to db7") from OSError("postgresql://me:hunter2@db7/shop")
 
-    prolong = clear
+    prolong = clear_expired = purge = clear
+
+    def left_over(self, older_than):
+        return 3, 4
 
 
 class UnlistedBackend(LocMemBackend):

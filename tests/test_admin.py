@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -34,13 +35,13 @@ from distlock_app.claims import Grant, Holding
 from distlock_app.core.registry import registry
 from distlock_app.health import health
 from distlock_app.models import DistLock
-from distlock_app.operations import reading
-from distlock_app.operations.holdings import state_of
+from distlock_app.operations import holdings, reading
+from distlock_app.operations.holdings import since, state_of
 from distlock_app.primitives import identity, names
 from distlock_app.primitives.names import key_of
 from distlock_app.signals import lock_cleared
 from distlock_app.testing.claims import a_claim
-from tests.failing_engines import CrowdedBackend, HangingBackend
+from tests.failing_engines import CrowdedBackend, HangingBackend, HoardingBackend
 
 LIST = "/admin/distlock_app/livelock/"
 CLEAR = f"{LIST}clear/"
@@ -138,6 +139,38 @@ def test_the_list_says_who_has_a_lock_in_full_and_leaves_the_rest_to_its_page(vi
         assert who in html and "permit" in html and f"{HOST}:<wbr>{os.getpid()}" in html
     assert "MainThread" not in row and "MainThread" in page
     assert f">{grant.fence}<" not in row and str(grant.fence) in page
+
+
+def test_a_row_says_the_kind_the_times_and_the_waiters_and_the_page_of_the_lock_the_rest(
+    viewer, monkeypatch
+):
+    old = Holding(
+        name="old", key=key_of("old"), alias="default", version="1", kind="shared", fence=4711,
+        held_for=3725.0, expires_in=25.0, waiters=3, holder={"thread": "worker-9"},
+    )  # fmt: skip
+    new = replace(old, name="new", key=key_of("new"), kind="exclusive", waiters=0, held_for=7.0)
+    every = {
+        held.key: replace(held, holder={**held.holder, "renew": held is old}) for held in (old, new)
+    }
+    monkeypatch.setattr(
+        LocMemBackend,
+        "holders",
+        lambda self, key=None: [
+            held for held in every.values() if self.alias == "default" and key in (None, held.key)
+        ],
+    )
+
+    rows = re.findall(r"<tr>.*?</tr>", html_of(viewer.get(LIST)), re.S)
+    [of_old], [of_new] = ([row for row in rows if f">{name}</a>" in row] for name in ("old", "new"))
+    page = html_of(viewer.get(change_url(id_of("default", old.key, "1"))))
+
+    assert "CONTENDED</span> shared" in of_old and "exclusive" not in of_new
+    assert 'data-dl-since="3725.000">1:02:05<' in of_old and ">0:07<" in of_new
+    assert 'field-waiters">3<' in of_old
+    assert 'data-dl-over="renewed or over"' in of_old and "not renewed" not in of_old
+    assert 'data-dl-over="over"' in of_new and "not renewed" in of_new
+    for fact in ("worker-9", "4711", since(old)[:-4]):
+        assert f'readonly">{fact}' in page
 
 
 def test_the_list_leads_with_what_others_wait_for_and_then_with_what_is_held_longest(
@@ -254,7 +287,7 @@ def ended():
         (17, {"pid": os.getpid()}, "expiring"),
         (17, {"machine": "00000000"}, "expiring"),  # its process ids are others
         (17, {"machine": ""}, "expiring"),
-        *((17, {"pid": pid}, "expiring") for pid in (None, "7", 0, -1, 1.5, 10**30)),
+        *((17, {"pid": pid}, "expiring") for pid in (None, "7", 0, -1, -(10**8), 1.5, 10**30)),
     ],
 )
 def test_a_lock_is_orphaned_if_its_process_has_certainly_ended(ended, left, changes, state):
@@ -264,6 +297,18 @@ def test_a_lock_is_orphaned_if_its_process_has_certainly_ended(ended, left, chan
     )  # fmt: skip
 
     assert state_of(holding) == state
+
+
+def test_processes_of_machines_that_have_no_id_are_not_taken_for_those_of_this_one(
+    ended, monkeypatch
+):
+    monkeypatch.setattr(holdings, "machine", lambda: "")
+    holder = {**ended, "machine": ""}
+    holding = Holding(
+        name="a", key="0", alias="default", version="1", expires_in=17, held_for=300, holder=holder
+    )
+
+    assert state_of(holding) == "expiring"
 
 
 def claim_of_a_waiter(lock):
@@ -345,13 +390,16 @@ def test_every_column_can_be_sorted_both_ways(viewer):
 def test_a_look_that_is_cut_short_shows_no_less_than_was_read_before(viewer, monkeypatch):
     for n in range(5):
         taken(f"a{n}")
+    assert "too many locks to sort" not in html_of(viewer.get(LIST))
     monkeypatch.setattr(admin_pages, "MOST_SORTED", 3)
     monkeypatch.setattr(admin_pages, "LOOKED_FOR", 0)
 
-    response = viewer.get(LIST, {"q": "a"})
+    response, every = viewer.get(LIST, {"q": "a"}), viewer.get(LIST)
 
     assert len(response.context["cl"].result_list) == 3
     assert "list comes from 3 of them" in " ".join(html_of(response).split())
+    assert "too many locks to sort" not in html_of(response)
+    assert "too many locks to sort" in html_of(every) and "list comes from" not in html_of(every)
 
 
 @pytest.mark.once
@@ -722,6 +770,7 @@ def test_the_confirmation_names_the_holder(clearer):
 
     assert "alice /pay/7" in html
     assert f"{identity.holder_fields(identity.holder_text())['pid']}" in html
+    assert "errorlist" not in html  # nothing was asked of the reason yet
 
 
 def test_force_release_frees_the_lock_moves_the_fence_on_and_is_written_down(clearer):
@@ -752,15 +801,18 @@ def test_a_lock_that_changed_hands_meanwhile_is_left_alone(clearer):
     assert not LogEntry.objects.exists()
 
 
-def test_a_lock_that_changes_hands_in_the_last_moment_is_left_alone(clearer, monkeypatch):
-    """Between the look that the request itself takes and the clearing."""
+@pytest.mark.parametrize("action", ["clear", "extend"])
+def test_a_lock_that_changes_hands_in_the_last_moment_is_left_alone(browse, monkeypatch, action):
+    """Between the look that the request itself takes and what it does."""
+    client = browse("view_livelock", f"{action}_lock")
     with Lock("a"):
         old = row_id("a")
         answers = [reading.read_all(registry)]
     really = reading.read
     monkeypatch.setattr(rows, "read", lambda *a, **k: answers.pop() if answers else really(*a, **k))
-    with identity.activity("bob /b"), Lock("a") as hold:
-        response = post(clearer, old)
+    with identity.activity("bob /b"), Lock("a", ttl=25) as hold:
+        response = post(client, old) if action == "clear" else extended(client, old)
+        assert left("a") <= 25
         hold.extend()
 
     assert "changed hands" in said(response) and "bob /b" in said(response)
@@ -807,15 +859,22 @@ def test_several_locks_are_released_after_one_confirmation(clearer):
 def test_a_selected_lock_that_changed_hands_is_not_even_confirmed(clearer):
     with Lock("a"):
         old = row_id("a")
-    with Lock("a"), Lock("b"):
-        response = clearer.post(
-            LIST,
-            {"action": "force_release", "_selected_action": [old, row_id("b")], "index": 0},
-        )
+    taken("a"), taken("b")
+    both = [old, row_id("b")]
 
-    html = response.content.decode()
-    assert "changed hands" in html
-    assert len(re.findall(r'name="lock" value=', html)) == 1
+    def select(*ids):
+        return clearer.post(LIST, {"action": "force_release", "_selected_action": ids, "index": 0})
+
+    htmls = html_of(select(*both)), html_of(clearer.get(CLEAR, {"lock": both}))
+    alone = select(old)
+    done = post(clearer, *both)
+
+    for html in htmls:
+        assert "changed hands" in html
+        assert len(re.findall(r'name="lock" value=', html)) == 1
+    assert alone.status_code == 302 and alone.url.startswith(LIST)
+    assert "changed hands" in said(done) and "“b” was released" in said(done)
+    assert [Lock(name).locked() for name in "ab"] == [True, False]
 
 
 @pytest.mark.once
@@ -967,6 +1026,32 @@ def test_an_engine_that_fails_at_the_extending_is_named_without_its_secrets(exte
     assert "“stubborn”: cannot be used" in said(response)
     assert "hunter2" not in response.content.decode()
     assert not LogEntry.objects.exists()
+
+
+@pytest.mark.parametrize("action", ["clear-expired", "purge"])
+def test_an_engine_that_fails_at_the_clearing_up_is_named_without_its_secrets(
+    clearer, aliases, action
+):
+    aliases("stubborn", "tests.failing_engines.StubbornBackend")
+
+    form = {"alias": "stubborn", "action": action, "days": 7}
+    response = clearer.post(LEFTOVER, form, follow=True)
+
+    assert said(response) == "“stubborn”: cannot be used (OSError)."
+    assert "hunter2" not in html_of(response)
+    assert not LogEntry.objects.exists()
+
+
+def test_what_is_too_much_to_count_can_be_cleared_up_all_the_same(clearer, aliases, monkeypatch):
+    aliases("hoard", "tests.failing_engines.HoardingBackend")
+    counted = threading.Event()
+    monkeypatch.setattr(HoardingBackend, "left_over", lambda *_: counted.wait(30) and (7, 0))
+
+    html = html_of(clearer.get(LEFTOVER))
+    counted.set()
+
+    assert html.count("no answer within 2 s") == 2
+    assert 'value="clear-expired"' in html and 'value="purge"' in html
 
 
 def test_without_a_lock_table_there_is_nothing_to_clear_up(clearer):
@@ -1183,6 +1268,7 @@ class TestLockTable:
         )
 
         assert viewer.get(LEFTOVER).status_code == viewer.post(LEFTOVER, purge).status_code == 403
+        assert LEFTOVER not in html_of(viewer.get(LIST))
         assert forger.post(LEFTOVER, purge).status_code == 403
         assert forger.get(LEFTOVER, purge).status_code == 200
         for wrong in ({"days": 0}, {"alias": "second"}, {"alias": ""}, {"action": "drop"}):
@@ -1202,7 +1288,20 @@ class TestLockTable:
 
         for html in htmls:
             assert "alice /pay/7" in html and "icon-yes" in html
+            assert f"{HOST}:{os.getpid()}:MainThread" in html
             assert token not in html
+
+    def test_a_row_that_says_nothing_of_its_holder_is_shown(self, browse):
+        client = browse("view_distlock")
+        DistLock.objects.using("locks").create(
+            key=key_of("a"), name="a", expiry="2001-01-01T00:00Z"
+        )
+
+        listed = html_of(client.get(ROWS))
+        row = client.get(f"{ROWS}{key_of('a')}/change/")
+
+        assert listed.count(">—<") == 3 and "icon-no" in listed
+        assert row.status_code == 200
 
     def test_a_row_of_readers_is_held_and_by_the_last_without_the_owners(self, browse):
         client = browse("view_distlock", "view_livelock")
