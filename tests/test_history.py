@@ -25,6 +25,7 @@ from django.utils.html import escape
 
 from distlock_app import Lock, LockBusy, LockLost, signals
 from distlock_app.admin import past as past_events
+from distlock_app.admin.chart import BAR, BARS
 from distlock_app.admin.rows import id_of
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_servers
@@ -105,21 +106,29 @@ def test_every_event_is_written_with_its_seconds(kept):
         Lock("d").clear(if_version=str(hold.fence), user="ann", reason="hangs")
         hold.check()
 
-    until(lambda: sorted(n for e, n in events() if e == "lost") == ["c", "d"])
+    taken = Lock("e").acquire()
+    Lock("e").clear()
+    with pytest.raises(LockLost):
+        taken.release()
+
+    until(lambda: sorted(n for e, n in events() if e == "lost") == ["c", "d", "e"])
     told = events()
     for name, said in {
         "told": ["acquired", "released"],
         "c": ["acquired", "lost"],
         "d": ["acquired", "cleared", "lost"],
+        "e": ["acquired", "cleared", "lost"],
     }.items():
         assert [event for event, of in told if of == name] == said
     released = LockEvent.objects.get(name="told", event="released")
     assert released.seconds >= 0.02 and released.fence == fence
     assert "alice /pay" in LockEvent.objects.get(name="told", event="acquired").detail
     assert LockEvent.objects.get(event="busy").seconds >= 0.05
-    assert LockEvent.objects.get(event="cleared").detail == "ann: hangs"
-    cleared = LockEvent.objects.get(event="cleared").fence
-    assert cleared == LockEvent.objects.get(name="d", event="acquired").fence
+    assert LockEvent.objects.get(name="c", event="lost").detail
+    cleared = {e.name: e for e in LockEvent.objects.filter(event="cleared")}
+    assert (cleared["d"].detail, cleared["e"].detail) == ("ann: hangs", "")
+    assert cleared["d"].fence == LockEvent.objects.get(name="d", event="acquired").fence
+    assert cleared["e"].fence is None  # any holder was meant
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "tab\there"])
@@ -240,16 +249,19 @@ def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, cap
     def down(*args, **kwargs):
         raise OSError("no route to the database")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(LockEvent.objects.all()), "bulk_create", down)
-        with Lock("a") as hold:
-            hold.check()
-        assert events() == []
-    with Lock("b"):
-        pass
+    for outage in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(LockEvent.objects.all()), "bulk_create", down)
+            for _ in range(2):
+                before = events()
+                with Lock("a") as hold:
+                    hold.check()
+                assert events() == before
+        with Lock("b"):
+            pass
 
-    assert events() == [("acquired", "b"), ("released", "b")]
-    assert "could not be written" in caplog.text
+        assert events() == [("acquired", "b"), ("released", "b")] * outage
+        assert caplog.messages.count("lock events could not be written") == outage
 
 
 class NoHistory:
@@ -429,12 +441,62 @@ def test_what_happened_leads_to_the_list_and_to_what_people_did(page):
     assert "Change history: a" in page(link).content.decode()
 
 
-def happened(event, ago, *, fence=None, seconds=None):
+def happened(event, ago, *, fence=None, seconds=None, detail=""):
     """Tell of an event of the lock "a", so many seconds ago."""
     return LockEvent.objects.create(
         at=timezone.now() - timedelta(seconds=ago), alias="default", key=key_of("a"), name="a",
-        event=event, seconds=seconds, fence=fence,
+        event=event, seconds=seconds, fence=fence, detail=detail,
     )  # fmt: skip
+
+
+def test_each_event_says_how_long_it_took_and_by_whom_in_plain_text(page):
+    holder = '{"host": "web1", "who": "alice <b>"}'
+    happened("busy", 50, seconds=2.5, detail=holder)
+    happened("acquired", 40, fence=1, seconds=1.5, detail=holder)
+    happened("cleared", 30, fence=1, detail="ann: <b>hangs</b>")
+    happened("lost", 20, fence=1, seconds=20, detail="renewal failed")
+
+    response = page(EVENTS, lock=id_of("default", key_of("a")))
+
+    who = "web1 – alice <b>"
+    assert [
+        (line.event, line.waited, line.held, line.detail) for line in response.context["past"].lines
+    ] == [
+        ("lost", None, 20, "renewal failed"),
+        ("cleared", None, None, "ann: <b>hangs</b>"),
+        ("acquired", 1.5, None, who),
+        ("busy", 2.5, None, who),
+    ]
+    assert [(n, most) for _, n, _, most in response.context["past"].sums] == [
+        (1, 1.5),
+        (1, 2.5),
+        (1, 20),
+    ]
+    assert escape(who) in response.content.decode()
+    assert "<b>hangs" not in response.content.decode()
+
+
+def test_the_chart_tells_who_waits_from_who_holds_also_of_the_hold_of_now(kept):
+    happened("released", 70, fence=1, seconds=20)
+    happened("acquired", 60, fence=2, seconds=30)
+    holding = Holding(
+        name="a", key=key_of("a"), alias="default", version="2", fence=2, held_for=60.0, holder={}
+    )
+
+    chart = past_events.past_of("default", key_of("a"), [holding]).chart
+    waiting, holding = ([left // BAR for left, *_ in panel.bars] for panel in chart.panels)
+
+    assert (chart.end - chart.begin).total_seconds() == pytest.approx(90, abs=5)
+    assert [panel.top for panel in chart.panels] == pytest.approx([1, 1], abs=0.01)
+    assert waiting[0] == 0 and 18 <= waiting[-1] <= 21
+    assert holding[0] == 0 and holding[-1] == BARS - 1
+    assert not {15, 16, 17} & {*holding}
+
+
+def test_what_took_no_time_has_no_chart(kept):
+    happened("acquired", 60, fence=2, seconds=0)
+
+    assert past_events.past_of("default", key_of("a"), []).chart is None
 
 
 def test_a_hold_that_was_cleared_ends_there_in_the_chart(kept):
