@@ -166,6 +166,10 @@ def test_a_table_fits_the_terminal_and_its_columns_stand_below_each_other(
     assert max(map(columns, lines)) <= 90 and any("…" in line for line in lines)
     state = columns(lines[0][: lines[0].index("STATE")])
     assert [columns(line[: line.index(" held ") + 1]) for line in lines[1:]] == [state, state]
+    monkeypatch.setenv("COLUMNS", "40")
+    head, *narrow = say(capsys, "list")[1].splitlines()
+    assert max(map(columns, [head, *narrow])) <= 40
+    assert head.index("STATE") == 14  # no column is cut to less than twelve
 
 
 def columns(text):
@@ -199,7 +203,10 @@ def test_show_is_a_card_with_the_commands_that_are_of_use_now(memory, capsys):
     card = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if line[0] != " ")
     host = identity.holder_fields(grant.claim.holder)["host"]
     assert code == 0
+    assert (card["name"], card["alias"]) == ("pay:7 #1", "second")
     assert card["state"] == "contended" and card["waiters"] == "1"
+    assert re.fullmatch(r"0:[23]\d", card["time left"])
+    assert re.fullmatch(r"0:\d\d", card["held for"])
     assert (card["who"], card["host"]) == ("alice /pay/7", host)
     assert (card["process"], card["thread"]) == (str(os.getpid()), "MainThread")
     assert datetime.fromisoformat(card["since"]).tzinfo is None
@@ -209,6 +216,37 @@ def test_show_is_a_card_with_the_commands_that_are_of_use_now(memory, capsys):
     words = shlex.split(card["take it away"])
     assert words[:3] == ["python", "manage.py", "distlock"]
     assert say(capsys, *words[3:], "--yes")[:2] == (0, "1 cleared\n")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "tab\there"])
+def test_show_gives_no_command_for_a_name_that_is_shown_otherwise(memory, capsys, name):
+    taken(name)
+
+    code, out, _ = say(capsys, "show", name)
+
+    assert code == 0 and "look at it" in out
+    assert "take it away" not in out  # it would be another lock
+
+
+def test_a_list_says_how_long_a_lock_lasts_by_itself(memory, capsys, monkeypatch):
+    taken("renewed")
+    taken("bound")
+    held = LocMemBackend.holders
+    monkeypatch.setattr(
+        LocMemBackend,
+        "holders",
+        lambda self, key=None: [
+            replace(h, expires_in=None) if h.name == "bound" else h for h in held(self, key)
+        ],
+    )
+
+    with Lock("fixed", ttl=25, renew=False):
+        lines = {line.split()[0]: line for line in say(capsys, "list")[1].splitlines()}
+
+    assert re.search(r" 0:2\d fixed +default$", lines["fixed"])
+    assert re.search(r" 0:[23]\d +default$", lines["renewed"])
+    assert re.search(r" session +default$", lines["bound"])
+    assert all(re.search(r" held +0:\d\d ", lines[name]) for name in ("fixed", "renewed", "bound"))
 
 
 def test_a_name_that_looks_like_an_option_comes_after_two_dashes(memory, capsys):
@@ -339,6 +377,21 @@ def test_list_keeps_what_it_has_read_if_the_rest_does_not_come(memory, capsys, m
     assert code == 0
     assert "tiring: the first 2 of 3 locks" in err
     assert len(out.splitlines()) == 3
+
+
+def test_list_reads_on_if_more_is_held_than_one_question_tells(memory, capsys, monkeypatch):
+    monkeypatch.setattr(reading, "MOST", 2)
+    taken("nightly", "second")
+    for number in range(5):
+        taken(f"order:{number}")
+
+    code, out, err = say(capsys, "list", "--sort", "name")
+    monkeypatch.setattr(reading, "READ_FOR", 0)
+    cut = say(capsys, "list")
+
+    names = ["nightly", *(f"order:{number}" for number in range(5))]
+    assert (code, first_words(out), err) == (0, names, "")
+    assert len(first_words(cut[1])) == 3 and cut[2] == "default: the first 2 locks\n"
 
 
 def test_an_engine_that_breaks_is_logged_and_one_that_is_down_is_not(memory, capsys, caplog):
@@ -1235,13 +1288,15 @@ def test_the_doctor_leaves_no_more_than_one_row_in_a_lock_table(settings, capsys
 
 def test_the_doctor_says_what_is_wrong_and_goes_on(memory, capsys):
     memory("down", "tests.failing_engines.DownBackend")
+    memory("broken", "tests.failing_engines.BrokenBackend")
     memory("typo", "distlock_app.backends.redis.RedisBakend")
 
     code, out, _ = say(capsys, "doctor")
 
     assert code == 69
     assert "default: LocMemBackend works" in out
-    assert re.search(r"^down: DownBackend: .+", out, re.M)
+    assert "\ndown: DownBackend: no route to db7\n" in out
+    assert "\nbroken: BrokenBackend: ZeroDivisionError: division by zero\n" in out
     assert re.search(r"^typo: not usable: .*RedisBakend.*cannot be imported", out, re.M)
 
 
