@@ -171,6 +171,15 @@ def test_an_engine_that_raises_for_a_batch_is_retried(engine, monkeypatch):
     hold.release()
 
 
+def test_an_engine_that_raises_for_one_claim_of_a_batch_extends_the_others(engine):
+    grants = [engine.acquire(a_claim(name), 0) for name in "ab"]
+    engine.fail("extend", times=1)
+
+    failed, extended = engine.extend_many([(grant, 30) for grant in grants])
+
+    assert isinstance(failed, BackendError) and extended is True
+
+
 def test_a_loss_is_told_once_and_before_the_lease_can_have_ended(engine, heard):
     engine.fail("extend")
     began = time.monotonic()

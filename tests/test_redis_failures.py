@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from distlock_app.backends import connecting
+from distlock_app.backends.redis import pool as redis_pool
 from distlock_app.claims import Grant
 from distlock_app.errors import BackendError
 from distlock_app.primitives.timing import monotonic
@@ -273,7 +274,12 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(proxy, own_redis)
     backend.ping()
 
 
-def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch):
+@pytest.mark.parametrize(
+    ("limit", "value", "kept"), [("IDLE_SECONDS", 0.0, 1), ("KEEP_IDLE", 3, 3)]
+)
+def test_connections_of_a_burst_are_closed_with_a_later_request(
+    own, monkeypatch, limit, value, kept
+):
     backend, server = own
     clients = len(server.client_list())
     backend._pool._idle.sweep_at = float("inf")
@@ -283,12 +289,14 @@ def test_connections_of_a_burst_are_closed_with_a_later_request(own, monkeypatch
 
     backend.ping()
     before = len(server.client_list())
-    monkeypatch.setattr(connecting, "IDLE_SECONDS", 0.0)
-    backend._pool._idle.sweep_at = 0.0
+    monkeypatch.setattr(connecting, limit, value)
+    monkeypatch.setattr(redis_pool, limit, value, raising=False)  # it has its own `Idle.keep()`
+    if limit == "IDLE_SECONDS":  # too many are closed at once, the others from time to time
+        backend._pool._idle.sweep_at = 0.0
     backend.ping()
 
     assert before == clients + 9
-    until(lambda: len(server.client_list()) == clients + 1)
+    until(lambda: len(server.client_list()) == clients + kept)
 
 
 def test_a_database_that_the_server_refuses_is_no_server_that_cannot_be_reached(own_redis):
