@@ -160,6 +160,8 @@ def test_what_a_backend_that_is_down_refused_or_let_pass_is_counted(settings, pr
 
 @pytest.mark.django_db
 def test_conflicts_are_counted_by_model(engine, prometheus):
+    reader = InMemoryMetricReader()
+    metrics.use_opentelemetry(meter_provider=MeterProvider(metric_readers=[reader]))
     account = Account.objects.create(balance=1)
     attempts = []
 
@@ -173,6 +175,8 @@ def test_conflicts_are_counted_by_model(engine, prometheus):
 
     conflicts = "distlock_version_conflicts_total"
     assert prometheus(conflicts, model=Account._meta.label) == len(attempts) - 1 == 1
+    [point] = points(reader)["distlock.version_conflicts"]
+    assert (point.value, point.attributes) == (1, {"distlock.model": Account._meta.label})
 
 
 def points(reader):
