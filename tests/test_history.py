@@ -493,10 +493,13 @@ def test_the_chart_tells_who_waits_from_who_holds_also_of_the_hold_of_now(kept):
     assert not {15, 16, 17} & {*holding}
 
 
-def test_what_took_no_time_has_no_chart(kept):
-    happened("acquired", 60, fence=2, seconds=0)
+@pytest.mark.parametrize(("seconds", "bars"), [(0, None), (1e-9, [0, 0])])
+def test_what_took_no_time_has_no_bars(kept, seconds, bars):
+    happened("acquired", 60, fence=2, seconds=seconds)
 
-    assert past_events.past_of("default", key_of("a"), []).chart is None
+    chart = past_events.past_of("default", key_of("a"), []).chart
+
+    assert (chart and [len(panel.bars) for panel in chart.panels]) == bars
 
 
 def test_a_hold_that_was_cleared_ends_there_in_the_chart(kept):
