@@ -1042,6 +1042,7 @@ def test_an_engine_that_fails_at_the_clearing_up_is_named_without_its_secrets(
     assert not LogEntry.objects.exists()
 
 
+@pytest.mark.once
 def test_what_is_too_much_to_count_can_be_cleared_up_all_the_same(clearer, aliases, monkeypatch):
     aliases("hoard", "tests.failing_engines.HoardingBackend")
     counted = threading.Event()
