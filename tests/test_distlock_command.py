@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import os
@@ -38,6 +39,7 @@ from distlock_app.signals import lock_cleared
 from tests import nursery
 from tests.conftest import missing
 from tests.engines import running, until
+from tests.failing_engines import CrowdedBackend, HangingBackend
 from tests.launching import launch, mortal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +130,8 @@ def test_list_leads_with_what_others_wait_for_and_then_with_what_is_held_longest
 
     assert first_words(say(capsys, "list")[1]) == ["wanted", "old", "new"]
     assert first_words(say(capsys, "list", "--sort", "name")[1]) == ["new", "old", "wanted"]
+    assert first_words(say(capsys, "list", "--held-for", "60")[1]) == ["old"]
+    assert first_words(say(capsys, "stuck")[1]) == ["wanted", "old"]
     assert [lock["name"] for lock in listed(capsys)["locks"]] == ["wanted", "old", "new"]
 
 
@@ -366,6 +370,23 @@ def test_list_tells_which_engine_is_down_and_shows_the_rest(memory, capsys):
     assert out.splitlines()[1].startswith("a")
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("engine", "how"), [(HangingBackend, "is down"), (CrowdedBackend, "is slow")]
+)
+def test_list_tells_an_engine_that_is_silent_from_one_that_is_slow(memory, capsys, engine, how):
+    memory("far", f"tests.failing_engines.{engine.__name__}")
+    taken("a")
+    engine.answers.clear()
+    try:
+        code, out, err = say(capsys, "list")
+    finally:
+        engine.answers.set()
+
+    assert (code, first_words(out)) == (69, ["a"])
+    assert err == f"far {how}: no answer within 2 s\n"
+
+
 def test_list_keeps_what_it_has_read_if_the_rest_does_not_come(memory, capsys, monkeypatch):
     monkeypatch.setattr(reading, "MOST", 2)
     memory("tiring", "tests.failing_engines.TiringBackend")
@@ -506,6 +527,8 @@ def test_clear_says_that_one_of_its_aliases_was_down(memory, capsys):
 
     assert (code, out) == (69, "1 cleared\n")
     assert "broken is down" in err
+    taken("a")
+    assert say(capsys, "clear", "a", "--yes")[:2] == (0, "1 cleared\n")  # no alias was asked for
 
 
 def test_show_names_a_holder_although_another_engine_is_down(memory, capsys):
@@ -558,7 +581,36 @@ def test_clear_frees_the_lock_with_a_greater_fence_and_says_who_did_it(memory, c
     assert (code, out) == (0, "1 cleared\n")
     assert taken("a").fence > before.fence
     assert heard[0]["reason"] == "host is gone"
-    assert heard[0]["user"].endswith("(command line)")
+    assert heard[0]["user"] == f"{getpass.getuser()} (command line)"
+
+
+@pytest.mark.parametrize("error", [KeyError("uid not found: 4711"), OSError("No username set")])
+def test_a_user_without_a_name_may_clear(memory, capsys, caplog, monkeypatch, error):
+    """As of a container that runs with any number."""
+
+    def unknown():
+        raise error
+
+    taken("a")
+    monkeypatch.setattr(getpass, "getuser", unknown)
+
+    assert say(capsys, "clear", "a", "--yes")[:2] == (0, "1 cleared\n")
+    assert "cleared by unknown (command line)" in caplog.text
+
+
+@pytest.mark.parametrize("action", [["show", "a"], ["clear", "a", "--yes"]], ids=lambda a: a[0])
+def test_programs_get_the_holders_that_are_shown_or_cleared_as_json(memory, capsys, action):
+    grant = taken("a")
+
+    code, out, err = say(capsys, *action, "--json")
+    say(capsys, "clear", "a", "--yes")
+    free = say(capsys, *action, "--json")
+
+    assert (code, err) == (0, "")
+    assert [(lock["name"], lock["fence"]) for lock in json.loads(out)["locks"]] == [
+        ("a", grant.fence)
+    ]
+    assert (free[0], json.loads(free[1])) == (1, {"locks": []})
 
 
 def test_clear_spares_a_holder_who_was_not_meant(memory, capsys):
@@ -669,6 +721,17 @@ def test_a_program_has_to_be_named(memory):
     failure = ends_with("run", "a", "--", "--")
 
     assert (failure.returncode, str(failure)) == (2, "name the program to run after --")
+
+
+@pytest.mark.parametrize("args", [["clear", "a", "--yes"], ["purge"]], ids=lambda args: args[0])
+def test_an_engine_that_fails_in_the_middle_of_an_action_ends_it_with_69(memory, args):
+    memory("stubborn", "tests.failing_engines.StubbornBackend")
+    taken("a", "stubborn")
+
+    end = ends_with(*args, "--using", "stubborn")
+
+    assert (end.returncode, str(end)) == (69, "no route to db7")
+    assert Lock("a", using="stubborn").locked()
 
 
 def test_purge_says_how_many_rows_went(memory, capsys):
@@ -1219,6 +1282,14 @@ def test_run_of_what_cannot_run_ends_as_a_shell_does(memory, capsys, program, co
     assert ended == code
     assert f"\n{program}: " in err
     assert not is_held("a")
+
+
+@pytest.mark.parametrize(("args", "wait"), [([], 0), (["--wait", "0"], 60)])
+def test_run_waits_as_its_alias_does_unless_it_is_told_how_long(memory, args, wait):
+    memory("other", "distlock_app.backends.locmem.LocMemBackend", WAIT=wait)
+    taken("a", "other")
+
+    assert ends_with("run", "a", "--using", "other", *args, "--", "true").returncode == 75
 
 
 def test_run_says_that_an_engine_in_memory_excludes_nobody(memory, capfd):
