@@ -209,6 +209,7 @@ class Ending(Entered):
                 releaser.lose(lease, LATE, at_release=True)
                 raise lease.lost_error() from error
             lease.release_asked |= in_time
+            # It may be released again: undo remove_hold(), but the lease has ended.
             lease.holds, self.released, self.entry = lease.holds + 1, False, 0
             raise
         if not (in_time or lease.release_asked):

@@ -91,6 +91,7 @@ def begun_under_lock(
         hold.release()  # at the end of the transaction, but not in a TestCase
         fence = hold.fence or 0
     if transactions.is_open(connection):
+        # A rollback to a savepoint unlocks the row, but ends no lock in memory.
         forget, in_table = partial(held.pop, locked, None), isinstance(backend, InTransaction)
         transactions.call_at_end(connection, committed=forget, dropped=forget, savepoints=in_table)
     held[locked] = fence, transactions.entries(connection)[-len(blocks)]

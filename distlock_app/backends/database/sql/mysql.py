@@ -192,7 +192,7 @@ class MySQL(Dialect):
             return False
         number, _, _, logs_rows = cursor.fetchone()
         # A proxy in between has numbers of its own, and may lend the session to others. A replica
-        # that repeats statements is always granted the queue lock, and then the row.
+        # that repeats statements (see LOGGED) is always granted the queue lock, and then the row.
         return bool(logs_rows and number == wrapper.connection.thread_id())
 
     def queue_of(self, key: str) -> str:
