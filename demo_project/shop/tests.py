@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from io import StringIO
 from typing import Any
@@ -14,6 +13,7 @@ from django.db import connections
 from django.test import Client, TestCase, TransactionTestCase
 
 from distlock_app import Lock, NotHeld
+from distlock_app.signals import lock_acquired
 
 from . import trade
 from .models import Order, Payment, Product
@@ -82,7 +82,7 @@ class Crowds(TransactionTestCase):
         self.assertEqual((Order.objects.count(), self.stock()), (3, 0))
 
     def test_without_the_lock_more_is_sold_than_there_is(self) -> None:
-        crowd = [visitor(think=0.3) for _ in range(8)]
+        crowd = [visitor(think=1) for _ in range(8)]
 
         at_once(*(self.buy(client, form_on(client, self.product), "buy-naive") for client in crowd))
 
@@ -100,7 +100,7 @@ class Crowds(TransactionTestCase):
         self.assertContains(client.get(answers[0].url), told)
 
     def test_without_the_lock_it_is_two_orders_and_the_page_says_so(self) -> None:
-        client = visitor(think=0.3)
+        client = visitor(think=1)
         form = form_on(client, self.product)
 
         answers = at_once(*[self.buy(client, form, "buy-naive")] * 2)
@@ -120,7 +120,7 @@ class Crowds(TransactionTestCase):
     def test_without_the_lock_they_take_it_again(self) -> None:
         client = visitor()
         order = ordered(client, self.product)
-        client.post("/pace/", {"seconds": 0.3})
+        client.post("/pace/", {"seconds": 1})
 
         at_once(*[lambda: client.post(f"/orders/{order.pk}/pay-naive/")] * 4)
 
@@ -141,17 +141,17 @@ class Crowds(TransactionTestCase):
         self.assertContains(busy, f"3; url={page}", status_code=423)
 
     def test_who_loses_the_lock_meanwhile_is_told_so(self) -> None:
-        client = visitor(think=1)
+        client = visitor()
+        form = form_on(client, self.product)
         lock = Lock(f"product:{self.product.pk}")
 
-        def take_it_away() -> None:
-            give_up = time.monotonic() + DEADLINE
-            while not lock.clear(reason="test") and time.monotonic() < give_up:
-                time.sleep(0.02)
+        def take_it_away(**_: Any) -> None:
+            lock.clear(reason="test")
 
-        form = form_on(client, self.product)
+        lock_acquired.connect(take_it_away)
+        self.addCleanup(lock_acquired.disconnect, take_it_away)
         with self.assertLogs("distlock_app", "WARNING"):
-            answer, _ = at_once(self.buy(client, form), take_it_away)
+            answer = self.buy(client, form)()
 
         self.assertContains(answer, "Somebody took the lock away", status_code=503)
 
