@@ -221,48 +221,49 @@ def uncontended(groups: dict[str, Any]) -> str:
     return text
 
 
+COSTS = [
+    "hand-over, µs",
+    "requests",
+    "max/min",
+    "longest wait, ms",
+    "client CPU, µs",
+    "all CPU, µs",
+]
+
+
+def _costs(cell: dict[str, float]) -> list[str]:
+    return [
+        *(f"{cell['hand_over_us']:.0f}", f"{cell['requests']:.1f}", f"{cell['spread']:.2f}"),
+        *(f"{cell['longest_ms']:.0f}", f"{cell['cpu_us']:.0f}", f"{cell['all_cpu_us']:.0f}"),
+    ]
+
+
 def contended(groups: dict[str, Any]) -> str:
     """Return one table: the rate with any number of processes, the rest with the most."""
     counts = [str(count) for count in _counts(groups)]
     most = counts[-1] if counts else ""
-    head = ["Acquisitions/s by processes", "", *counts, f"with {most}: hand-over, µs", "requests"]
-    head += ["max/min", "longest wait, ms", "client CPU, µs", "all CPU, µs"]
     rows = []
     for name, found in groups.items():
         for title, row in _measured(found).items():
             if cell := row.get(most):
-                rates = (row[count]["rate"] if count in row else 0 for count in counts)
-                rows.append(
-                    [
-                        *(GROUPS[name].title, title, *(f"{rate:.0f}" for rate in rates)),
-                        *(f"{cell['hand_over_us']:.0f}", f"{cell['requests']:.1f}"),
-                        *(f"{cell['spread']:.2f}", f"{cell['longest_ms']:.0f}"),
-                        *(f"{cell['cpu_us']:.0f}", f"{cell['all_cpu_us']:.0f}"),
-                    ]
-                )
-    return _table(head, rows, 2)
+                rates = [f"{row[n]['rate'] if n in row else 0:.0f}" for n in counts]
+                rows.append([GROUPS[name].title, title, *rates, *_costs(cell)])
+    costs = [f"with {most}: {COSTS[0]}", *COSTS[1:]]
+    return _table(["Acquisitions/s by processes", "", *counts, *costs], rows, 2)
 
 
 def contended_by_count(groups: dict[str, Any]) -> str:
-    head = ["", "", "acquisitions/s", "of raw", "hand-over, µs", "requests", "max/min"]
-    head += ["longest wait, ms", "client CPU, µs", "all CPU, µs"]
-    counts = _counts(groups)
     text = ""
-    for count in map(str, counts):
+    for count in map(str, _counts(groups)):
         rows = []
         for name, found in groups.items():
             cells = {t: row[count] for t, row in _measured(found).items() if count in row}
             raw = next((cell["rate"] for t, cell in cells.items() if t.startswith("raw")), None)
             for title, cell in cells.items():
-                rows.append(
-                    [
-                        *(GROUPS[name].title, title, f"{cell['rate']:.0f}"),
-                        f"{cell['rate'] / raw:.2f}" if raw else "",
-                        *(f"{cell['hand_over_us']:.0f}", f"{cell['requests']:.1f}"),
-                        *(f"{cell['spread']:.2f}", f"{cell['longest_ms']:.0f}"),
-                        *(f"{cell['cpu_us']:.0f}", f"{cell['all_cpu_us']:.0f}"),
-                    ]
-                )
+                of_raw = f"{cell['rate'] / raw:.2f}" if raw else ""
+                rate = f"{cell['rate']:.0f}"
+                rows.append([GROUPS[name].title, title, rate, of_raw, *_costs(cell)])
+        head = ["", "", "acquisitions/s", "of raw", *COSTS]
         text += f"{count} processes:\n\n{_table(head, rows, 2)}\n"
     return text
 
