@@ -122,8 +122,6 @@ def failures(results: Results) -> list[str]:
             for title, row in found.items():
                 if isinstance(row, dict) and "error" in row:
                     lines.append(f"{part}, {group}, {title}: {row['error']}")
-                elif part == "contended" and any(x["overlaps"] for x in row.values()):
-                    lines.append(f"{part}, {group}, {title}: held by two at a time")
     return lines
 
 

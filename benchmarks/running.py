@@ -29,6 +29,8 @@ OF_ONE_THREAD = {"uncontended", "held", "saving"}
 # Processes for each measurement of these parts, spread over the run. Their medians count: where a
 # process lies in memory, and how the kernel lets it alternate with its server, stays as it began.
 TURNS = {"uncontended": 3, "threads": 3, "saving": 3}
+# As many for the locks of these servers, which wait for a disk, fast or slow from second to second.
+TURNS |= {"zookeeper": 3, "etcd": 3}
 COUNTS = [2, 8, 32]
 THREADS = [1, 8, 64]
 SPARE = "spare"  # one more Redis
@@ -52,7 +54,7 @@ def jobs(*, quick: bool) -> Iterator[Job]:
     """Yield all measurements, or those of a quick round, in the order in which they are made."""
     work = list(_jobs(quick))
     for turn in range(1 if quick else max(TURNS.values())):
-        yield from (job for job in work if turn < TURNS.get(job.part, 1))
+        yield from (job for job in work if turn < TURNS.get(job.part, TURNS.get(job.of, 1)))
 
 
 def _jobs(quick: bool) -> Iterator[Job]:

@@ -29,7 +29,7 @@ def test_a_quick_round_measures_every_part(tmp_path):
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     assert figures["uncontended"]["redis"]["distlock_app"]["us"] > 0
-    assert figures["contended"]["redis"]["distlock_app"]["2"]["overlaps"] == 0
+    assert figures["contended"]["redis"]["distlock_app"]["2"]["rate"] > 0
     assert figures["threads"]["redis"]["distlock_app"]["2"] > 0
     assert figures["held"]["redis"]["bytes"] > 0
     assert figures["renewal"]["redis"]["lost"] == 0
@@ -88,6 +88,19 @@ def test_the_page_shows_the_targets_that_were_missed(monkeypatch):
     assert text.startswith("1 of 2 were reached")
     assert "| it | ≤ 10 µs | 20 µs | **no** |  |" in text
     assert "≤ 30" not in text
+
+
+def test_a_lock_that_two_held_at_a_time_has_no_figures():
+    from benchmarks.contended import _judged
+
+    ours, theirs = [0.1, 0.2, 0.4], [0.3, 0.5, 0.6]  # asked, got, free
+
+    def judged(*turns: list[float]) -> dict[str, float]:
+        return _judged([{"turns": [turn], "cpu": 0.1} for turn in turns], 4, 0.0, 1.0)
+
+    assert judged(ours, theirs)["rate"] == pytest.approx(2 / 0.8)
+    with pytest.raises(RuntimeError, match="held by two at a time"):
+        judged(ours, [0.3, 0.35, 0.6])
 
 
 def test_of_several_turns_the_median_counts_and_an_error_is_not_lost():
