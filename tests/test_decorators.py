@@ -596,6 +596,18 @@ def test_what_runs_later_cannot_be_atomic():
             on_locmem("a", atomic=True)(function)
 
 
+def test_an_answer_that_nobody_would_await_is_refused():
+    async def answer(busy):
+        return 8
+
+    def generator():
+        yield
+
+    for function in (lambda: 1, generator):
+        with pytest.raises(TypeError, match="answer is awaited by coroutine functions only"):
+            on_locmem("a", on_busy=answer)(function)
+
+
 def test_a_plain_function_whose_work_comes_later_is_refused():
     async def coroutine():
         pass

@@ -576,11 +576,16 @@ def test_it_goes_above_the_decorator_of_the_queue():
             unique_task(function)
 
 
+async def no_plain_function(busy, *args):
+    """Is awaited by nobody who enqueues a task."""
+
+
 @pytest.mark.parametrize(
     "option, error",
     [
         ({"until": "end"}, "until must be"),
-        ({"on_duplicate": "skip"}, "on_duplicate must be"),
+        ({"on_duplicate": "skip"}, "on_duplicate: 'drop'"),
+        ({"on_duplicate": no_plain_function}, "a plain function, not <function no_plain"),
         ({"ttl": 0}, "ttl must be"),
         ({"using": "absent"}, "no alias 'absent'"),
         ({"name": repr}, "not both"),

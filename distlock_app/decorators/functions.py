@@ -95,6 +95,8 @@ def locked(
                 f"locked({option}=) on {path_of(function)}: only a plain function can run inside a "
                 "transaction"
             )
+        if is_async(on_busy) and kind is not _coroutine:
+            raise TypeError(f"on_busy={path_of(on_busy)} is awaited by coroutine functions only")
         signature = signature_of(function)
         name_of = name_of_calls(named, path_of(function), signature)
         kind_of_lock = transaction_under_lock if in_transaction else Lock

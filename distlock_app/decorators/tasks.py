@@ -22,6 +22,7 @@ from ..core.lock import Lock
 from ..core.registry import aliases_of, registry
 from ..errors import BackendError, LockBusy, LockError, LockLost, NotHeld
 from ..primitives import transactions
+from ..primitives.calls import is_async
 from ..primitives.logs import fields as log_fields
 from ..primitives.logs import logger
 from ..primitives.names import shown
@@ -63,18 +64,19 @@ def unique_task(
 
     Enqueuing takes the lock, and the message carries it. The worker releases it before it calls
     the function (`until="start"`), or when that has ended, even by an error ("success"): a retry
-    keeps it. `on_duplicate` is "drop" (enqueuing returns None), "raise" (LockBusy), or a function
-    that receives the LockBusy and the task's arguments and returns the result. `ttl`: seconds for
-    which the lock waits for a worker, from when the task is due; then it is renewed, with the TTL
-    of its alias. `name=` is a function of the arguments that returns the name; without it and the
-    template, the name is the task's.
+    keeps it. `on_duplicate` is "drop" (enqueuing returns None), "raise" (LockBusy), or a plain
+    function that receives the LockBusy and the task's arguments and returns the result. `ttl`:
+    seconds for which the lock waits for a worker, from when the task is due; then it is renewed,
+    with the TTL of its alias. `name=` is a function of the arguments that returns the name; without
+    it and the template, the name is the task's.
 
     Enqueuing raises LockError inside `atomic()`, and BackendError if the backend is down.
     """
     if until not in ("start", "success"):
         raise ValueError(f"until must be 'start' or 'success', not {until!r}")
-    if on_duplicate not in ("drop", "raise") and not callable(on_duplicate):
-        raise ValueError(f"on_duplicate must be 'drop', 'raise' or a function: {on_duplicate!r}")
+    # A coroutine function is awaited by nobody who enqueues.
+    if is_async(on_duplicate) or not (callable(on_duplicate) or on_duplicate in ("drop", "raise")):
+        raise ValueError(f"on_duplicate: 'drop', 'raise' or a plain function, not {on_duplicate!r}")
     check_lock_options({"using": using})
     # Of what Celery makes later, nothing but the type may be looked at.
     bare = not issubclass(type(template), (str, FunctionType, NoneType))
@@ -162,8 +164,7 @@ class Unique:
             except BackendError as error:
                 hold = Lock._not_resumed(text, error)
         except LockBusy as busy:
-            answer = answer_busy(self.on_duplicate, busy, *call)
-            return await answer if inspect.isawaitable(answer) else answer
+            return answer_busy(self.on_duplicate, busy, *call)
         async with hold:
             if self.until_start:
                 await hold.aleave(None)
