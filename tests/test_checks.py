@@ -222,7 +222,7 @@ def test_only_the_databases_that_were_named_are_asked(settings):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "distlock_app.backends.database.people.check_table",
+            "distlock_app.backends.database.inspection.check_table",
             lambda alias, sessions: asked.append(sessions.using) or [],
         )
         check_servers(databases=["default"])

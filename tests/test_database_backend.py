@@ -13,7 +13,7 @@ from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.utils import timezone
 
-from distlock_app.backends.database import DatabaseBackend, members, people
+from distlock_app.backends.database import DatabaseBackend, inspection, members
 from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.database.extending import BATCH
 from distlock_app.claims import Busy, Grant
@@ -39,7 +39,7 @@ def rows():
 @pytest.fixture
 def one_part(monkeypatch):
     """Clear up by one statement instead of 256, where it does not matter how keys begin."""
-    monkeypatch.setattr(people, "PARTS", [""])
+    monkeypatch.setattr(inspection, "PARTS", [""])
 
 
 def test_a_lock_is_granted_to_one_and_others_are_told_how_long_it_may_take(backend):
@@ -225,7 +225,7 @@ def test_clearing_what_expired_ends_it_for_its_holder_and_spares_what_is_held(ba
 
 def test_what_expired_is_cleared_and_purged_however_its_key_begins(backend, monkeypatch, request):
     if "generic" in request.node.name:  # it takes any part alike: these are fewer statements
-        monkeypatch.setattr(people, "PARTS", list("0123456789abcdef"))
+        monkeypatch.setattr(inspection, "PARTS", list("0123456789abcdef"))
     DistLock.objects.using("locks").bulk_create(
         DistLock(key=f"{number:02x}" * 20, owner="dead", expiry=timezone.now() - timedelta(days=1))
         for number in range(256)
@@ -284,7 +284,7 @@ def test_holders_are_read_page_by_page(backend, monkeypatch):
     keys = {grab(backend, f"n{number}").claim.key for number in range(5)}
     dialect = backend._sessions.dialect
     monkeypatch.setattr(dialect, "holders", partial(dialect.holders, count=2))
-    monkeypatch.setattr(people, "PAGE", 2)
+    monkeypatch.setattr(inspection, "PAGE", 2)
 
     assert sorted(shown.key for shown in backend.holders()) == sorted(keys)
 

@@ -14,7 +14,7 @@ from django.db import connection, connections, transaction
 from django.utils import timezone
 
 from distlock_app import Latch, Lock, LockBusy, lock_in_transaction
-from distlock_app.backends.database import DatabaseBackend, members, people
+from distlock_app.backends.database import DatabaseBackend, inspection, members
 from distlock_app.backends.database.connections import Contended
 from distlock_app.claims import Grant
 from distlock_app.models import DistLock
@@ -412,7 +412,7 @@ def test_no_list_shows_a_token(backend):
 
 
 def test_clearing_up_knows_the_rows_of_readers_and_latches(backend, monkeypatch):
-    monkeypatch.setattr(people, "PARTS", [""])  # one statement instead of 256
+    monkeypatch.setattr(inspection, "PARTS", [""])  # one statement instead of 256
     take(backend, ttl=0.1, **READER)
     backend.count_down(a_claim("b", ttl=3600, latch=True, limit=2))
     until(lambda: backend.left_over(3600) == (1, 0))

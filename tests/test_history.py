@@ -30,7 +30,7 @@ from distlock_app.admin.rows import id_of
 from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.checks import check_servers
 from distlock_app.claims import Holding
-from distlock_app.core import people
+from distlock_app.core import operators
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser
 from distlock_app.models import LiveLock, LockEvent
@@ -135,7 +135,7 @@ def test_every_event_is_written_with_its_seconds(kept):
 def test_a_clear_is_told_of_its_lock_whatever_name_was_shown(kept, name):
     with pytest.raises(LockLost), Lock(name) as hold:
         [held] = Lock(name).holders()
-        people.clear("default", held.key, names.shown(held.name), held.version, "ann", "hangs")
+        operators.clear("default", held.key, names.shown(held.name), held.version, "ann", "hangs")
         hold.check()
 
     def told():

@@ -22,7 +22,7 @@ from django.urls import reverse
 
 from distlock_app import Lock
 from distlock_app.admin.rows import id_of, parts_of
-from distlock_app.backends.base import FOR_PEOPLE, BaseLockBackend
+from distlock_app.backends.base import KEYED_METHODS, BaseLockBackend
 from distlock_app.core.registry import registry
 from distlock_app.primitives.names import is_key, key_of
 from distlock_app.testing import held_elsewhere
@@ -224,7 +224,7 @@ def test_no_verb_of_an_engine_takes_anything_but_a_key(bystander, enemy):
     kind = type(backend)
 
     # What an engine leaves to the base class asks nobody.
-    for verb in (v for v in FOR_PEOPLE if getattr(kind, v) is not getattr(BaseLockBackend, v)):
+    for verb in (v for v in KEYED_METHODS if getattr(kind, v) is not getattr(BaseLockBackend, v)):
         for no_key in NO_KEYS:
             with pytest.raises(ValueError, match="not the key of a lock"):
                 getattr(backend, verb)(no_key, *more.get(verb, ()))

@@ -16,7 +16,7 @@ from django.views.debug import ExceptionReporter
 
 import distlock_app
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
-from distlock_app.core import acquiring, people
+from distlock_app.core import acquiring, operators
 from distlock_app.core.registry import registry
 from distlock_app.primitives import identity
 from distlock_app.testing import held_elsewhere, lose
@@ -117,7 +117,7 @@ def test_an_extension_says_by_whom_and_for_how_long(engine, log):
     with held_elsewhere("extend", ttl=20):
         [holding] = Lock("extend").holders()
         for version, user in ("gone", "bob"), (holding.version, "ann"):
-            people.prolong(replace(holding, version=version), 600, user)
+            operators.prolong(replace(holding, version=version), 600, user)
 
     [record] = log.of("prolonged")
     assert (record["lock_key"], record["lock_user"]) == (holding.key, "ann")

@@ -15,7 +15,7 @@ from django.db import connection, transaction
 
 from distlock_app import BackendError, Lock, LockBusy, LockError, LockTimeout, all_of
 from distlock_app.backends.redis import RedisBackend
-from distlock_app.backends.redis.people import part_of
+from distlock_app.backends.redis.inspection import part_of
 from distlock_app.core.groups import Holds
 from distlock_app.core.registry import registry
 from distlock_app.core.releasing import releaser

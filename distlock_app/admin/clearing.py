@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..backends.base import Purgeable
 from ..claims import Holding
-from ..core import people
+from ..core import operators
 from ..core.limits import MAX_TTL
 from ..core.registry import registry
 from ..errors import BackendError
@@ -133,7 +133,7 @@ def clear(row: LiveLock, user: str, reason: str) -> str:
     """Take the lock from the holder in `row`; return the problem, or an empty text."""
     held = row.holding
     try:
-        if people.clear(held.alias, held.key, row.name, held.version, user, reason):
+        if operators.clear(held.alias, held.key, row.name, held.version, user, reason):
             return ""
     except BackendError as error:
         text = gettext("“%(name)s” may still be held: “%(alias)s” %(reason)s.")
@@ -147,7 +147,7 @@ def extend(row: LiveLock, seconds: float, user: str) -> str:
     if not may_extend(row):
         return gettext("Locks of “%(alias)s” cannot be extended here.") % {"alias": held.alias}
     try:
-        if people.prolong(held, seconds, user):
+        if operators.prolong(held, seconds, user):
             return ""
     except BackendError as error:
         return _problem(held.alias, worded(error))

@@ -22,7 +22,7 @@ from ..primitives.logs import fields, logger
 from ..primitives.names import checked_key
 
 # Methods for the admin and the command, which identify a lock by its key.
-FOR_PEOPLE = ("holders", "queue", "clear", "prolong", "counted")
+KEYED_METHODS = ("holders", "queue", "clear", "prolong", "counted")
 
 Item = TypeVar("Item")
 
@@ -61,9 +61,9 @@ class BaseLockBackend(ABC):
     pushes = False  # a waiter's claim.wake is called when its turn comes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the methods FOR_PEOPLE reject a malformed key: it may come from a URL."""
+        """Let the KEYED_METHODS reject a malformed key: it may come from a URL."""
         super().__init_subclass__(**kwargs)
-        for verb in FOR_PEOPLE:
+        for verb in KEYED_METHODS:
             if verb in vars(cls):
                 setattr(cls, verb, _for_keys(vars(cls)[verb]))
 

@@ -25,7 +25,7 @@ from .handover import unpacked
 from .hold import Hold
 from .limits import LONG_TTL, UNSET, check_max_hold, checked_ttl, checked_wait
 from .offloading import in_thread
-from .people import clear
+from .operators import clear
 from .registry import aliases_of, registry
 from .releasing import releaser
 from .waiting import acquired, arun

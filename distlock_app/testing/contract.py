@@ -11,7 +11,7 @@ from ..claims import Busy, Grant
 from ..primitives.timing import monotonic
 from .claims import Waiter, a_claim
 from .faults import FaultContract
-from .people import PeopleContract
+from .inspection import InspectionContract
 from .processes import ProcessContract
 from .sharing import SharingContract
 from .suite import FLAGS, ROUNDING, lacking
@@ -30,7 +30,7 @@ NASTY_NAMES = [
 ]
 
 
-class LockBackendContract(SharingContract, FaultContract, ProcessContract, PeopleContract):
+class LockBackendContract(SharingContract, FaultContract, ProcessContract, InspectionContract):
     """The promises of a backend: subclass it, name an alias of DISTLOCK, run it with pytest.
 
         class TestMyBackend(LockBackendContract):

@@ -17,10 +17,10 @@ from .checks import refuse_wrong_options
 from .connections import QUEUE, RECENT, Contended, QueuedConnection, Session, Sessions
 from .extending import Extending
 from .in_transaction import InCallersTransaction
-from .people import ForPeople
+from .inspection import Inspection
 
 
-class DatabaseBackend(InCallersTransaction, ForPeople, Extending):
+class DatabaseBackend(InCallersTransaction, Inspection, Extending):
     """LOCATION is an alias of DATABASES; requests use the backend's own connections.
 
     Never the caller's: its transaction would hide the lock from others until the commit, take it

@@ -17,12 +17,12 @@ from ..connecting import check_security, tls_context
 from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
 from .epoch import Epoch
 from .gateway import NOT_FOUND, Doubt, Gateway, Refused, decoded, encoded
+from .inspection import Inspection
 from .leases import Lease, Leases
-from .people import ForPeople
 from .watch import Watch
 
 
-class EtcdBackend(ForPeople):
+class EtcdBackend(Inspection):
     """Leases in etcd. LOCATION is a URL, several with commas between, or a list of them.
 
     A claim is a key with a lease. The oldest key of a lock holds it, and each other key waits for

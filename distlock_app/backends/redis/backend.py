@@ -21,7 +21,7 @@ from ..base import GuardedWrites, batches, check_seconds
 from .alias import where
 from .checks import check_server, check_sharing, refuse_wrong_prefix
 from .cluster import Cluster
-from .people import BATCH, ForPeople, about, milliseconds, part_of
+from .inspection import BATCH, Inspection, about, milliseconds, part_of
 from .pool import Pool, Servers
 from .scripts import (
     ACQUIRE,
@@ -43,7 +43,7 @@ from .scripts import (
 from .waiting import Listener
 
 
-class RedisBackend(ForPeople, GuardedWrites):
+class RedisBackend(Inspection, GuardedWrites):
     """Leases in Redis. LOCATION is an alias of CACHES; only its server and options are used."""
 
     fences = True

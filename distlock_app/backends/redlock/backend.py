@@ -15,13 +15,13 @@ from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import batches, result_of
 from ..redis.checks import refuse_wrong_prefix
-from ..redis.people import about, milliseconds
+from ..redis.inspection import about, milliseconds
 from ..redis.scripts import Script, bulks
 from .checks import check_nodes, checked_location
 from .clock import ServerClock, times_in
+from .inspection import BATCH, PARTS, Inspection
 from .listening import Listener
 from .nodes import Node, NodeConnections, QuorumRequest
-from .people import BATCH, PARTS, ForPeople
 from .quorum import ANSWER_GRACE, Quorum
 from .scripts import (
     ACQUIRE,
@@ -44,7 +44,7 @@ KEEP = 0
 HAD_IT = b" again"
 
 
-class RedlockBackend(ForPeople):
+class RedlockBackend(Inspection):
     """Leases on most of several servers. LOCATION is a list of aliases of CACHES, one each."""
 
     fences = True

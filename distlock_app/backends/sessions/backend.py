@@ -10,9 +10,9 @@ from ...errors import BackendError
 from ...primitives.threads import Gate
 from ...primitives.timing import Deadline, full_jitter, monotonic
 from .extending import Extending
+from .inspection import Inspection
 from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
-from .people import ForPeople
 from .queues import ClaimKey, WaiterQueues
 
 # The longest wait on the server in one statement, in seconds: a longer wait starts again behind
@@ -28,7 +28,7 @@ POLL = 0.5
 GIVEN_UP = "the wait was given up"  # by a release() of the claim
 
 
-class SessionLocksBackend(Extending, ForPeople):
+class SessionLocksBackend(Extending, Inspection):
     """LOCATION is an alias of DATABASES; each lock has a session of its own while it is held.
 
     The server ends a session that says nothing for the ttl of its lock, and the lock with it:

@@ -16,8 +16,8 @@ from ...primitives.names import shown
 from ...primitives.timing import monotonic
 from ..base import check_seconds, result_of
 from ..connecting import check_security, tls_context
+from .inspection import Inspection
 from .nodes import ClaimNode, DeletionWatch, Node, in_line, in_the_way_of
-from .people import ForPeople
 from .session import Gone, Session, unsigned
 
 # A waiter looks at the queue again after so many seconds, even if its watch says nothing.
@@ -27,7 +27,7 @@ LOOK_AGAIN = 10.0
 PROVED_BEFORE = 0.1
 
 
-class ZooKeeperBackend(ForPeople):
+class ZooKeeperBackend(Inspection):
     """Locks that live as long as the session of their process; LOCATION lists hosts.
 
     A claim is an ephemeral node with a number. The lowest node of a lock holds it, and each of

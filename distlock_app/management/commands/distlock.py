@@ -24,7 +24,7 @@ from distlock_app.backends.base import Purgeable
 from distlock_app.claims import Holding
 from distlock_app.core.limits import UNSET
 from distlock_app.core.lock import Lock
-from distlock_app.core.people import clear
+from distlock_app.core.operators import clear
 from distlock_app.core.registry import aliases_of, registry, using_in
 from distlock_app.decorators.commands import (
     EX_TEMPFAIL,

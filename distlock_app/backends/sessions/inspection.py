@@ -1,4 +1,4 @@
-"""What people read of locks that end with their session, and how they end one."""
+"""Inspection of locks that end with their session: list them, and end one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .notes import from_note, note
 from .one_server import check_one_server
 
 
-class ForPeople(SessionsBackend):
+class Inspection(SessionsBackend):
     """Asks the server for the sessions that have locks of ours, of any process."""
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:

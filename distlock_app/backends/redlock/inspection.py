@@ -1,4 +1,4 @@
-"""What people read of locks on Redlock: what a majority of the nodes holds."""
+"""Inspection of locks on Redlock: what a majority of the nodes holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...claims import Holding
 from ..base import BaseLockBackend
-from ..redis.people import holding_of
+from ..redis.inspection import holding_of
 from .nodes import QuorumRequest
 from .quorum import Quorum
 from .scripts import LIST
@@ -31,7 +31,7 @@ class Copy(NamedTuple):
     now: int
 
 
-class ForPeople(BaseLockBackend):
+class Inspection(BaseLockBackend):
     """Lists the index of each node, and believes what most of them say."""
 
     _quorum: Quorum

@@ -1,4 +1,4 @@
-"""What people and cron jobs do with the lock table: list, clear, prolong, purge rows long free."""
+"""Inspection of the lock table: list, clear, prolong, purge rows that were long free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTS = [f"{part:02x}" for part in range(256)]
 Found = tuple[LockRow, int | None]
 
 
-class ForPeople(Queueing, Purgeable):
+class Inspection(Queueing, Purgeable):
     """Reads and changes rows of any owner."""
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:

@@ -1,4 +1,4 @@
-"""The keys of locks on Redis, and what people read there: who holds a lock, and who waits."""
+"""Inspection of locks on Redis, and their keys: who holds a lock, and who waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = 1024
 MOST_QUEUED = 50
 
 
-class ForPeople(BaseLockBackend):
+class Inspection(BaseLockBackend):
     """Lists what the index names, never by a scan over the keys of the server."""
 
     _pool: Servers

@@ -1,4 +1,4 @@
-"""What people do with a lock that is not theirs: take it away, or let its holder keep it."""
+"""Operators clear or prolong a lock that is not theirs; both are logged and signalled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the backends' suite about what people see of locks, take away and prolong."""
+"""The part of the backends' suite about inspection: list, clear and prolong others' claims."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .claims import a_claim
 from .suite import Suite
 
 
-class PeopleContract(Suite):
+class InspectionContract(Suite):
     """The promises of a backend that `lists`, or `prolongs`; see LockBackendContract."""
 
     def test_people_can_prolong_the_claim_they_see_and_no_other(self) -> None:

@@ -1,4 +1,4 @@
-"""What people read of locks on etcd: the first key of each queue."""
+"""Inspection of locks on etcd: the first key of each queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .leases import Leases
 PAGE = 1000  # keys in one answer of a listing
 
 
-class ForPeople(BaseLockBackend):
+class Inspection(BaseLockBackend):
     """Lists the queues of all locks, which are keys with one beginning."""
 
     _epoch: Epoch

@@ -1,4 +1,4 @@
-"""The nodes of locks on ZooKeeper, and what people read there: who holds a lock."""
+"""Inspection of locks on ZooKeeper, and the nodes they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARDS = 1024
 BATCH = 500  # requests on their way at the same time
 
 
-class ForPeople(BaseLockBackend):
+class Inspection(BaseLockBackend):
     """Lists the nodes of all directories."""
 
     _session: Session
