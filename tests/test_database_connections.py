@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
@@ -578,3 +579,13 @@ def test_a_driver_whose_options_are_others_is_named():
 
     with pytest.raises(ImproperlyConfigured, match="'shop' need mysqlclient or PyMySQL"):
         adapt_to_mysql(wrapper)
+
+
+def test_a_release_in_an_event_loop_may_connect(backend):
+    held = grab(backend, "a")
+    backend.close()
+
+    async def release():
+        return backend.release(held)
+
+    assert asyncio.run(release()) is True

@@ -6,6 +6,8 @@ test_database_backend.py have the verbs.
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from django.conf import settings
 from django.core import checks
@@ -72,6 +74,15 @@ def test_a_refused_claim_locks_no_row(backend, monkeypatch):
 
     assert isinstance(refused, Busy) and refused.free_in > 20
     assert backend.release(held) is True
+
+
+def test_a_release_in_an_event_loop_is_no_query_of_djangos(backend):
+    held = grab(backend, "a")
+
+    async def release():
+        return backend.release(held)
+
+    assert asyncio.run(release()) is True
 
 
 def test_what_doctor_says_is_missing(backend):

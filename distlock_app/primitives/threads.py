@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
@@ -18,6 +20,9 @@ from .rlock import RLock
 
 WORKER_IDLE = 20.0  # seconds after which a worker ends, and with it its connections
 _local = threading.local  # that of the threads for which this app was imported
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def started(work: Callable[[], None], name: str) -> bool:
@@ -32,6 +37,22 @@ def started(work: Callable[[], None], name: str) -> bool:
             logger.error("locks: %s", error, extra=fields("no_thread", "", error=str(error)))
         return False
     return True
+
+
+def in_no_event_loop(call: Callable[P, R]) -> Callable[P, R]:
+    """Let `call` use another thread if an event loop runs in this one: Django refuses to connect.
+
+    The loop is blocked meanwhile, as by any request.
+    """
+
+    @wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if asyncio._get_running_loop() is None:
+            return call(*args, **kwargs)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(call, *args, **kwargs).result()
+
+    return called
 
 
 def threads_are_greenlets() -> bool:

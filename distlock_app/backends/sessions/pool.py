@@ -18,6 +18,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ...primitives.forks import in_child
+from ...primitives.threads import in_no_event_loop
 from ...primitives.timing import monotonic
 from .link import ANSWER_WAIT
 
@@ -205,7 +206,7 @@ class Pool(Generic[P]):
     def _connect(self) -> P:
         ours = copy_of(self.using)
         ours.inc_thread_sharing()
-        session = self._new(ours)
+        session = in_no_event_loop(self._new)(ours)
         session.among = self._open
         self._open.add(session)
         return session

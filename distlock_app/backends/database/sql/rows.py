@@ -15,6 +15,7 @@ from django.db.models import Count, QuerySet
 from django.db.models.functions import Now
 from django.db.models.sql import DeleteQuery, InsertQuery, Query, UpdateQuery
 
+from ....primitives.threads import in_no_event_loop
 from ....primitives.timing import Deadline, full_jitter
 from .base import ROW_WAIT, LockRow
 
@@ -148,6 +149,7 @@ def in_transaction(verb: Callable[..., T], *, writes: bool = True) -> Callable[.
     caller's own transaction, on the caller's connection, is the caller's to begin and end.
     """
 
+    @in_no_event_loop
     @wraps(verb)
     def run(self: Any, cursor: Any, *asked: Any, **options: Any) -> T:
         connection = cursor.db
