@@ -27,6 +27,7 @@ from django.test.utils import isolate_apps
 import distlock_app
 from distlock_app import claims, signals
 from distlock_app.backends import base
+from distlock_app.operations import doctor, reading
 from distlock_app.testing import LOCMEM, override_locks
 from tests.app.models import Account, Job
 
@@ -325,6 +326,14 @@ def test_the_reference_has_every_option_of_a_decorator(decorator):
     options = signature(getattr(distlock_app, decorator))
 
     assert [name for name in options if name not in of("decorators.md")] == []
+
+
+def test_the_reference_has_every_key_of_the_json():
+    backends = reading.Health(alias="default"), doctor.Finding(alias="default")
+    section = of("command.md").partition("## JSON")[2]
+
+    missing = {key for found in backends for key in found.facts() if f"`{key}`" not in section}
+    assert not missing
 
 
 def test_the_reference_has_every_signal():
