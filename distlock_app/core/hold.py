@@ -101,7 +101,7 @@ class Hold(Ending):
 
         The lock stays taken even if this process ends. With `owner=` it may last up to one ttl
         longer, because other processes may have the claim too. Does not wait for an open
-        transaction. Raise what `release` raises.
+        transaction. Raise what `release` raises, and LockError where locks end with their session.
         """
         lease = self._lease
         if not lease.backend.expires:
