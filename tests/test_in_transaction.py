@@ -34,6 +34,7 @@ from distlock_app import (
 )
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database.sql.mysql import MySQL
+from distlock_app.backends.database.sql.postgresql import PostgreSQL
 from distlock_app.core import in_transaction
 from distlock_app.core.registry import registry
 from distlock_app.guards.retrying import was_sacrificed
@@ -295,6 +296,36 @@ def pinned(name: str) -> None:
     hold = Lock(name).acquire()
     hold.pin()
     hold.release()
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="Pgpool is for PostgreSQL")
+def test_pgpool_sends_all_about_the_savepoint_to_the_primary(
+    elsewhere: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Counter.objects.create(name="a", value=1)
+    requests: list[str] = []
+    new_cursor = PostgreSQL.cursor
+    monkeypatch.setattr(PostgreSQL, "cursor", lambda *args: Noting(new_cursor(*args), requests))
+    with Lock("invoice:7"):
+        for wait in (0, 0.2):
+            elsewhere(refused_then_saving, wait)
+
+    assert len(requests) == 4
+    assert all(";" in request for request in requests)  # so they are several statements
+
+
+class Noting:
+    """A cursor that notes what it executes."""
+
+    def __init__(self, cursor: Any, requests: list[str]) -> None:
+        self._cursor, self._requests = cursor, requests
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cursor, name)
+
+    def execute(self, request: str) -> None:
+        self._requests.append(request)
+        self._cursor.execute(request)
 
 
 def test_the_transaction_goes_on_after_a_refusal(elsewhere: Callable[..., Any]) -> None:

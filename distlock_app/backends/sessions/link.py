@@ -161,6 +161,13 @@ def _server_error(error: Exception) -> ServerError:
 READ: dict[int, Any] = {16: {b"t": True, b"f": False}.get, **dict.fromkeys((20, 21, 23, 26), int)}
 
 
+class Name(str):
+    """Instead of values: the server keeps the statement under this name.
+
+    By the protocol, not by PREPARE, whose names Pgpool and PgBouncer do not know in the protocol.
+    """
+
+
 class PostgreSQLLink(Link):
     """PostgreSQL, by libpq as psycopg 3 wraps it. Values are $1 and so on, or %(named)s.
 
@@ -178,12 +185,13 @@ class PostgreSQLLink(Link):
     def prepare_once(self, statement: str) -> str:
         """Have `statement` parsed once for all; return its name on the server."""
         name = f"distlock_{len(self.prepared)}"
-        self.ask(f"PREPARE {name} AS {statement}")
+        self.wait(statement, ANSWER_WAIT, Name(name))
         self.prepared[statement] = name
         return name
 
     def send(self, statement: str, values: Any = None) -> None:
-        if type(values) is dict:
+        kind = type(values)
+        if kind is dict:
             statement, names = numbered(statement)
             if self.prepares and statement not in self.prepared:
                 self.prepare_once(statement)
@@ -193,7 +201,9 @@ class PostgreSQLLink(Link):
             texts.append(None if value is None else str(value).encode())
         self.awaiting_reply = True
         try:
-            if (name := self.prepared.get(statement)) is not None:
+            if kind is Name:
+                self._pq.send_prepare(values.encode(), statement.encode())
+            elif (name := self.prepared.get(statement)) is not None:
                 self._pq.send_query_prepared(name.encode(), texts)
             elif values is None:  # faster, but may be several statements
                 self._pq.send_query(statement.encode())

@@ -13,10 +13,11 @@ from django.db import connections
 from .link import PostgreSQLLink, ReplyTimeout, ServerError
 from .pool import adapt_to_mysql, adapt_to_postgresql, copy_of
 
-# What tells one server from another, by vendor; and how to show it.
+# What tells one server from another, by vendor; and how to show it. Pgpool sends what is about
+# locks to the primary, so this, too.
 SERVER = {
     "mysql": "SELECT CONCAT_WS(':', @@hostname, @@port, @@server_id)",
-    "postgresql": """
+    "postgresql": """/*NO LOAD BALANCE*/
         SELECT pg_postmaster_start_time(),
                CONCAT_WS(' since ', inet_server_addr(), pg_postmaster_start_time())""",
 }

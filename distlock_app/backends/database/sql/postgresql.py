@@ -46,6 +46,11 @@ BEGIN = f"""
     SET LOCAL statement_timeout = '{ANSWER_WAIT}s'"""
 
 
+# To the savepoint of LOCK_ROW. Pgpool sends several statements at once to the primary alone, but a
+# single ROLLBACK TO also to the replicas, which have no such savepoint.
+UNDO = "ROLLBACK TO SAVEPOINT distlock; RELEASE SAVEPOINT distlock"
+
+
 class PostgreSQL(Dialect):
     """One statement for anything: SELECT ... FOR UPDATE and its UPDATE travel together.
 
@@ -224,7 +229,8 @@ class PostgreSQL(Dialect):
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
         if not isinstance(cursor, PostgreSQLCursor):  # lent by the transaction
             return False
-        cursor.pid = cursor.execute("SELECT pg_backend_pid()").fetchone()[0]
+        # Pgpool would ask a replica, whose sessions have other numbers.
+        cursor.pid = cursor.execute("/*NO LOAD BALANCE*/ SELECT pg_backend_pid()").fetchone()[0]
         return True
 
     def queue_of(self, key: str) -> int:
@@ -271,14 +277,14 @@ class PostgreSQL(Dialect):
             timed_out = code_of(error) == "57014" and deadline.remaining() == 0
             if not timed_out and code_of(error) != "55P03":
                 raise
-            cursor.execute("ROLLBACK TO SAVEPOINT distlock")
+            cursor.execute(UNDO)
             return Busy()
         if hasattr(cursor.connection, "pgconn"):  # psycopg2 keeps the last answer only
             while cursor.nextset():
                 pass
         fence: int | None = cursor.fetchone()[0]
         if fence is None:
-            cursor.execute("ROLLBACK TO SAVEPOINT distlock")
+            cursor.execute(UNDO)
         return fence
 
     def extend(
