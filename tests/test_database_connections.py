@@ -452,6 +452,22 @@ def test_a_transaction_pooler_that_the_settings_do_not_name_is_an_error(known, m
     backend.close()
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="PgBouncer is for PostgreSQL")
+def test_no_queue_behind_a_pooler_that_gives_statements_names_of_its_own(monkeypatch):
+    def prepare_once(self, statement):
+        name = self.prepared[statement] = f"PGBOUNCER_{len(self.prepared)}"
+        self.wait(statement, link.ANSWER_WAIT, link.Name(name))
+        return name
+
+    monkeypatch.setattr(link.PostgreSQLLink, "prepare_once", prepare_once)
+    backend = DatabaseBackend(alias="default", location="locks")
+    held = grab(backend, "a")
+
+    assert held.session is None
+    assert backend.release(held) is True
+    backend.close()
+
+
 def test_connections_of_our_own_are_out_of_no_pool(backend, monkeypatch):
     # A wrapper as those of django-db-geventpool and django-db-connection-pool.
     django_s = connections["locks"]

@@ -127,6 +127,11 @@ class PostgreSQL(Dialect):
         + """
      RETURNING pg_advisory_unlock(%(queue)s::bigint # {table_id})"""
     )
+    # Pgpool would ask a replica, whose sessions have other numbers. A pooler that lends sessions by
+    # the transaction has names of its own for our prepared statements, of which this is one.
+    SESSION = """/*NO LOAD BALANCE*/
+        SELECT pg_backend_pid(),
+               EXISTS (SELECT FROM pg_prepared_statements WHERE name LIKE %(ours)s)"""
     # The time for rows is not for this one; statement_timeout ends it.
     LINE_UP = """
         SELECT true, set_config('lock_timeout', '0', true),
@@ -229,9 +234,8 @@ class PostgreSQL(Dialect):
     def can_queue(self, wrapper: Any, cursor: Cursor) -> bool:
         if not isinstance(cursor, PostgreSQLCursor):  # lent by the transaction
             return False
-        # Pgpool would ask a replica, whose sessions have other numbers.
-        cursor.pid = cursor.execute("/*NO LOAD BALANCE*/ SELECT pg_backend_pid()").fetchone()[0]
-        return True
+        cursor.pid, as_named = cursor.execute(self.SESSION, {"ours": "distlock%"}).fetchone()
+        return bool(as_named)
 
     def queue_of(self, key: str) -> int:
         # Hashed again: advisory locks on the same name may be another app's. The statements mix
