@@ -7,10 +7,12 @@ from unittest.mock import patch
 import pytest
 from django.db import connection, connections
 
+from distlock_app.backends import mysql
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.mysql import NamedLockBackend
 from distlock_app.backends.sessions.link import ServerError
 from distlock_app.core.registry import registry
+from distlock_app.errors import BackendError
 from distlock_app.primitives.names import key_of
 from distlock_app.testing.claims import a_claim
 from tests.engines import running, until
@@ -105,6 +107,72 @@ def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
     assert line.ask("SELECT 1") == [(1,)]
     assert backend.release(held)
     line.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_mariadb", "wait", "said"),
+    [
+        *((code, True, 1, None) for code in (1205, 1213, 3058)),  # busy
+        *((code, False, 1, None) for code in (1317, 3024)),  # the limit that MySQL was given
+        (1317, True, 1, "answered NULL"),  # KILL QUERY
+        (1317, False, 0, "answered NULL"),
+        (1064, False, 1, "refused"),
+    ],
+)
+def test_a_statement_that_failed_has_locked_nothing(
+    backend, monkeypatch, code, is_mariadb, wait, said
+):
+    line, claim = backend._pool.lend(), a_claim("a")
+    line.is_mariadb = is_mariadb
+    line.ask(f"SELECT GET_LOCK('{line.prefix}{claim.key}', 0)")  # granted just then
+
+    def fail(*_):
+        monkeypatch.undo()
+        raise ServerError(code, "refused")
+
+    monkeypatch.setattr(line, "wait", fail)
+    if said is None:
+        assert line.take(claim, wait) is None
+    else:
+        with pytest.raises(ServerError, match=said):
+            line.take(claim, wait)
+
+    interrupted = code in (1317, 3024)
+    [(free,)] = line.ask(f"SELECT IS_FREE_LOCK('{line.prefix}{claim.key}')")
+    assert bool(free) is interrupted
+    line.close()
+
+
+def test_a_server_whose_clock_stands_still_in_a_statement_grants_without_a_fence(backend):
+    line = backend._pool.lend()
+    line.reads_clock = False  # --sysdate-is-now
+
+    [fence, _] = line.take(a_claim("a"), 0)
+
+    assert fence is None
+    line.close()
+
+
+@pytest.mark.parametrize(("code", "listed"), [(1142, ["a"]), (1146, None)])
+def test_a_server_that_shows_its_locks_to_others_only_is_asked_for_ours(
+    backend, monkeypatch, code, listed
+):
+    grant, ask = backend.acquire(a_claim("a"), 0), backend.session_type.ask
+
+    def instrumented(session, statement, *values):
+        rows = ask(session, statement, *values)
+        return [(rows[0][0], 1, 0)] if "METADATA_LOCK_INFO" in statement else rows
+
+    monkeypatch.setattr(backend.session_type, "ask", instrumented)
+    refusal = f"SIGNAL SQLSTATE '45000' SET MYSQL_ERRNO = {code}"
+    monkeypatch.setattr(mysql, "INSTRUMENTED", refusal)
+
+    if listed:
+        assert [holding.name for holding in backend.holders()] == listed
+    else:
+        with pytest.raises(BackendError):
+            list(backend.holders())
+    assert backend.release(grant)
 
 
 def test_a_null_of_the_server_is_an_error_not_a_lock(backend, monkeypatch):

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 
 import pytest
 from django.conf import settings
@@ -17,10 +18,12 @@ from django.db import connection, connections, transaction
 from django.test import override_settings
 
 from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
+from distlock_app.backends import postgresql
+from distlock_app.backends.sessions import asking, link, lock_session, pool
 from distlock_app.backends.sessions import backend as session_backend
 from distlock_app.backends.sessions import extending as session_extending
-from distlock_app.backends.sessions import link, lock_session, pool
 from distlock_app.backends.sessions.link import ReplyTimeout, ServerError
+from distlock_app.backends.sessions.queues import FairSemaphore
 from distlock_app.claims import Grant
 from distlock_app.core.limits import MAX_TTL
 from distlock_app.core.registry import registry
@@ -341,6 +344,61 @@ def test_one_try_is_not_a_wait_if_an_idle_session_had_died(backend):
     assert backend.release(held)
 
 
+def test_a_lost_session_is_nothing_to_the_one_that_its_owner_locks_on_next(backend):
+    claim, grants = a_claim("a"), []
+    lost = backend.acquire(claim, 0)
+    kill(lost.session.number)
+
+    until(lambda: grants.append(backend.acquire(claim, 0)) or grants[-1])
+
+    again = grants[-1]
+    assert again.session is not lost.session
+    backend._drop(lost.session)  # a heartbeat that began earlier finds it dead
+    assert backend.extend(lost, 30) is False
+    assert backend.release(lost) is False
+    assert backend.extend(again, 30) is True
+    assert backend.release(again) is True
+
+
+def test_an_idle_session_that_died_is_not_noticed_by_who_asks(backend):
+    idle = backend.acquire(a_claim("a"), 0)
+    assert backend.release(idle)
+    kill(idle.session.number)
+
+    backend.ping()
+
+    assert idle.session not in backend._pool._open
+
+
+def test_a_question_is_asked_by_an_idle_session_and_ends_it_only_if_it_fails(backend):
+    idle = backend.acquire(a_claim("a"), 0)
+    assert backend.release(idle)
+
+    for _ in range(4):
+        backend.ping()
+    assert len(backend._pool._open) <= 2  # one may be with who closes them
+
+    def interrupted(session):
+        asked.append(session)
+        raise KeyboardInterrupt
+
+    asked = []
+    with pytest.raises(KeyboardInterrupt):
+        backend._question(interrupted)
+    assert not backend._pool._open.intersection(asked)
+    with pytest.raises(BackendError, match="on 'default': .*nonsense"):
+        backend._question(lambda session: asked.append(session) or session.ask("SELECT nonsense"))
+    assert not backend._pool._open.intersection(asked)
+
+
+def test_more_callers_than_may_ask_at_a_time_are_told_so(backend, monkeypatch):
+    monkeypatch.setattr(asking, "ANSWER_WAIT", 0.01)
+    monkeypatch.setattr(backend, "_semaphore", FairSemaphore(0))
+
+    with pytest.raises(BackendError, match="all sessions of this process are busy"):
+        backend.acquire(a_claim("a"), 0)
+
+
 def test_a_hold_lives_on_by_its_heartbeats_alone():
     hold = lock("a", ttl=2).acquire()
 
@@ -375,6 +433,92 @@ def test_the_longest_ttl_is_a_lock_like_any_other():
     hold.release()
     with lock("a") as hold:
         hold.extend(MAX_TTL)
+
+
+def test_a_heartbeat_asks_the_sessions_that_are_due(backend):
+    grant = backend.acquire(a_claim("a"), 0)
+    grant.session.asked_at = 0.0
+
+    assert [backend.extend_many([(grant, 30)]) for _ in range(2)] == [[True], [None]]
+
+    assert backend.release(grant)
+
+
+def test_a_heartbeat_leaves_a_session_alone_that_is_just_being_asked(backend):
+    grant = backend.acquire(a_claim("a"), 0)
+
+    with grant.session.mutex:
+        assert backend.extend_many([(grant, 30)]) == [None]
+
+    assert backend.release(grant)
+
+
+def test_a_heartbeat_tells_who_is_lost_beside_one_whose_answer_takes_a_while(backend, monkeypatch):
+    monkeypatch.setattr(session_extending, "BEAT_WAIT", DEADLINE)
+    lost, slow = (backend.acquire(a_claim(name), 0) for name in "ab")
+    statement = {"mysql": "SELECT SLEEP(0.1) + 1", "postgresql": "SELECT 1 FROM pg_sleep(0.1)"}
+    monkeypatch.setattr(slow.session, "question", lambda claim: (statement[connection.vendor], ()))
+    slow.session.asked_at = 0.0
+    kill(lost.session.number)
+    until(lambda: lost.session.heard(0))
+
+    assert backend.extend_many([(lost, 30), (slow, 30)]) == [False, True]
+
+    assert [*backend._taken.values()] == [slow.session]
+    assert backend.release(slow)
+
+
+def test_a_heartbeat_without_an_answer_says_so_until_it_comes(backend, monkeypatch):
+    grant, other = (backend.acquire(a_claim(name), 0) for name in "ab")
+    wait = {
+        "mysql": f"SELECT GET_LOCK('{getattr(other.session, 'prefix', '')}{other.claim.key}', 60)",
+        "postgresql": f"SELECT pg_advisory_lock({postgresql._number(other.claim.key)})",
+    }
+    grant.session.asked_at = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(session_extending, "BEAT_WAIT", 0.0)
+        patch.setattr(grant.session, "question", lambda claim: (wait[connection.vendor], ()))
+        [first] = backend.extend_many([(grant, 30)])
+        [second] = backend.extend_many([(grant, 30)])
+    assert backend.release(other)
+    until(lambda: grant.session.heard(0))
+
+    assert [str(answer).partition(": ")[2] for answer in (first, second)] == [
+        "no answer",
+        "still no answer",
+    ]
+    assert backend.extend_many([(grant, 30)]) == [True]
+    backend._drop(grant.session)  # it has both
+
+
+@pytest.mark.parametrize("answer", ["SELECT 0", "SELECT 1 LIMIT 0"])
+@pytest.mark.parametrize("verb", ["extend", "extend_many"])
+def test_a_lock_that_its_session_no_longer_has_is_lost(backend, monkeypatch, verb, answer):
+    grant = backend.acquire(a_claim("a"), 0)
+    grant.session.asked_at = 0.0
+    monkeypatch.setattr(grant.session, "question", lambda claim: (answer, ()))
+
+    if verb == "extend":
+        assert backend.extend(grant, 30) is False
+    else:
+        assert backend.extend_many([(grant, 30)]) == [False]
+
+    assert not backend._taken
+    until(lambda: free("a"))
+
+
+def test_an_interrupt_in_a_question_ends_the_session(backend, monkeypatch):
+    grant = backend.acquire(a_claim("a"), 0)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grant.session, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.extend(grant, 30)
+
+    assert backend.extend(grant, 30) is False
+    until(lambda: free("a"))
 
 
 @pytest.mark.parametrize("verb", ["extend", "extend_many"])
@@ -613,6 +757,157 @@ def test_what_was_given_up_before_it_began_is_forgotten(backend, monkeypatch):
     assert len(backend._given_up) == 1
 
 
+def sessions_are_idle(backend):
+    """Whether all that are open can be lent: none is lost, nor with who closes idle ones."""
+    return len(backend._pool._idle) == len(backend._pool._open)
+
+
+def test_claims_that_were_given_up_before_they_began_take_no_lock(backend):
+    claims = [a_claim("a") for _ in range(2)]
+    for claim in claims:
+        assert backend.release(Grant(claim)) is False
+
+    for claim in claims:
+        with pytest.raises(BackendError, match="given up"):
+            backend.acquire(claim, 0)
+
+    until(lambda: sessions_are_idle(backend))
+    assert free("a")
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("raised", [None, KeyboardInterrupt])
+def test_a_claim_that_is_given_up_as_its_answer_comes_leaves_nothing(
+    backend, monkeypatch, held, raised
+):
+    others = [backend.acquire(a_claim("a"), 0) for _ in range(held)]
+    take = backend.session_type.take
+
+    def take_and_give_up(session, claim, wait):
+        answer = take(session, claim, wait)
+        assert backend.release(Grant(claim)) is False
+        if raised:
+            raise raised
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.session_type, "take", take_and_give_up)
+        with pytest.raises(raised or BackendError, match=None if raised else "given up"):
+            backend.acquire(a_claim("a"), 0)
+
+    assert [session.claim.owner for session in backend._taken.values()] == [
+        grant.claim.owner for grant in others
+    ]
+    assert all(backend.release(grant) for grant in others)
+    until(lambda: sessions_are_idle(backend))
+    assert free("a")
+
+
+def test_a_try_that_is_refused_leaves_nothing(backend):
+    held = backend.acquire(a_claim("a"), 0)
+
+    assert backend.acquire(a_claim("a"), 0) is None
+
+    assert len(backend._taken) == 1
+    assert backend.release(held)
+
+
+@pytest.mark.parametrize("verb", ["take", "unlock"])
+def test_a_session_that_does_not_answer_is_an_error_and_keeps_no_lock(backend, monkeypatch, verb):
+    claim, real = a_claim("a"), getattr(backend.session_type, verb)
+
+    def without_an_answer(session, *asked):
+        real(session, *asked) if verb == "take" else None
+        raise ReplyTimeout("no answer")
+
+    grant = backend.acquire(claim, 0) if verb == "unlock" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.session_type, verb, without_an_answer)
+        with pytest.raises(BackendError, match="no answer"):
+            backend.release(grant) if grant else backend.acquire(claim, 0)
+
+    assert not backend._taken
+    until(lambda: free("a"))
+
+
+def test_a_release_waits_for_who_just_asks_on_its_session(backend):
+    grant, answers = backend.acquire(a_claim("a"), 0), []
+    assert grant.session.mutex.acquire()
+
+    with running(lambda: answers.append(backend.release(grant))):
+        until(lambda: not backend._taken)
+        grant.session.mutex.release()
+
+    assert answers == [True]
+
+
+def test_a_session_that_is_busy_for_too_long_is_an_error(backend, monkeypatch):
+    monkeypatch.setattr(lock_session, "ANSWER_WAIT", 0.01)
+    grant = backend.acquire(a_claim("a"), 0)
+
+    with grant.session.mutex, pytest.raises(BackendError, match="the session is busy"):
+        backend.extend(grant, 30)
+
+    assert backend.extend(grant, 30) is True
+    assert backend.release(grant)
+
+
+def test_where_no_thread_can_close_idle_sessions_the_next_release_asks_for_one(
+    backend, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(lock_session, "started", lambda *thread: asked.append(thread))
+
+    for _ in range(2):
+        assert backend.release(backend.acquire(a_claim("a"), 0))
+
+    assert len(asked) == 2
+
+
+def test_a_claim_that_is_given_up_in_the_queue_of_its_process_leaves_it_at_once(backend):
+    first, claim = backend._queues.enqueue((key_of("a"), "first"), None), a_claim("a")
+
+    def wait():
+        with pytest.raises(BackendError, match="given up"):
+            backend.acquire(claim, DEADLINE)
+
+    with running(wait):
+        until(lambda: backend._queues.waiter_of((claim.key, claim.owner)))
+        assert backend.release(Grant(claim)) is False
+    assert backend.release(Grant(claim)) is False
+    wait()  # given up before it came
+
+    assert backend._queues.by_key[claim.key].first() is first
+    backend._queues.leave(first)
+
+
+def test_a_newcomer_does_not_overtake_the_queue_of_its_process(backend):
+    first = backend._queues.enqueue((key_of("a"), "first"), None)
+
+    assert backend.acquire(a_claim("a"), 0.01) is None
+
+    backend._queues.leave(first)
+    assert backend.release(backend.acquire(a_claim("a"), DEADLINE))
+
+
+def test_a_caller_that_may_not_wait_on_the_server_tries_again_after_growing_pauses(
+    backend, monkeypatch
+):
+    held, pauses = backend.acquire(a_claim("a"), 0), []
+
+    def wait(gate, seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            assert backend.release(held)
+
+    monkeypatch.setattr(backend, "_waiting", deque())
+    monkeypatch.setattr(session_backend, "full_jitter", lambda attempt, base, cap: attempt)
+    monkeypatch.setattr(session_backend.Gate, "wait", wait)
+
+    assert backend.release(backend.acquire(a_claim("a"), DEADLINE))
+    assert pauses == [0, 1, 2]
+
+
 def test_a_lock_that_was_released_twice_may_be_taken_again(backend):
     grant = backend.acquire(a_claim("a"), 0)
     assert backend.release(grant) is True
@@ -777,6 +1072,17 @@ def test_the_holder_in_another_process_is_shown_and_cleared(processes):
     assert worker.read(within=30) is True
 
 
+def test_a_lock_that_was_cleared_is_free_at_once(backend):
+    held, other = backend.acquire(a_claim("a"), 0), type(backend)(alias="other")
+
+    assert other.clear(held.claim.key) == 1
+
+    after = backend.acquire(a_claim("a"), 0)
+    assert backend.release(held) is False
+    assert backend.release(after) is True
+    other.close()
+
+
 def test_who_waits_is_counted(backend):
     with held_elsewhere("a", using=ALIAS), running(lambda: lock("a", wait=30).acquire().release()):
         until(lambda: waiters("a") == 1)
@@ -797,6 +1103,7 @@ def test_a_server_that_is_down_is_an_error_and_a_message_of_the_check(proxy):
 
 def test_the_check_finds_nothing_wrong_here(backend):
     assert backend.check() == []
+    assert not backend._pool._open  # it asked nobody
     assert backend.check(ask=True) == []
 
 
