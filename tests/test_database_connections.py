@@ -16,13 +16,14 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections, transaction
 
 from distlock_app.backends.base import ConnectionLost
-from distlock_app.backends.database import DatabaseBackend
+from distlock_app.backends.database import DatabaseBackend, inspection, requests
 from distlock_app.backends.database import connections as table_connections
 from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.database.sql.cursors import PooledCursor
 from distlock_app.backends.sessions import link, one_server
 from distlock_app.backends.sessions.link import ServerError
 from distlock_app.backends.sessions.pool import adapt_to_mysql
+from distlock_app.backends.sessions.queues import FairSemaphore
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock
@@ -162,6 +163,18 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(backend, verb):
 
     assert answer is True
     assert connection_id(backend) != before
+
+
+@on_server
+def test_connections_that_died_together_are_replaced_by_one_request(backend):
+    lent = [backend._sessions.lend() for _ in range(3)]
+    for session in lent:
+        kill(session.cursor.execute(f"SELECT {OWN_NUMBER}").fetchone()[0])
+        backend._sessions.give_back(session)
+
+    backend.ping()
+
+    assert not backend._sessions._open.intersection(lent)
 
 
 @on_server
@@ -321,6 +334,27 @@ def test_close_reaches_every_connection_and_the_backend_goes_on(backend):
     assert connection_id(backend) != before
 
 
+def test_what_is_lent_while_the_others_are_closed_is_closed_as_it_comes_back(backend):
+    session = backend._sessions.lend()
+    backend.close()
+
+    backend._sessions.give_back(session)
+
+    assert not backend._sessions._idle and not backend._sessions._open
+
+
+def test_more_callers_than_there_are_connections_find_the_lock_busy(backend, monkeypatch):
+    monkeypatch.setattr(requests, "ANSWER_WAIT", 0.01)
+    monkeypatch.setattr(inspection, "PARTS", [""])
+    monkeypatch.setattr(backend._sessions, "semaphore", FairSemaphore(0))
+
+    assert isinstance(backend.acquire(a_claim("a"), 0), Busy)
+    assert isinstance(backend.look(a_claim("a")), Busy)
+    assert backend.clear_expired() == backend.purge(0.0) == 0
+    with pytest.raises(Contended, match="all connections of this process are busy"):
+        backend.ping()
+
+
 @on_server
 def test_a_test_database_can_be_dropped_while_the_backend_lives(backend):
     grab(backend, "a")
@@ -365,7 +399,8 @@ def test_waiting_for_ones_own_transaction_is_refused_with_the_ways_out():
 
 
 @on_sqlite
-def test_a_file_that_somebody_else_writes_to_is_busy(backend):
+def test_a_file_that_somebody_else_writes_to_is_busy(backend, monkeypatch):
+    monkeypatch.setitem(connections["locks"].settings_dict["OPTIONS"], "timeout", 0.1)
     held = grab(backend, "a")
     started, done = threading.Event(), threading.Event()
 
@@ -380,7 +415,8 @@ def test_a_file_that_somebody_else_writes_to_is_busy(backend):
     writer.start()
     started.wait(30)
     try:
-        assert isinstance(backend.acquire(a_claim("b"), 0), Busy)
+        for wait in 0, 5, 5:
+            assert isinstance(backend.acquire(a_claim("b"), wait), Busy)
         with pytest.raises(BackendError):
             backend.extend(held, 30)
     finally:

@@ -162,6 +162,23 @@ def test_a_waiter_that_looks_again_and_again_leaves_the_row_alone(backend, monke
     assert rows().values().get(name="a") == row
 
 
+def test_the_first_waiter_keeps_its_place_before_it_is_over_and_no_other_takes_it(
+    backend, monkeypatch
+):
+    monkeypatch.setattr(members, "NEXT_US", 20_000_000)
+    assert take(backend, **READER)
+    waiter = a_claim("a")
+    assert backend.look(waiter) is not None
+    row = rows().values().get(name="a")
+    monkeypatch.setattr(members, "NEXT_US", 60_000_000)  # it has less than half of it
+
+    assert backend.look(a_claim("a")) is not None
+    assert rows().values().get(name="a") == row
+
+    assert backend.look(waiter) is not None
+    assert rows().values().get(name="a") != row
+
+
 def test_a_waiter_that_died_is_waited_for_no_longer_than_a_moment(backend, monkeypatch):
     inside = take(backend, **READER)
     waiter, dead = a_claim("a"), a_claim("a")
@@ -244,6 +261,42 @@ def waiters_of(name):
 
     queues = registry["locks"].backend._sessions.queues.by_key
     return [waiter for queue in list(queues.values()) for waiter in list(queue.waiters)]
+
+
+@pytest.mark.parametrize("kind", [READER, {"limit": 2}], ids=str)
+def test_who_is_inside_and_asks_again_is_inside_once(backend, kind):
+    claims = [a_claim("a", **kind) for _ in range(2)]
+    grants = [backend.acquire(claim, 0) for claim in claims]
+
+    assert backend.look(claims[0]) is None
+    assert backend.acquire(claims[0], 0).fence == grants[0].fence
+
+    assert len(list(backend.holders())) == 2
+
+
+def test_a_permit_is_waited_for_until_the_first_of_them_ends(backend):
+    assert take(backend, limit=2, ttl=5) and take(backend, limit=2, ttl=60)
+
+    assert take(backend, limit=2).free_in <= 5
+
+
+def test_a_reader_ends_sooner_only_if_that_is_asked_for(backend):
+    grant = take(backend, ttl=60, **READER)
+
+    assert backend.extend(grant, 5) is True
+    assert next(backend.holders()).expires_in > 50
+    assert backend.end_in(grant, 5) is True
+    assert next(backend.holders()).expires_in <= 5
+
+
+def test_a_row_that_others_change_all_the_time_is_given_up(backend, monkeypatch):
+    grant = take(backend, **READER)
+    monkeypatch.setattr(members, "ROW_WAIT", 0.0)
+    monkeypatch.setattr(backend._sessions.dialect, "change", lambda *_: (None, False))
+
+    assert not take(backend, **READER)
+    with pytest.raises(Contended, match="all the time"):
+        backend.release(grant)
 
 
 def test_permits_are_counted_also_when_all_come_at_once(backend):
@@ -381,6 +434,7 @@ def test_people_prolong_and_clear_one_of_several(backend):
 
     assert backend.prolong(key, str(kept.fence), 3600) is True
     assert backend.prolong(key, str(other.fence + 1), 3600) is False
+    assert backend.prolong(a_claim("never").key, str(kept.fence), 3600) is False
     assert backend.clear(key, str(other.fence)) == 1
 
     (holding,) = backend.holders(key)

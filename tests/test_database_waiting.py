@@ -10,6 +10,7 @@ import signal
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import monotonic
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ from distlock_app.backends.database import backend as database_backend
 from distlock_app.backends.database import connections as database_connections
 from distlock_app.backends.database.connections import QueuedConnection
 from distlock_app.backends.sessions import link
-from distlock_app.backends.sessions.queues import ASKING
+from distlock_app.backends.sessions.queues import ASKING, WaiterQueues
 from distlock_app.claims import Busy, Grant
 from distlock_app.core import waiting
 from distlock_app.core.registry import registry
@@ -773,6 +774,51 @@ def test_who_comes_to_lead_the_queue_at_its_deadline_tries_once_more(backend, se
     del held
 
 
+def test_who_comes_to_lead_the_queue_is_told_each_time_what_wakes_it(backend, sessions):
+    held = grab(backend, "a")
+    ours, (first, last) = registry["locks"].backend, (a_claim("a"), a_claim("a"))
+    assert not ours.acquire(first, 30) and not ours.acquire(last, 30)
+    told_by = queued_in(sessions).wake_fd
+
+    assert ours.release(Grant(first)) is False
+
+    assert [ours.acquire(last, 30).wake_fd for _ in range(2)] == [told_by] * 2
+    assert backend.release(held)
+
+
+def test_a_reader_that_was_called_calls_the_next_one_while_it_reads(backend, sessions):
+    held, reader = grab(backend, "a"), a_claim("a", shared=True)
+    first, second = registry["locks"].backend, DatabaseBackend(alias="default", location="locks")
+    for number, waits in enumerate([first, second], 1):
+        assert not waits.acquire(replace(reader, owner=f"{number}" * 32), 30)
+        in_queue(number)
+    backend.release(held)
+
+    until(lambda: first.acquire(replace(reader, owner="1" * 32), 30))
+
+    assert queued_in(second._sessions).called(within=DEADLINE)
+    close(second)
+
+
+def test_a_waiter_that_hung_is_waked_again_and_leaves_no_connection():
+    woken, emptied = [], []
+    queues = WaiterQueues(emptied.append, hangs=0.0)
+    hung, other = (queues.enqueue(("key", owner), woken.append) for owner in ("hung", "other"))
+    hung.asked = True
+    queues.attach(hung, "the queue's")
+
+    assert queues.leads(other)
+
+    assert queues.connection_of(hung) is queues.connection_of(other) is None
+    assert queues.leads(other) and emptied == []
+    queues.detach(hung, "the queue's")  # it used it up
+    queues.attach(hung, "its own")
+    assert (queues.connections(), hung.connection) == ([], "its own")
+    queues.leave(other)
+    assert woken == [None]
+    assert queues.leads(hung) and emptied == ["its own"]
+
+
 def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, sessions):
     held = grab(backend, "a")
     waiter = Waiter()
@@ -783,6 +829,16 @@ def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, sessi
 
     assert waiter.served()
     assert backend.release(held) is False
+
+
+def test_a_clear_in_the_process_of_the_holder_frees_the_queue_of_what_it_took(backend):
+    held = grab(backend, "a")
+
+    assert backend.clear(held.claim.key, str(held.fence + 1)) == 0
+    assert parked(backend._sessions) == 1
+
+    assert backend.clear(held.claim.key, str(held.fence)) == 1
+    assert parked(backend._sessions) == 0
 
 
 def test_beyond_its_connections_a_process_polls(backend, sessions, monkeypatch):
