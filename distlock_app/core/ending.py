@@ -131,8 +131,6 @@ class Ending(Entered):
         if self.released or releaser is None:  # or the interpreter ends, and its modules are empty
             return
         lease = self._lease
-        if lease.ended and not lease.foreign:  # its release failed and was not retried
-            releaser.let_expire(lease)
         if lease.ended or lease.lost:
             lease.leave_runner()
             return
@@ -211,6 +209,7 @@ class Ending(Entered):
             lease.release_asked |= in_time
             # It may be released again: undo remove_hold(), but the lease has ended.
             lease.holds, self.released, self.entry = lease.holds + 1, False, 0
+            releaser.let_expire(lease)  # perhaps it is not, however long the hold is kept
             raise
         if not (in_time or lease.release_asked):
             # It was ours all along, but the work was done without knowing that.
