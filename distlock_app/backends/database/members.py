@@ -77,8 +77,7 @@ class Members:
         self.about = fields_of(claim.holder)
         self.live[claim.owner] = [fence, _end(self._row, claim.ttl), dict(self.about)]
         self.kind = kind_of(claim)
-        if self.next == claim.owner:
-            self.next_until = 0
+        self.next_until = 0  # it was the next, or there is none: see refusal()
         self._row = self._row._replace(name=name, acquired_us=self.now)
         return fence
 
