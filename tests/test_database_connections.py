@@ -234,7 +234,8 @@ def test_an_answer_lost_after_the_commit_does_no_harm(backend, monkeypatch, verb
     assert lost
 
 
-def test_a_release_that_may_or_may_not_have_arrived_is_unknown(backend, monkeypatch):
+@pytest.mark.parametrize("after", ["taken", "taken and released", "purged"])
+def test_a_release_that_may_or_may_not_have_arrived_is_unknown(backend, monkeypatch, after):
     held = grab(backend, "a")
     backend.close()
     backend.ping()
@@ -244,13 +245,32 @@ def test_a_release_that_may_or_may_not_have_arrived_is_unknown(backend, monkeypa
     def release_and_let_somebody_else_in(cursor, claimed):
         monkeypatch.setattr(dialect, "release", real)
         real(cursor, claimed)
-        grab(backend, "a")
+        other = grab(backend, "a")
+        if after != "taken":
+            assert backend.release(other)
+        if after == "purged":
+            DistLock.objects.using("locks").all().delete()
         raise connection.Database.OperationalError("connection lost")
 
     monkeypatch.setattr(dialect, "release", release_and_let_somebody_else_in)
 
-    with pytest.raises(BackendError, match="release"):
+    with pytest.raises(BackendError, match="the answer to a release was lost"):
         backend.release(held)
+
+
+def test_a_release_without_an_answer_of_what_was_not_granted_is_none(backend, monkeypatch):
+    backend.ping()  # a connection that has been idle
+    dialect = backend._sessions.dialect
+    real = dialect.release
+
+    def lose_the_first_answer(cursor, claimed):
+        monkeypatch.setattr(dialect, "release", real)
+        raise connection.Database.OperationalError("connection lost")
+
+    monkeypatch.setattr(dialect, "release", lose_the_first_answer)
+
+    assert backend.release(Grant(a_claim("a"))) is False
+    assert dialect.release == real
 
 
 def test_an_interrupt_in_the_middle_leaves_no_row_locked(backend, monkeypatch):

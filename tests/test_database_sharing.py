@@ -280,8 +280,9 @@ def test_a_permit_is_waited_for_until_the_first_of_them_ends(backend):
     assert take(backend, limit=2).free_in <= 5
 
 
-def test_a_reader_ends_sooner_only_if_that_is_asked_for(backend):
-    grant = take(backend, ttl=60, **READER)
+@pytest.mark.parametrize("kind", [READER, {}], ids=str)
+def test_a_claim_ends_sooner_only_if_that_is_asked_for(backend, kind):
+    grant = take(backend, ttl=60, **kind)
 
     assert backend.extend(grant, 5) is True
     assert next(backend.holders()).expires_in > 50

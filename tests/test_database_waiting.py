@@ -841,6 +841,38 @@ def test_a_clear_in_the_process_of_the_holder_frees_the_queue_of_what_it_took(ba
     assert parked(backend._sessions) == 0
 
 
+def test_a_release_in_a_transaction_frees_the_queue_before_the_commit(backend):
+    held = grab(backend, "a")
+
+    with atomic(using="locks"):
+        assert backend.release_at_commit(held) is True
+        assert parked(backend._sessions) == 0
+
+
+def test_an_interrupt_as_its_turn_comes_is_raised_and_leaves_the_queue(
+    backend, sessions, monkeypatch
+):
+    held, wanted, waits = grab(backend, "a"), a_claim("a"), registry["locks"].backend
+    assert not waits.acquire(wanted, 30)
+    in_queue()
+    backend.release(held)
+    assert queued_in(sessions).called(within=DEADLINE)
+
+    acquire = sessions.dialect.acquire
+
+    def interrupted(*_, **how):
+        monkeypatch.setattr(sessions.dialect, "acquire", acquire)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sessions.dialect, "acquire", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:  # its traceback keeps the connection
+        waits.acquire(wanted, 30)
+
+    assert (waiting_in(sessions), parked(sessions)) == ([], 0), caught
+    waits.withdraw(wanted)
+    assert waits.release(grab(waits, "a"))
+
+
 def test_beyond_its_connections_a_process_polls(backend, sessions, monkeypatch):
     monkeypatch.setattr(sessions, "slots", deque([None]))
     monkeypatch.setattr(sessions, "_queue", 1)

@@ -35,11 +35,13 @@ from distlock_app import (
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database.sql.mysql import MySQL
 from distlock_app.backends.database.sql.postgresql import PostgreSQL
+from distlock_app.claims import Busy
 from distlock_app.core import in_transaction
 from distlock_app.core.registry import registry
 from distlock_app.guards.retrying import was_sacrificed
 from distlock_app.models import DistLock
 from distlock_app.testing import held_elsewhere
+from distlock_app.testing.claims import a_claim
 from tests.app.models import Counter
 from tests.engines import until
 from tests.launching import Server
@@ -328,13 +330,53 @@ class Noting:
         self._cursor.execute(request)
 
 
-def test_the_transaction_goes_on_after_a_refusal(elsewhere: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("by", ["lock", "transaction"])
+def test_the_transaction_goes_on_after_a_refusal(elsewhere: Callable[..., Any], by: str) -> None:
+    if ON_SQLITE and by == "transaction":
+        pytest.skip("its file is locked")
     Counter.objects.create(name="a", value=1)
-    with Lock("invoice:7"):
+    with Lock("invoice:7") if by == "lock" else transaction.atomic():
+        if by == "transaction":
+            lock_in_transaction("invoice:7")
         for wait in (0, 0.2):
             elsewhere(refused_then_saving, wait)
 
     assert Counter.objects.get(name="a").value == 3
+
+
+def test_a_transaction_that_waits_leaves_the_row_to_its_holder() -> None:
+    backend: Any = registry["default"].backend
+    held = backend.acquire(a_claim("invoice:7"), 0)
+
+    with transaction.atomic():
+        assert not isinstance(backend.lock_row(held.claim.key, "invoice:7", 0), int)
+
+        assert backend.extend(held, 30) is True
+        assert backend.release(held) is True
+
+
+@pytest.mark.skipif(not ON_SQLITE, reason="a server locks the row as it looks at it")
+def test_a_lock_that_is_taken_just_before_the_file_is_locked_is_respected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend: Any = registry["default"].backend
+    held = backend.acquire(a_claim("invoice:7"), 0)
+    monkeypatch.setattr(backend, "holders", lambda key: iter(()))
+
+    with transaction.atomic():
+        assert isinstance(backend.lock_row(held.claim.key, "invoice:7", 0), Busy)
+
+    assert backend.release(held) is True
+
+
+@pytest.mark.skipif(connection.vendor == "mysql", reason="it may take one statement at a time")
+def test_an_error_of_the_database_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = registry["default"].backend
+    statements = "nonsense" if ON_SQLITE else "SAVEPOINT distlock; nonsense"
+    monkeypatch.setattr(backend._sessions.dialect, "LOCK_ROW", statements)
+
+    with pytest.raises(DatabaseError, match="nonsense"):
+        in_own_transaction("invoice:7", 0)
 
 
 def refused_then_saving(wait: float) -> None:
