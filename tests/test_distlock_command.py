@@ -1148,6 +1148,25 @@ def test_a_handler_that_python_did_not_install_is_let_be(memory, monkeypatch):
         install(signal.SIGUSR1, before)
 
 
+def test_a_candidate_asks_again_after_pauses_that_grow_until_it_has_led(monkeypatch):
+    outcomes = iter([LockLost(), BackendError(), BackendError(), LockLost(), BackendError()])
+    pauses, reported = [], []
+
+    def lose(*_):
+        if (error := next(outcomes, None)) is not None:
+            raise error
+        return 3
+
+    monkeypatch.setattr(run, "_run", lose)
+    monkeypatch.setattr(run, "full_jitter", lambda failures, **_: failures)
+    monkeypatch.setattr(run, "sleep", pauses.append)
+
+    assert run.lead(Lock("a"), ["true"], reported.append) == 3
+
+    assert pauses == [1, 2, 3, 1, 2]
+    assert len(reported) == 5
+
+
 @pytest.mark.once
 def test_a_leader_whose_program_ends_by_itself_ends_with_its_code(started):
     process = started("lead", "a", *shell("exit 3"))

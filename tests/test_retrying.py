@@ -167,6 +167,24 @@ def test_pauses_grow_with_the_attempts(account: Account, monkeypatch: Any) -> No
     assert pauses == [100, 200, 300, 300]
 
 
+def test_tasks_pause_as_threads_do(account: Account, monkeypatch: Any) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    monkeypatch.setattr("distlock_app.guards.optimistic.repeating.asyncio.sleep", pause)
+
+    async def run() -> None:
+        await Account.objects.aretrying(account.pk, Interrupted(2), lock_from=None, pause=100)
+        await sync_to_async(connections.close_all)()
+
+    asyncio.run(run())
+
+    assert pauses == [1, 1]  # max_pause
+
+
 @pytest.mark.parametrize("level", ["", "repeatable read"])
 @pytest.mark.parametrize(
     "rows",
