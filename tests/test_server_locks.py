@@ -370,6 +370,22 @@ def test_an_idle_session_that_died_is_not_noticed_by_who_asks(backend):
     assert idle.session not in backend._pool._open
 
 
+def test_a_session_that_only_asked_is_kept_for_the_next_question(backend, monkeypatch):
+    pauses, over = [], threading.Event()
+
+    def pause(seconds):
+        pauses.append(seconds)
+        over.wait(30)
+
+    monkeypatch.setattr(lock_session, "sleep", pause)
+    with contextlib.closing(type(backend)(alias="own", location=backend.using)) as own:
+        session = own._question(lambda session: session)
+        until(lambda: pauses)  # who closes idle sessions has seen it
+
+        assert own._question(lambda session: session) is session
+        over.set()
+
+
 def test_a_question_is_asked_by_an_idle_session_and_ends_it_only_if_it_fails(backend):
     idle = backend.acquire(a_claim("a"), 0)
     assert backend.release(idle)
