@@ -7,11 +7,12 @@ test_database_backend.py have the verbs.
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 
 import pytest
 from django.conf import settings
 from django.core import checks
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.database.sql.rows import Rows
@@ -83,6 +84,17 @@ def test_a_release_in_an_event_loop_is_no_query_of_djangos(backend):
         return backend.release(held)
 
     assert asyncio.run(release()) is True
+
+
+def test_in_a_notebook_the_connection_of_the_caller_stays_in_its_thread(backend, monkeypatch):
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
+    held = grab(backend, "a")
+
+    async def cell():
+        with closing(connections["locks"]), transaction.atomic(using="locks"):
+            return backend.pin(held, 30)
+
+    assert asyncio.run(cell()) is True
 
 
 def test_what_doctor_says_is_missing(backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sys
 import threading
@@ -40,14 +41,14 @@ def started(work: Callable[[], None], name: str) -> bool:
 
 
 def in_no_event_loop(call: Callable[P, R]) -> Callable[P, R]:
-    """Let `call` use another thread if an event loop runs in this one: Django refuses to connect.
+    """Let `call` use another thread if Django would refuse it here, where an event loop runs.
 
     The loop is blocked meanwhile, as by any request.
     """
 
     @wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if asyncio._get_running_loop() is None:
+        if asyncio._get_running_loop() is None or os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
             return call(*args, **kwargs)
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(call, *args, **kwargs).result()
