@@ -18,6 +18,7 @@ from distlock_app.backends.database import connections
 from distlock_app.backends.sessions.queues import FairSemaphore
 from distlock_app.core import renewal
 from distlock_app.core.registry import registry
+from distlock_app.core.releasing import releaser
 from distlock_app.primitives.timing import trusted_for
 from tests import engines
 from tests.engines import DEADLINE, InterruptedSlots, alarmed, free, renewed, until
@@ -124,6 +125,18 @@ def test_a_hold_that_is_kept_after_its_release_failed_is_given_back_at_its_end(s
     until(lambda: free(sessions))
 
     hold.release()  # as if it came while the answer was awaited: no loss
+
+
+def test_a_release_that_fails_again_and_again_is_repeated_by_one_worker(sessions, monkeypatch):
+    hold, left_to_worker = Lock("a", using="session").acquire(), []
+    sessions.fail("release", times=2)
+    monkeypatch.setattr(releaser, "let_expire", left_to_worker.append)
+    for _ in range(2):
+        with pytest.raises(BackendError):
+            hold.release()
+
+    assert left_to_worker == [hold._lease]
+    hold.release()
 
 
 def test_a_release_is_tried_again_for_as_long_as_its_session_lives(sessions):

@@ -206,10 +206,11 @@ class Ending(Entered):
                     give_back(lease)
                 releaser.lose(lease, LATE, at_release=True)
                 raise lease.lost_error() from error
+            if not lease.release_asked:  # once, however often the caller repeats it
+                releaser.let_expire(lease)  # perhaps nobody does, however long the hold is kept
             lease.release_asked |= in_time
             # It may be released again: undo remove_hold(), but the lease has ended.
             lease.holds, self.released, self.entry = lease.holds + 1, False, 0
-            releaser.let_expire(lease)  # perhaps it is not, however long the hold is kept
             raise
         if not (in_time or lease.release_asked):
             # It was ours all along, but the work was done without knowing that.
