@@ -138,7 +138,7 @@ class LockSessions(Pool[LockSession]):
 
     def _sweep(self) -> None:
         while (session := self._take_oldest()) is not None:
-            # Half of the ttl at most: by then the server has not closed it yet.
+            # Half of the ttl at most: by then the server has not closed it yet. 0: it only asked.
             left = session.used_at + min(IDLE, session.ttl / 2 or IDLE) - monotonic()
             if left <= 0:
                 session.close()
