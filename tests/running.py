@@ -265,7 +265,8 @@ class LaneRun:
         found = totals.read_text() if totals.exists() else ""
         self._run.record(pair, lane.name, result, began, found)
         failures = Path(f"{totals}.failed")
-        if failures.exists() and (text := failures.read_text()):
+        text = failures.read_text() if failures.exists() else self._last_words()
+        if text:
             self._run.failures.append(f"\n=== {lane.name} on {pair}{text}")
 
     def _test_wheel(self, chosen: Sequence[str]) -> None:
@@ -319,6 +320,15 @@ class LaneRun:
             began = monotonic()
             passed = self._run.run(*command, env=self._env, out=self._out)
             self._run.record(pair, name, "ok" if passed else "FAILED", began)
+
+    def _last_words(self) -> str:
+        """Return where a process stood that ended in the middle of a test, as one that hangs does.
+
+        The lines of our own files, from what faulthandler wrote; the main thread's are the last.
+        """
+        log = (self._home / "log").read_text(errors="replace") if self._out else ""
+        lines = re.findall('^  File ".*/((?:tests|distlock_app)/.*)', log, re.MULTILINE)
+        return "\n".join(["", *lines[-20:]]) if lines else ""
 
     def _say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
