@@ -326,6 +326,18 @@ def test_a_server_without_room_for_another_client_says_so(own):
     until(lambda: failure().endswith("max number of clients reached."))
 
 
+def test_a_server_that_runs_no_scripts_says_so_and_so_does_the_check(private_server):
+    with private_server(RedisServer, config={"rename-command": 'EVALSHA ""'}) as server:
+        backend = backend_at(server.url)
+        why = "refused the request: unknown command 'EVALSHA'."
+        with pytest.raises(BackendError, match=why):
+            backend.acquire(a_claim("a"), 0)
+
+        [message] = backend.check(ask=True)
+
+    assert message.id == "distlock_app.E013" and why in message.msg
+
+
 def test_no_error_shows_the_password(private_server):
     with private_server(RedisServer, config={"requirepass": "correct-horse"}) as server:
         right = backend_at(server.url)

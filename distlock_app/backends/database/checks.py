@@ -92,8 +92,8 @@ def check_pooler(alias: str, session: Session) -> Iterator[CheckMessage]:
     using, known = session.wrapper.alias, isinstance(session.cursor, PooledCursor)
     if isinstance(session.dialect, PostgreSQL) and not known and lends_by_transaction(using):
         yield Error(
-            f"DISTLOCK[{alias!r}]: {using!r} is behind a transaction pooler: statements fail, or"
-            " take as long as they may.",
+            f"DISTLOCK[{alias!r}]: {using!r} is behind a transaction pooler: statements may"
+            " fail or hang, and waiters poll.",
             hint="Set DISABLE_SERVER_SIDE_CURSORS in DATABASES to True, or QUEUE in DISTLOCK to 0.",
             id="distlock_app.E018",
         )

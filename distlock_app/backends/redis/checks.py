@@ -14,7 +14,9 @@ from ...errors import BackendError
 from ..base import no_answer
 from .alias import server_of
 from .pool import Pool, Servers
-from .scripts import pack
+from .scripts import Script, pack
+
+NOTHING = Script("return {}", keys=0, args=0)
 
 
 def refuse_wrong_prefix(prefix: Any) -> None:
@@ -42,7 +44,7 @@ def check_sharing(alias: str, location: str | None) -> Iterator[CheckMessage]:
 def check_server(
     alias: str, servers: Servers, replicas: int = 0
 ) -> tuple[list[CheckMessage], dict[str, dict[str, str]]]:
-    """Ask whether the servers answer and take writes, and whether they may evict locks.
+    """Ask whether the servers answer, run scripts and take writes, and whether they evict locks.
 
     Return what each server that has keys says about itself, too.
     """
@@ -81,6 +83,7 @@ def _wrong_in(
 
 
 def _facts_of(node: Pool) -> dict[str, str]:
+    node.run(NOTHING, NOTHING.head())
     [text] = node.ask(pack(b"INFO"))
     return dict(
         line.split(":", 1) for line in text.decode(errors="replace").splitlines() if ":" in line

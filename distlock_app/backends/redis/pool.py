@@ -273,5 +273,5 @@ def code_of(error: ResponseError) -> str:
     """Return what kind of refusal it is: "OOM", or "MovedError" where redis-py has a class."""
     if DENIED.search(str(error)):
         return NoPermissionError.__name__
-    code = re.match(r"[A-Z]+(?= )", str(error))
+    code = re.match(r"[A-Z]+(?= )|unknown command \W\w+\W", str(error))
     return code[0] if code else type(error).__name__
