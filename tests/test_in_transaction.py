@@ -137,6 +137,12 @@ def test_an_expired_lock_is_taken_over_for_good() -> None:
         hold.release()
 
 
+def test_the_error_tells_how_long_it_was_to_wait() -> None:
+    with transaction.atomic(), held_elsewhere("invoice:7"):
+        with pytest.raises(LockTimeout, match=r"not free within 0\.200 s"):
+            lock_in_transaction("invoice:7", wait=0.2)
+
+
 def test_the_fence_grows_with_each_owner_and_stays_within_a_transaction() -> None:
     fences = []
     for _ in range(3):

@@ -149,9 +149,9 @@ def _lease(attempt: Attempt, wait: float | None, backend: InTransaction, connect
             )
         assert grant.fence is not None
         return grant.fence
-    except LockBusy:
+    except LockBusy as busy:  # of what was left of the wait
         attempt.note_wait("timeout")
-        raise
+        raise busy_error(claim.name, attempt.wait, busy.free_in) from None
     except BaseException:
         releaser.give_back(attempt.backend, Grant(claim))
         raise
