@@ -1432,6 +1432,29 @@ def test_an_etcd_that_goes_silent_is_asked_once(engine, monkeypatch, verb):
     assert asked[0] == engine.proxy.port and set(asked[1:]) == {engine.server.port}
 
 
+def test_an_only_etcd_that_is_silent_is_not_asked_again(engine, monkeypatch):
+    if engine.name != "etcd":
+        return  # kazoo sends its requests
+    sent, send = [], Link.send
+
+    def note_and_send(link, *args):
+        sent.append(bool(link.used))
+        send(link, *args)
+
+    setting = engine.setting(engine.proxy.port)
+    setting["OPTIONS"]["TIMEOUT"] = 1
+    with override_settings(DISTLOCK={"own": setting}):
+        own().ping()
+        monkeypatch.setattr(Link, "send", note_and_send)
+        engine.proxy.silent = True
+        for _ in range(2):
+            with pytest.raises(BackendError, match="did not answer"):
+                own().ping()
+        own().close()
+
+    assert sent == [True, False, False]  # on the kept connection, and on a new one for each
+
+
 def test_a_user_logs_in(running_server, private_server):
     name, server = running_server
     if name == "etcd":

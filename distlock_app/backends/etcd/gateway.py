@@ -110,7 +110,8 @@ class Gateway:
         self, path: str, data: bytes, token: str, repeat: bool = True, doubt: Doubt | None = None
     ) -> dict[str, Any]:
         failure: Exception | None = None
-        for _ in range(len(self._endpoints) + 1):
+        failed, endpoints = 0, len(self._endpoints)
+        for _ in range(endpoints + 1):  # once more, if it was only a kept connection that failed
             endpoint, link = self._endpoints[0], None
             try:
                 link = self._idle.take() or self._connect()
@@ -122,6 +123,9 @@ class Gateway:
                     doubt()
                 if link is not None and not repeat:
                     raise ConnectionLost(self._unreachable(error).args[0]) from error
+                failed += link is None or not link.used
+                if failed == endpoints:
+                    break
                 continue
             if "error" in answer:
                 text = str(answer.get("message") or answer["error"])
