@@ -40,6 +40,8 @@ from distlock_app.core import in_transaction
 from distlock_app.core.registry import registry
 from distlock_app.guards.retrying import was_sacrificed
 from distlock_app.models import DistLock
+from distlock_app.primitives import timing
+from distlock_app.primitives.timing import Deadline
 from distlock_app.testing import held_elsewhere
 from distlock_app.testing.claims import a_claim
 from tests.app.models import Counter
@@ -137,7 +139,11 @@ def test_an_expired_lock_is_taken_over_for_good() -> None:
         hold.release()
 
 
-def test_the_error_tells_how_long_it_was_to_wait() -> None:
+def test_the_error_tells_how_long_it_was_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_a_slow_first_try(wait: float) -> Deadline:
+        return Deadline(wait, since=timing.monotonic() - 0.1)
+
+    monkeypatch.setattr(in_transaction, "Deadline", after_a_slow_first_try)
     with transaction.atomic(), held_elsewhere("invoice:7"):
         with pytest.raises(LockTimeout, match=r"not free within 0\.200 s"):
             lock_in_transaction("invoice:7", wait=0.2)
