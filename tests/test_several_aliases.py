@@ -18,6 +18,7 @@ from distlock_app import (
     Leader,
     Lock,
     LockBusy,
+    LockError,
     LockLost,
     LockTimeout,
     NotHeld,
@@ -278,6 +279,16 @@ def test_it_can_be_left_taken_for_a_time(engine, other):
 
     held = [*engine.holders(), *other.holders()]
     assert [0 < holding.expires_in <= 5 for holding in held] == [True, True]
+
+
+def test_none_is_left_for_a_time_if_one_cannot_be(engine):
+    with Lock("a", using=("session", "default")) as hold:
+        with pytest.raises(LockError, match="end with their session"):
+            hold.leave_for(5)
+
+        hold.check()
+
+    assert free(engine)
 
 
 def test_it_is_cleared_on_all_aliases(engine, other):

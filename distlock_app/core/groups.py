@@ -103,6 +103,8 @@ class Holds(tuple[Hold, ...], Entered):
 
     def leave_for(self, seconds: float) -> None:
         """Like `Hold.leave_for` with each; raise the first error after trying each."""
+        for hold in self:
+            hold._check_leave()
         self._each(lambda hold: hold.leave_for(seconds))
 
     def release(self) -> None:

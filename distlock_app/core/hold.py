@@ -103,9 +103,7 @@ class Hold(Ending):
         longer, because other processes may have the claim too. Does not wait for an open
         transaction. Raise what `release` raises, and LockError where locks end with their session.
         """
-        lease = self._lease
-        if not lease.backend.expires:
-            raise LockError("this backend's locks end with their session, not at a given time")
+        self._check_leave()
         self._check_extend()
         if not seconds >= 0:
             raise ValueError(f"leave_for() takes 0 or more seconds, not {seconds!r}")
@@ -274,6 +272,10 @@ class Hold(Ending):
         self.check()
         if self._lease.pins:
             raise LockError(f"{shown(self.name)!r} is pinned: extend it after the transaction")
+
+    def _check_leave(self) -> None:
+        if not self._lease.backend.expires:
+            raise LockError("this backend's locks end with their session, not at a given time")
 
     def _check_dump(self) -> None:
         if not self._lease.backend.expires:
