@@ -253,6 +253,7 @@ def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, cap
         with monkeypatch.context() as patch:
             patch.setattr(type(LockEvent.objects.all()), "bulk_create", down)
             for _ in range(2):
+                history.writer._worker.put(None)  # a turn in which nothing waits
                 before = events()
                 with Lock("a") as hold:
                     hold.check()

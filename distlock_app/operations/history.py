@@ -114,7 +114,6 @@ class _Writer:
         self._scheduled = False
         try:
             self._write()
-            self._failing = False
         except Exception:  # whatever it is: the next events may be written
             if not self._failing:
                 text = "lock events could not be written"
@@ -131,6 +130,7 @@ class _Writer:
         using, _name = here
         rows = [row for lock in last.values() for row in lock]
         LockEvent.objects.using(using).bulk_create(rows, batch_size=100)
+        self._failing = False
         self._noted.update({lock: len(rows) for lock, rows in last.items()})
         self._trim(using, len(rows))
 
