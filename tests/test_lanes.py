@@ -199,19 +199,18 @@ def test_what_failed_is_printed_once_more_at_the_end_of_a_run(run, monkeypatch, 
 
 
 def test_where_a_process_stood_that_ended_in_a_test_is_printed_at_the_end(run, monkeypatch, capsys):
-    tests = run.work / "tests/test_that_hangs.py"
+    tests = run.work / "tests/test_that_ends.py"
     tests.parent.mkdir()
-    tests.write_text("import time\ndef test_stock(): time.sleep(60)")
+    tests.write_text("import os\ndef test_stock(): os.abort()")
     monkeypatch.setattr(Pair, "bin", Path(sys.executable).parent)
 
     with (run.work / "log").open("w") as log:
         lane = LaneRun(run, Lane("slow", "sqlite", Pair("3.13", "6.1"), "slow"), run.work, log)
-        conf = str(ROOT / "setup.cfg")
-        lane._test(str(tests), "-p", "tests.conftest", "-c", conf, "-o", "faulthandler_timeout=0.2")
+        lane._test(str(tests), "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"))
 
     assert _summary(run) == 1
     printed = capsys.readouterr().out
-    assert '\ntests/test_that_hangs.py", line 2 in test_stock\n' in printed
+    assert '\ntests/test_that_ends.py", line 2 in test_stock\n' in printed
 
 
 def test_a_run_that_ends_starts_nothing_more_and_ends_what_runs(run):
