@@ -116,7 +116,7 @@ def test_a_dropped_hold_is_given_back_when_its_time_is_up(sessions):
 
 
 def test_a_hold_that_is_kept_after_its_release_failed_is_given_back_at_its_end(sessions):
-    hold = Lock("a", ttl=0.3, using="session").acquire()
+    hold = Lock("a", ttl=2, using="session").acquire()
     sessions.fail("release", times=1)
     with pytest.raises(BackendError):
         hold.release()
