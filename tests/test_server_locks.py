@@ -392,7 +392,7 @@ def test_a_question_is_asked_by_an_idle_session_and_ends_it_only_if_it_fails(bac
 
     for _ in range(4):
         backend.ping()
-    assert len(backend._pool._open) <= 2  # one may be with who closes them
+    assert backend._pool._open == {idle.session}
 
     def interrupted(session):
         asked.append(session)
@@ -774,7 +774,7 @@ def test_what_was_given_up_before_it_began_is_forgotten(backend, monkeypatch):
 
 
 def sessions_are_idle(backend):
-    """Whether all that are open can be lent: none is lost, nor with who closes idle ones."""
+    """Whether all that are open can be lent: none is lost."""
     return len(backend._pool._idle) == len(backend._pool._open)
 
 
@@ -787,7 +787,7 @@ def test_claims_that_were_given_up_before_they_began_take_no_lock(backend):
         with pytest.raises(BackendError, match="given up"):
             backend.acquire(claim, 0)
 
-    until(lambda: sessions_are_idle(backend))
+    assert sessions_are_idle(backend)
     assert free("a")
 
 
@@ -815,7 +815,7 @@ def test_a_claim_that_is_given_up_as_its_answer_comes_leaves_nothing(
         grant.claim.owner for grant in others
     ]
     assert all(backend.release(grant) for grant in others)
-    until(lambda: sessions_are_idle(backend))
+    assert sessions_are_idle(backend)
     assert free("a")
 
 
@@ -977,8 +977,7 @@ def test_a_thousand_acquisitions_leave_no_lock_and_hardly_a_session(backend):
         assert backend.release(backend.acquire(a_claim(f"b{turn}"), 0))
 
     assert list(backend.holders()) == []
-    # One, or two if the first was just being looked at by who closes idle ones.
-    assert len(backend._pool._open) <= 2
+    assert len(backend._pool._open) == 1
     assert backend._taken == {}
 
 
@@ -1003,6 +1002,22 @@ def test_threads_share_the_sessions_and_idle_ones_are_closed(backend, monkeypatc
     with lock("a"):
         pass
     until(lambda: not backend._pool._open)
+
+
+def test_a_session_that_is_just_looked_at_for_its_idle_time_is_closed_with_the_others(
+    backend, monkeypatch
+):
+    looks, closed = threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        lock_session, "monotonic", lambda: looks.set() or closed.wait(DEADLINE) and monotonic()
+    )
+    backend.ping()
+    assert looks.wait(DEADLINE)
+
+    backend.close()
+
+    closed.set()
+    assert not backend._pool._open
 
 
 def test_a_process_that_ends_says_goodbye_on_its_own_sessions(backend):

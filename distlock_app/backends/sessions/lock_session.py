@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from math import inf
 from time import sleep
 from typing import NamedTuple
@@ -137,12 +138,16 @@ class LockSessions(Pool[LockSession]):
             self._tidy_above = self.TIDY_ABOVE
 
     def _sweep(self) -> None:
-        while (session := self._take_oldest()) is not None:
-            # Half of the ttl at most: by then the server has not closed it yet. 0: it only asked.
-            left = session.used_at + min(IDLE, session.ttl / 2 or IDLE) - monotonic()
-            if left <= 0:
-                session.close()
-            else:
-                self._idle.appendleft(session)
-                sleep(left)
+        with suppress(IndexError):  # none is left
+            while True:
+                session = self._idle[0]  # stays there: to be lent, and to be closed by others
+                # Half of the ttl at most: by then the server has not closed it yet. 0: it only
+                # asked.
+                left = session.used_at + min(IDLE, session.ttl / 2 or IDLE) - monotonic()
+                if left > 0:
+                    sleep(left)
+                    continue
+                with suppress(ValueError):  # it was lent just now
+                    self._idle.remove(session)
+                    session.close()
         self._tidy_above = self.TIDY_ABOVE

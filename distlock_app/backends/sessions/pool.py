@@ -182,8 +182,9 @@ class Pool(Generic[P]):
     def close_idle(self) -> None:
         """Close what is idle now, and what is lent as soon as it comes back."""
         self._epoch += 1
-        while (session := self._take_oldest()) is not None:
-            session.close()
+        with suppress(IndexError):  # none is left
+            while True:
+                self._idle.popleft().close()
 
     def forget(self) -> None:
         """Leave the sessions of a parent process alone: neither use nor close them."""
@@ -217,12 +218,6 @@ class Pool(Generic[P]):
     def _tidy(self) -> None:
         """See to it that what idles for long is closed."""
         raise NotImplementedError
-
-    def _take_oldest(self) -> P | None:
-        try:
-            return self._idle.popleft()
-        except IndexError:
-            return None
 
     def _make_way(self, connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
         # Django makes and drops test databases from a connection to none, and PostgreSQL
