@@ -1020,6 +1020,26 @@ def test_a_session_that_is_just_looked_at_for_its_idle_time_is_closed_with_the_o
     assert not backend._pool._open
 
 
+def test_a_session_that_comes_back_just_as_none_was_left_to_be_closed_is_closed(
+    backend, monkeypatch
+):
+    class Idle(deque):
+        def __getitem__(self, at):
+            try:
+                return super().__getitem__(at)
+            except IndexError:
+                while lent:
+                    backend._pool.give_back(lent.pop())
+                raise
+
+    lent = [backend._pool.lend()]
+    monkeypatch.setattr(lock_session, "IDLE", 0)
+    monkeypatch.setattr(backend._pool, "_idle", Idle())
+    backend.ping()
+
+    until(lambda: not (lent or backend._pool._open))
+
+
 def test_a_process_that_ends_says_goodbye_on_its_own_sessions(backend):
     session = backend._pool.lend()
 

@@ -151,3 +151,5 @@ class LockSessions(Pool[LockSession]):
                     self._idle.remove(session)
                     session.close()
         self._tidy_above = self.TIDY_ABOVE
+        if self._idle:  # given back just before that
+            self._tidy()
