@@ -427,12 +427,12 @@ def test_the_deadline_of_a_task_is_kept(engine):
 def test_receivers_of_any_kind_hear_of_async_locks_and_break_none(engine, asynchronous):
     told = []
 
-    def listen(signal, **facts):
-        told.append(signal)
+    def listen(signal, name, **facts):
+        told.extend([signal] * (name == "heard"))
         raise ValueError("bug")
 
     async def alisten(signal, **facts):
-        listen(signal)
+        listen(signal, **facts)
 
     receiver = alisten if asynchronous else listen
     signals = (lock_acquired, lock_released, lock_busy)
@@ -441,8 +441,8 @@ def test_receivers_of_any_kind_hear_of_async_locks_and_break_none(engine, asynch
     try:
 
         async def main():
-            async with Lock("a"):
-                assert await asyncio.ensure_future(Lock("a").atry_acquire()) is None
+            async with Lock("heard"):
+                assert await asyncio.ensure_future(Lock("heard").atry_acquire()) is None
 
         asyncio.run(main())
     finally:
