@@ -124,6 +124,16 @@ def test_the_thread_ends_when_nobody_waits_for_long(backend, server, prefix, mon
     assert third.granted().claim is third.claim
 
 
+def test_the_thread_does_not_end_for_a_task_that_comes_when_its_time_is_over(backend, monkeypatch):
+    monkeypatch.setattr(redis_listener, "IDLE_SECONDS", -1.0)
+    grant, waiter = backend.acquire(a_claim("a"), 0), Waiter(backend, "a")
+    waiter.ask()
+
+    backend.release(grant)
+
+    assert backend.release(waiter.granted())
+
+
 def test_the_thread_counts_from_when_a_task_last_waited(backend, monkeypatch):
     monkeypatch.setattr(redis_listener, "HEARTBEAT", 0.01)
     grant, seen = backend.acquire(a_claim("a"), 0), []

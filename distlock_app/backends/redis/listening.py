@@ -298,7 +298,7 @@ class Listener(Generic[AnyWaiter]):
         stands_in.armed, stands_in.gate = True, None
         needed = monotonic()
         while not self._thread_ends(idle=monotonic() - needed):
-            if any(not waiter.claim.blocking for waiter in self._waiters.all()):
+            if self._tasks_wait():
                 needed = monotonic()
             try:
                 self.ensure_subscribed()
@@ -308,8 +308,11 @@ class Listener(Generic[AnyWaiter]):
                 time.sleep(RETRY_MAX)
         self._close_if_idle()
 
+    def _tasks_wait(self) -> bool:
+        return any(not waiter.claim.blocking for waiter in self._waiters.all())
+
     def _thread_ends(self, *, idle: float) -> bool:
         with self._lock:
-            if self._closed or idle > IDLE_SECONDS:
+            if self._closed or (idle > IDLE_SECONDS and not self._tasks_wait()):
                 self._for_tasks = False
             return not self._for_tasks
