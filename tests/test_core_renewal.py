@@ -18,7 +18,7 @@ import pytest
 
 from distlock_app import BackendError, Lock, LockLost
 from distlock_app.claims import Grant
-from distlock_app.core import releasing
+from distlock_app.core import releasing, reporting
 from distlock_app.core import timer as core_timer
 from distlock_app.core.lease import GONE, Lease
 from distlock_app.core.registry import registry
@@ -711,6 +711,17 @@ def test_the_end_of_the_process_waits_for_an_on_lost_callback():
     done = ended(code)
 
     assert (done.returncode, done.stdout) == (0, b"stopped"), done.stderr
+
+
+def test_a_callback_whose_thread_is_just_being_started_is_waited_for(monkeypatch):
+    told = []
+    thread = threading.Thread(target=told.append, args=[1], name=reporting.CALLS_BACK)
+    monkeypatch.setitem(threading._limbo, thread, thread)  # as start() begins
+    monkeypatch.setattr(reporting, "sleep", lambda _: thread.ident or thread.start())
+
+    reporting.await_reports()
+
+    assert told == [1]
 
 
 @pytest.mark.parametrize("loaded_by", ["the parent", "the child"])

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from time import sleep
 from typing import Any
 
 from django.db import connections
@@ -42,9 +43,8 @@ def await_reports() -> None:
     """Wait until receivers and callbacks know of all that has ended."""
     end = monotonic() + EXIT_PATIENCE
     _notifier.finish(EXIT_PATIENCE)
-    for thread in threading.enumerate():
-        if thread.name == CALLS_BACK:
-            thread.join(max(0.0, end - monotonic()))
+    while monotonic() < end and CALLS_BACK in {thread.name for thread in threading.enumerate()}:
+        sleep(0.001)  # join() would refuse a thread that is just being started
 
 
 def lease_facts(lease: Lease) -> dict[str, Any]:
