@@ -698,6 +698,7 @@ def test_a_holder_that_hangs_with_the_queue_is_waited_for_until_its_row_expires(
 
     assert waiter.served()
     assert waiter.got_at < expired_at + 20  # before the server ends its wait
+    until(lambda: not held.session.fresh)  # the waiter has it ended
     assert backend.release(held) is False
 
 
@@ -828,6 +829,7 @@ def test_a_cleared_lock_goes_on_although_its_holder_knows_nothing(backend, sessi
     assert registry["locks"].backend.clear(held.claim.key) == 1
 
     assert waiter.served()
+    until(lambda: not held.session.fresh)  # the waiter has it ended
     assert backend.release(held) is False
 
 
