@@ -613,10 +613,11 @@ def test_programs_get_the_holders_that_are_shown_or_cleared_as_json(memory, caps
     assert (free[0], json.loads(free[1])) == (1, {"locks": []})
 
 
-def test_clear_spares_a_holder_who_was_not_meant(memory, capsys):
+@pytest.mark.parametrize("version", ["1", ""])
+def test_clear_spares_a_holder_who_was_not_meant(memory, capsys, version):
     held = taken("a")
 
-    code, out, err = say(capsys, "clear", "a", "--yes", "--if-version", "1")
+    code, out, err = say(capsys, "clear", "a", "--yes", "--if-version", version)
 
     assert (code, out) == (1, "0 cleared\n")
     assert err == "it is held with another version: see `show --json`\n"

@@ -50,9 +50,9 @@ def facts_of(holding: Holding) -> dict[str, Any]:
 
 
 def has_version(holding: Holding, version: str | None) -> bool:
-    """Return whether it may be the holding that was shown with this version; empty: any."""
+    """Return whether it may be the holding that was shown with this version; None: any."""
     backend = registry[holding.alias].backend
-    return not version or backend.same_version(holding.version, version)
+    return version is None or backend.same_version(holding.version, version)
 
 
 def is_renewed(holding: Holding) -> bool:

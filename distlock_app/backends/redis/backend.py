@@ -244,9 +244,9 @@ class RedisBackend(Inspection, GuardedWrites):
         return number[0] if ours else None
 
     def clear(self, key: str, if_version: str | None = None) -> int:
-        request = self._head(CLEAR, key) + bulks((if_version or "").encode())
-        [cleared] = self._pool.run(CLEAR, request)
-        return int(cleared)
+        version = "" if if_version is None else if_version or "none"
+        request = self._head(CLEAR, key) + bulks(version.encode())
+        return self._pool.run(CLEAR, request)[0]
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         messages = [*check_sharing(self.alias, self.location)]
