@@ -532,6 +532,11 @@ def test_amounts_of_more_than_28_digits_are_compared_to_the_last(offer: Offer) -
     assert key_of(two, field) == f"1{35 * '0'}2"
 
 
+@pytest.mark.parametrize("amount", ["1E-99999999", "1E+99999999"])
+def test_an_amount_with_a_huge_exponent_is_not_written_out(offer: Offer, amount: str) -> None:
+    assert key_of(Decimal(amount), forms.DecimalField()) == amount
+
+
 def test_an_amount_of_too_many_digits_is_shown_as_it_was_typed(offer: Offer) -> None:
     data = sent(opened(offer), price=f"1{35 * '0'}")
     changed(offer, price=12, version=9)
