@@ -48,7 +48,8 @@ def key_of(value: Any, field: Any) -> Any:
     if isinstance(value, File):
         return value.name or ""
     if isinstance(value, Decimal):  # written out, 1E-999999999 takes a gigabyte
-        return format(value.normalize(EXACT), "f") if abs(value.adjusted()) < LONGEST else str(value)
+        short = abs(value.adjusted()) < LONGEST
+        return format(value.normalize(EXACT), "f") if short else str(value)
     many = isinstance(value, models.QuerySet | list | tuple | set)
     if many and isinstance(field, forms.ModelMultipleChoiceField):
         return sorted(str(field.prepare_value(one)) for one in value)
