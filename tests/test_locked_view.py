@@ -229,6 +229,9 @@ def test_reading_is_free_unless_it_is_named():
         assert report(RequestFactory().get("/")).status_code == 423
         assert report(RequestFactory().head("/")).status_code == 423
         assert post(report).status_code == 200
+        # A view that asks only for GET takes it for a POST.
+        assert page(RequestFactory().generic("PAY", "/")).status_code == 423
+        assert report(RequestFactory().generic("PAY", "/")).status_code == 423
 
 
 def test_people_see_who_holds_the_lock_and_where():

@@ -28,7 +28,7 @@ BACK_AFTER = 3
 
 
 def answer(
-    request: Any, error: LockBusy | BackendError, *, methods: Collection[str], status: int
+    request: Any, error: LockBusy | BackendError, *, unlocked: Collection[str], status: int
 ) -> HttpResponse:
     """Return a page, JSON or text, as the client prefers; 503 if the backend is down.
 
@@ -41,7 +41,7 @@ def answer(
     else:
         text = gettext("Your request is already being processed.")
         seconds = min(max(1, math.ceil(error.free_in or 0)), LONGEST_RETRY_AFTER)
-        back = _page_before(request, methods)
+        back = _page_before(request, unlocked)
     wanted = request.get_preferred_type(["text/plain", "text/html", "application/json"])
     if wanted == "application/json":
         response: HttpResponse = JsonResponse({"detail": text, "retry_after": seconds})
@@ -71,7 +71,7 @@ def _page(request: Any, text: str, back: str) -> str:
         return ""
 
 
-def _page_before(request: Any, methods: Collection[str]) -> str:
+def _page_before(request: Any, unlocked: Collection[str]) -> str:
     """Return the page of this site that the visitor came from, if its GET is harmless.
 
     Not the view itself if its GET is locked: to go back there would repeat the request.
@@ -82,5 +82,5 @@ def _page_before(request: Any, methods: Collection[str]) -> str:
         before, {request.get_host()}, request.is_secure()
     ):
         return ""
-    itself = "GET" in methods and unquote(urlsplit(before).path) == request.path
+    itself = "GET" not in unlocked and unquote(urlsplit(before).path) == request.path
     return "" if itself else before

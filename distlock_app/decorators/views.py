@@ -33,6 +33,8 @@ from .naming import (
 from .options import F, check_is_function, check_lock_options, sorted_out
 from .streams import kept_while_streaming
 
+METHODS = frozenset("GET HEAD OPTIONS TRACE POST PUT PATCH DELETE".split())
+
 
 @overload
 def locked_view(view: F, /) -> F: ...
@@ -83,7 +85,7 @@ def locked_view(
     atomic = databases_in(lock_options.pop("atomic", False))
     guard = _Guard(
         name=named,
-        methods=_checked_methods(methods),
+        unlocked=_unlocked(methods),
         lock_options=lock_options,
         atomic=atomic,
         status=status,
@@ -125,7 +127,7 @@ class _Guard:
     """The arguments of `locked_view`; shared by all requests, and never changed."""
 
     name: Named
-    methods: frozenset[str]
+    unlocked: frozenset[str]
     lock_options: dict[str, Any]
     atomic: tuple[str, ...]
     status: int
@@ -142,7 +144,7 @@ class _Guard:
     def run(self, call: _Call) -> Any:
         """Answer the request of a sync view."""
         refuse_open(call.aliases)
-        if call.request.method not in self.methods:
+        if call.request.method in self.unlocked:
             with in_transactions(call.aliases):
                 return _response(call)
         name, who = self._about(call)
@@ -177,7 +179,7 @@ class _Guard:
         """Answer the request of an async view."""
         if call.aliases:  # Django would say the same, if our mark had not exempted the view
             raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")
-        if call.request.method not in self.methods:
+        if call.request.method in self.unlocked:
             return await call.view()
         # The user may have to be read from the database.
         name, who = await sync_to_async(self._about)(call)
@@ -222,7 +224,7 @@ class _Guard:
             log_unavailable(name, self.lock_options.get("using", "default"), error)
         elif self.busy_response is not None:
             return self.busy_response(call.request, error)
-        return answer(call.request, error, methods=self.methods, status=self.status)
+        return answer(call.request, error, unlocked=self.unlocked, status=self.status)
 
 
 def _is_known(request: Any) -> bool:
@@ -313,11 +315,14 @@ def _split(
     raise TypeError("a view under locked_view must get the request as its first argument")
 
 
-def _checked_methods(methods: Collection[str]) -> frozenset[str]:
+def _unlocked(methods: Collection[str]) -> frozenset[str]:
+    """Return the methods of HTTP that are not among these: one that is made up is locked, too."""
     if isinstance(methods, str):
         raise TypeError(f"methods must be a list of names, not {methods!r}")
-    names = frozenset(method.upper() for method in methods)
-    return names | {"HEAD"} if "GET" in names else names  # HEAD runs the GET of a class
+    names = {method.upper() for method in methods}
+    if "GET" in names:
+        names.add("HEAD")  # runs the GET of a class
+    return METHODS - names
 
 
 def _is_async(view: Any) -> bool:
