@@ -43,7 +43,7 @@ class Together:
             return None
         if not transactions.surely_none():
             for lock in locks:
-                transactions.check_before_lock(lock.name, release_now=lock.release == "now")
+                transactions.check_before_lock(release_now=lock.release == "now")
         return cls(backend, attempts)
 
     def hold(self, grants: Sequence[Grant] | None) -> bool:

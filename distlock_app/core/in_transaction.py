@@ -84,7 +84,7 @@ def begun_under_lock(
     backend = attempt.backend
     if isinstance(backend, InTransaction) and transactions.is_open(connection):
         if warn:
-            transactions.check_before_lock(name, release_now=True)
+            transactions.check_before_lock(release_now=True)
         fence = _lock(attempt, backend, connection)
     else:  # in tests: a lock in memory, or a TestCase, which would keep the row until its end
         hold = Lock(name, wait=attempt.wait, using=using).acquire()

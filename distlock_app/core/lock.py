@@ -129,7 +129,7 @@ class Lock(WithBlock[Hold]):
         if hold is not None:
             return hold
         if not transactions.surely_none():
-            transactions.check_before_lock(self.name, release_now=self.release == "now")
+            transactions.check_before_lock(release_now=self.release == "now")
         waker = Waker()
         claim = attempt.claim(waker)
         try:
@@ -160,7 +160,7 @@ class Lock(WithBlock[Hold]):
         await transactions.check_caller(self.name, release_now=self.release == "now")
         if (hold := attempt.reenter()) is not None:
             return hold
-        transactions.check_before_lock(self.name, release_now=self.release == "now")
+        transactions.check_before_lock(release_now=self.release == "now")
         waker = AsyncWaker()
         claim = attempt.claim(waker)
         try:
@@ -225,7 +225,7 @@ class Lock(WithBlock[Hold]):
             known["at_least"] = min(known.get("at_least", 0.0), max_hold or float("inf"))
             attempt = Attempt(cls(using=alias, renew=renew, max_hold=max_hold, **known), 0)
             lock = attempt.lock
-            transactions.check_before_lock(lock.name, release_now=lock.release == "now")
+            transactions.check_before_lock(release_now=lock.release == "now")
             claim = replace(attempt.claim(Waker()), **token)
             parts.append((attempt, Grant(claim, fence, session=session)))
         return parts

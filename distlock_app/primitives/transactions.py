@@ -148,7 +148,7 @@ class OpenSavepoints:
         return int(sid.rpartition("x")[2]) <= self.last
 
 
-def check_before_lock(name: str, *, release_now: bool) -> None:
+def check_before_lock(*, release_now: bool) -> None:
     """Refuse, or warn of, an open transaction in which the lock would protect nothing."""
     # Those that are in use, and those that will be in manual management once they are.
     manual = (alias for alias, s in connections.settings.items() if not s.get("AUTOCOMMIT", True))
@@ -161,11 +161,12 @@ def check_before_lock(name: str, *, release_now: bool) -> None:
             )
         if is_open(connection) and keeps_snapshot(connection):
             frame = frame_of_caller()
+            # Not the name: Python keeps each text in the registry for ever.
             warnings.warn_explicit(
-                f"The lock {name[:200]!r} is taken inside a transaction on "
-                f"{connection.alias!r} at isolation level REPEATABLE READ or above: what it "
-                "reads may be older than the lock. Take the lock before the transaction: "
-                "Lock(..., atomic=True), locked_view() or locked(..., atomic=True).",
+                f"A lock is taken inside a transaction on {connection.alias!r} at isolation level "
+                "REPEATABLE READ or above: what it reads may be older than the lock. Take the lock "
+                "before the transaction: Lock(..., atomic=True), locked_view() or "
+                "locked(..., atomic=True).",
                 RuntimeWarning,
                 frame.f_code.co_filename,
                 frame.f_lineno,
