@@ -245,6 +245,18 @@ def test_what_is_noted_as_no_thread_can_be_started_is_written_all_the_same(kept,
     assert ("released", "a") in events()
 
 
+def test_an_event_that_waits_for_the_database_is_short_whatever_the_name(kept, monkeypatch):
+    history.writer.flush(30)
+    monkeypatch.setattr(history, "writer", history._Writer())
+    monkeypatch.setattr(history.writer, "_write", lambda: None)
+
+    with Lock("x" * 10_000):
+        pass
+
+    assert [len(event["name"]) for _, event in history.writer._waiting] == [200, 200]
+    assert {event["key"] for _, event in history.writer._waiting} == {key_of("x" * 10_000)}
+
+
 def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, caplog):
     def down(*args, **kwargs):
         raise OSError("no route to the database")
@@ -377,7 +389,7 @@ def test_no_more_is_kept_of_many_processes_that_each_write_little(kept, monkeypa
     event = {"at": timezone.now(), "alias": "default", "event": "busy"}
     for number in range(120):
         process = history._Writer()
-        process._waiting.append((history._database(), {**event, "name": f"order:{number}"}))
+        process._waiting.append((history._database(), {**event, "key": str(number)}))
         process._write()
 
     assert len(events()) == 100

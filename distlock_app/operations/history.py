@@ -141,8 +141,7 @@ class _Writer:
             database, event = self._waiting.popleft()
             if database != here:  # a test run began or ended
                 continue
-            name, key = event["name"], event.get("key") or key_of(event["name"])
-            row = LockEvent(**{**event, "name": shown(name), "key": key})
+            row = LockEvent(**event)
             last.setdefault((row.alias, row.key), deque(maxlen=kept() or 1)).append(row)
         return last
 
@@ -192,8 +191,8 @@ def _note(event: str, alias: str, name: str, **facts: Any) -> None:
         at=timezone.now(),
         event=event,
         alias=alias,
-        name=name,
-        key=facts.get("key"),  # of a lock that is cleared, `name` may be what a page shows
+        name=shown(name),  # as short as it is stored: events may wait for a database that is down
+        key=facts.get("key") or key_of(name),  # of a cleared one, `name` may be what a page shows
         seconds=facts.get("waited", facts.get("held")),
         fence=fence,
         detail=detail,
