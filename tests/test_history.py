@@ -247,8 +247,8 @@ def test_what_is_noted_as_no_thread_can_be_started_is_written_all_the_same(kept,
 
 def test_an_event_that_waits_for_the_database_is_short_whatever_the_name(kept, monkeypatch):
     history.writer.flush(30)
+    monkeypatch.setattr(history._Writer, "_work", lambda writer, _: None)
     monkeypatch.setattr(history, "writer", history._Writer())
-    monkeypatch.setattr(history.writer, "_write", lambda: None)
 
     with Lock("x" * 10_000):
         pass
