@@ -532,6 +532,10 @@ def test_amounts_of_more_than_28_digits_are_compared_to_the_last(offer: Offer) -
     assert key_of(two, field) == f"1{35 * '0'}2"
 
 
+def test_a_key_that_no_column_can_hold_is_shown_as_it_was_typed(offer: Offer) -> None:
+    assert shown(OfferForm(instance=offer), "account", "9" * 30) == "9" * 30
+
+
 @pytest.mark.parametrize("amount", ["1E-99999999", "1E+99999999"])
 def test_an_amount_with_a_huge_exponent_is_not_written_out(offer: Offer, amount: str) -> None:
     assert key_of(Decimal(amount), forms.DecimalField()) == amount

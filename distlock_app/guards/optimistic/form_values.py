@@ -159,6 +159,6 @@ def _rows(field: Any, keys: list[Any]) -> str:
             str(getattr(row, name)): field.label_from_instance(row)
             for row in field.queryset.filter(**{f"{name}__in": keys})
         }
-    except (TypeError, ValueError, ValidationError):
+    except (TypeError, ValueError, ValidationError, OverflowError):  # the last on SQLite
         rows = {}
     return ", ".join(sorted(str(rows.get(str(key), key)) for key in keys))
