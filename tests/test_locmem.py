@@ -226,8 +226,91 @@ def test_the_lock_passes_hundreds_of_waiters_that_are_gone(backend, monkeypatch)
     assert living.granted().claim is living.claim
 
 
+def waiting(backend, name, **options):
+    """Return one who waits for the lock."""
+    waiter = Waiter(backend, name, **options)
+    assert not waiter.ask()
+    return waiter
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda backend, claim: backend.acquire(claim, 0),
+        lambda backend, claim: backend.withdraw(claim),
+        lambda backend, claim: backend.release(Grant(claim)),
+    ],
+)
+def test_when_a_waiter_leaves_those_behind_are_woken_at_once(backend, leave):
+    backend.acquire(a_claim("a", shared=True), 0)
+    writer, reader = waiting(backend, "a"), waiting(backend, "a", shared=True)
+
+    leave(backend, writer.claim)
+
+    assert [grant.claim for grant in reader.woken] == [reader.claim]
+    assert not writer.woken
+
+
+def test_when_a_lock_is_cleared_the_first_waiter_is_woken_at_once(backend):
+    held = backend.acquire(a_claim("a"), 0)
+    waiter = waiting(backend, "a")
+
+    assert backend.clear(held.claim.key) == 1
+
+    assert [grant.claim for grant in waiter.woken] == [waiter.claim]
+
+
+def test_a_claim_withdraws_itself_and_no_later_one_of_its_owner(backend):
+    held = backend.acquire(a_claim("a"), 0)
+    first, later = (waiting(backend, "a", owner="one", stable=True) for _ in range(2))
+
+    backend.withdraw(first.claim)
+
+    assert len(backend.queue(held.claim.key)) == 1
+    backend.withdraw(later.claim)
+    assert backend.queue(held.claim.key) == []
+
+
+@pytest.mark.parametrize("latch", [False, True])
+def test_a_waiter_that_was_not_heard_of_for_long_is_passed_over(backend, latch):
+    held = None if latch else backend.acquire(a_claim("a"), 0)
+    dead, living = (waiting(backend, "a", latch=latch) for _ in range(2))
+    key = living.claim.key
+    backend._states[key].queue[dead.claim.owner].heard -= locmem.HEARD_LATELY + 1
+
+    if latch:
+        backend.count_down(a_claim("a", latch=True))
+    else:
+        backend.release(held)
+
+    assert [grant.claim for grant in living.woken] == [living.claim]
+    assert not dead.woken and backend.queue(key) == []
+
+
+def test_a_waiter_that_was_not_heard_of_for_long_keeps_nobody_out(backend):
+    backend.acquire(a_claim("a", shared=True), 0)
+    writer = waiting(backend, "a")
+    backend._states[writer.claim.key].queue[writer.claim.owner].heard -= locmem.HEARD_LATELY + 1
+
+    assert backend.acquire(a_claim("a", shared=True), 0)
+
+
+def test_who_passes_a_latch_holds_nothing(backend):
+    waiter = waiting(backend, "a", latch=True)
+
+    backend.count_down(a_claim("a", latch=True))
+
+    assert [grant.fence for grant in waiter.woken] == [None]
+    assert list(backend.holders()) == []
+
+
 def test_what_expired_and_nobody_uses_again_is_forgotten(backend):
     held = backend.acquire(a_claim("held"), 0)
+    counted = a_claim("counted", latch=True, limit=2)
+    backend.count_down(counted)
+    expired = backend.acquire(a_claim("waited for"), 0)
+    waiting(backend, "waited for")
+    backend._states[expired.claim.key].held[expired.claim.owner].until = 0
 
     for number in range(5000):
         backend.acquire(a_claim(f"left {number}", ttl=1e-6), 0)
@@ -235,6 +318,8 @@ def test_what_expired_and_nobody_uses_again_is_forgotten(backend):
 
     assert len(backend._states) <= len(backend._shards) * locmem.SWEEP_EVERY
     assert held.claim.key in backend._states
+    assert backend.counted(counted.key) == 1
+    assert len(backend.queue(expired.claim.key)) == 1
 
 
 def test_a_change_among_thousands_of_locks_copies_few(backend):

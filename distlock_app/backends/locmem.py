@@ -93,8 +93,7 @@ class _State:
         """End the claim, or leave the queue; return whether the claim was held."""
         held = self.held.pop(claim.owner, None)
         self.queue.pop(claim.owner, None)
-        if self.queue:
-            self.hand_over()
+        self.hand_over()
         return held is not None
 
     def withdraw(self, claim: Claim) -> None:
