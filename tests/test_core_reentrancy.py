@@ -22,6 +22,7 @@ from distlock_app import (
     all_of,
     current_hold,
 )
+from distlock_app.primitives import identity
 from distlock_app.testing import lose
 from tests import engines
 from tests.engines import DEADLINE, running, until
@@ -411,6 +412,20 @@ def test_async_code_called_by_a_holding_thread_is_another_owner(engine):
         assert async_to_sync(attempt)() is None
 
 
+@pytest.mark.parametrize(
+    "call", [lambda work: work, lambda work: async_to_sync(sync_to_async(work))]
+)
+def test_a_call_of_sync_to_async_is_another_owner_than_who_waits_for_it_in_its_thread(engine, call):
+    async def attempt():
+        return await sync_to_async(Lock("a").try_acquire)()
+
+    def work():
+        with Lock("a"):
+            return async_to_sync(attempt)()
+
+    assert call(work)() is None
+
+
 def test_one_lock_object_is_shared_by_threads(engine):
     lock = Lock("a", wait=DEADLINE)
     counter = {"value": 0}
@@ -576,3 +591,14 @@ def test_a_call_of_sync_to_async_that_has_released_is_not_kept(engine):
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+def test_calls_of_sync_to_async_that_have_ended_leave_nothing_with_their_thread(engine):
+    def work():
+        with Lock("a"), Lock("b"):
+            return len(identity._here.calls)
+
+    async def main():
+        return [await sync_to_async(work)() for _ in range(3)]
+
+    assert asyncio.run(main()) == [1, 1, 1]

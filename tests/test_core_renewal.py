@@ -466,7 +466,9 @@ def test_what_is_released_while_its_renewal_waits_for_others_is_not_asked_for(en
     first.release()
 
 
-def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, monkeypatch):
+def test_a_process_without_threads_left_says_so_and_goes_on_when_there_are_again(
+    engine, monkeypatch, caplog
+):
     mine = Timer()
     for module in "acquiring", "ending", "hold", "renewal", "releasing":
         monkeypatch.setattr(f"distlock_app.core.{module}.timer", mine)
@@ -478,6 +480,7 @@ def test_a_process_without_threads_left_goes_on_when_there_are_again(engine, mon
     monkeypatch.setattr(threading.Thread, "start", no_threads)
     first = Lock("a", ttl=5).acquire()
     monkeypatch.setattr(threading.Thread, "start", real)
+    assert "no_thread" in [record.lock_event for record in caplog.records]
     second = Lock("b", ttl=3).acquire()
 
     renewed(second)
@@ -501,6 +504,22 @@ def test_an_interrupt_while_the_thread_is_started_does_not_leave_it_off(monkeypa
     worker.put("job")
 
     assert done.wait(DEADLINE)
+
+
+def test_a_slow_job_holds_up_no_other_thread_of_the_worker():
+    quick, told = threading.Event(), []
+
+    def work(job):
+        if job == "slow":
+            told.append(quick.wait(DEADLINE))
+        else:
+            quick.set()
+
+    worker = threads.Worker("test", work, threads=2)
+    worker.put("slow")
+    worker.put("quick")
+
+    until(lambda: told == [True])
 
 
 def test_an_idle_worker_ends_and_starts_again(monkeypatch):
