@@ -409,6 +409,39 @@ def test_sigterm_on_the_way_into_the_lock_or_out_of_it_leaves_it_free(monkeypatc
     until(lambda: not holders("locmem"))
 
 
+def test_sigterm_just_after_the_lock_was_taken_leaves_it_free(monkeypatch):
+    unpatched = Lock.acquire
+
+    def interrupted(lock):
+        hold = unpatched(lock)
+        signal.raise_signal(signal.SIGTERM)
+        return hold
+
+    monkeypatch.setattr(Lock, "acquire", interrupted)
+    with pytest.raises(Terminated) as error:
+        call_command(command(lambda self, **options: None)())
+
+    assert holders("locmem") == []
+    del error  # until here its traceback referred to the hold
+
+
+def test_sigterm_does_not_interrupt_the_release(monkeypatch):
+    backend = registry["locmem"].backend
+    unpatched, answers = backend.release, []
+
+    def interrupted(grant):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGTERM)
+        answers.append(unpatched(grant))
+        return answers[-1]
+
+    monkeypatch.setattr(backend, "release", interrupted)
+    with pytest.raises(Terminated):
+        call_command(command(lambda self, **options: None)())
+
+    assert answers == [True]
+
+
 def test_a_sigterm_that_the_command_swallows_still_ends_the_run():
     def handle(self, shop, **options):
         try:
