@@ -93,7 +93,8 @@ class _State:
         """End the claim, or leave the queue; return whether the claim was held."""
         held = self.held.pop(claim.owner, None)
         self.queue.pop(claim.owner, None)
-        self.hand_over()
+        if self.queue:  # else a free lock does without the call
+            self.hand_over()
         return held is not None
 
     def withdraw(self, claim: Claim) -> None:
