@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ from distlock_app.backends import mysql
 from distlock_app.backends.database import DatabaseBackend
 from distlock_app.backends.mysql import NamedLockBackend
 from distlock_app.backends.sessions.link import ServerError
+from distlock_app.backends.sessions.notes import note
 from distlock_app.core.registry import registry
 from distlock_app.errors import BackendError
 from distlock_app.primitives.names import key_of
@@ -291,6 +293,24 @@ def test_a_clear_ends_no_session_that_got_the_lock_since_it_was_seen(backend):
 
     backend._pool.give_back(session)
     assert backend.release(grant) is True
+
+
+@pytest.mark.parametrize(("said", "shown"), [("payroll", "payroll"), ("harmless", "({key})")])
+def test_a_stranger_who_waits_for_a_lock_gives_it_no_other_name(backend, said, shown):
+    claim = a_claim("payroll")
+    grant = backend.acquire(claim, 0)
+    other = NamedLockBackend(alias="named", location="default")  # of another process
+    session = backend._pool.lend()
+
+    waits = f"SELECT GET_LOCK('{session.prefix}{claim.key}', 20) {note(replace(claim, name=said))}"
+    with running(lambda: session.wait(waits, 30)):
+        until(lambda: [holding.waiters for holding in other.holders(claim.key)] == [1])
+        [holding] = other.holders(claim.key)
+        assert backend.release(grant)
+
+    assert holding.name == shown.format(key=claim.key)
+    session.close()
+    other.close()
 
 
 def test_a_lock_that_only_begins_as_ours_is_not_listed(backend):

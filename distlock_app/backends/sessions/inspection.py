@@ -10,6 +10,7 @@ from django.core import checks
 
 from ...claims import Holding
 from ...errors import BackendError
+from ...primitives.names import key_of
 from ..base import no_answer
 from .asking import SessionsBackend
 from .lock_session import LockSession
@@ -31,7 +32,9 @@ class Inspection(SessionsBackend):
             said = note(*known) if known and known[0].key == lock.key else lock.note
             fields = from_note(said, lock.key)
             tag = fields.pop("tag", "")
-            fields.setdefault("name", from_note(lock.named, lock.key).get("name", f"({lock.key})"))
+            # Anybody may wait, and say anything.
+            named = from_note(lock.named, lock.key).get("name", "")
+            fields.setdefault("name", named if key_of(named) == lock.key else f"({lock.key})")
             fields.setdefault("holder", {"host": lock.address, "who": f"session {lock.number}"})
             if (began_us := fields.get("fence") or lock.since_us) is not None:
                 fields["held_for"] = max(0.0, (lock.now_us - began_us) / 1e6)
