@@ -19,7 +19,7 @@ from django.conf import settings
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.core import checks
-from django.db import connection, connections, transaction
+from django.db import DataError, connection, connections, transaction
 from django.utils import timezone
 from django.utils.html import escape
 
@@ -255,6 +255,26 @@ def test_an_event_that_waits_for_the_database_is_short_whatever_the_name(kept, m
 
     assert [len(event["name"]) for _, event in history.writer._waiting] == [200, 200]
     assert {event["key"] for _, event in history.writer._waiting} == {key_of("x" * 10_000)}
+
+
+def test_a_letter_that_the_database_cannot_keep_costs_no_event(kept, monkeypatch):
+    queryset = type(LockEvent.objects.all())
+    write = queryset.bulk_create
+
+    def in_latin1(self, rows, **options):
+        if any(row.name == "😀" for row in rows):
+            raise DataError("has no equivalent in encoding LATIN1")
+        return write(self, rows, **options)
+
+    monkeypatch.setattr(queryset, "bulk_create", in_latin1)
+    with Lock("a"), Lock("😀"):
+        pass
+    history.writer.flush(30)
+
+    both = ("a", "\\U0001f600")
+    assert sorted(events()) == [
+        (event, x) for event in ("acquired", "released") for x in sorted(both)
+    ]
 
 
 def test_a_database_that_is_down_costs_events_and_no_lock(kept, monkeypatch, caplog):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from django.conf import settings
 from django.core.signals import setting_changed
-from django.db import Error, connections, router, transaction
+from django.db import DataError, Error, connections, router, transaction
 from django.db.models import QuerySet
 from django.utils import timezone
 
@@ -129,7 +129,13 @@ class _Writer:
             return
         using, _name = here
         rows = [row for lock in last.values() for row in lock]
-        LockEvent.objects.using(using).bulk_create(rows, batch_size=100)
+        events = LockEvent.objects.using(using)
+        try:
+            events.bulk_create(rows, batch_size=100)
+        except DataError:  # one has a letter that the database cannot keep: all or none are written
+            for row in rows:
+                row.name, row.detail = _in_ascii(row.name)[:255], _in_ascii(row.detail)
+            events.bulk_create(rows, batch_size=100)
         self._failing = False
         self._noted.update({lock: len(rows) for lock, rows in last.items()})
         self._trim(using, len(rows))
@@ -155,6 +161,10 @@ class _Writer:
         if secrets.randbelow(MOST_KEPT) < written * 100:
             self._noted.clear()
             _keep(events, MOST_KEPT)
+
+
+def _in_ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def _keep(events: Any, most: int) -> None:
