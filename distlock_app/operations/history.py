@@ -136,9 +136,9 @@ class _Writer:
             for row in rows:
                 row.name, row.detail = _in_ascii(row.name)[:255], _in_ascii(row.detail)
             events.bulk_create(rows, batch_size=100)
-        self._failing = False
         self._noted.update({lock: len(rows) for lock, rows in last.items()})
         self._trim(using, len(rows))
+        self._failing = False
 
     def _take(self, here: _Database) -> dict[tuple[str, str], deque[LockEvent]]:
         """Take what waits; return the last events of each lock, no more than will be kept."""
