@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -52,6 +53,24 @@ def reached(request, private_server, tmp_path, short_path):
         backend = backend_at(url.format(port=server.port), **options)
         yield server, backend
         backend.close()
+
+
+def test_a_connection_that_is_in_use_as_all_are_closed_is_closed_when_it_comes_back(
+    backend, monkeypatch
+):
+    grant, talk, used = backend.acquire(a_claim("a"), 0), link.Link.talk, []
+
+    def close_and_talk(*asked):
+        used.append(asked[0])
+        backend.close()
+        return talk(*asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link.Link, "talk", close_and_talk)
+        assert backend.release(grant)
+    gc.collect()  # the pool of before
+
+    assert [one.connection._sock for one in used] == [None]
 
 
 def test_every_kind_of_connection_carries_locks(reached):

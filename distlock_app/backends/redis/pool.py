@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,6 +131,7 @@ class Pool(Servers):
         self._replicas = replicas
         self._wait = pack(b"WAIT", b"%d" % replicas, b"%d" % max(1, int(within * 1000)))
         self._idle: Idle[Link] = Idle()
+        weakref.finalize(self, self._idle.close)  # what came back after close()
         self.demoted = 0  # how often a connection was found to lead to a replica
         self._ask_master: Any = getattr(recipe, "get_master_address", None)  # behind Sentinels
         self._master: tuple[str, int] | None = None
