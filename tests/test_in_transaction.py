@@ -28,6 +28,7 @@ from distlock_app import (
     LockTimeout,
     NotHeld,
     assert_locked,
+    current_hold,
     lock_in_transaction,
     locked,
     locked_view,
@@ -671,11 +672,19 @@ def test_the_decorators_refuse_what_has_no_meaning() -> None:
         async def view(request: Any) -> None: ...
 
 
-@pytest.mark.usefixtures("atomic_requests")
-def test_a_view_runs_in_its_transaction_under_it(elsewhere: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("all_requests", [False, True])
+def test_a_view_runs_in_its_transaction_under_it(
+    elsewhere: Callable[..., Any], request: pytest.FixtureRequest, all_requests: bool
+) -> None:
+    if all_requests:
+        request.getfixturevalue("atomic_requests")
+
     @locked_view("pay:{pk}", in_transaction=True)
     def pay(request: Any, pk: int) -> HttpResponse:
+        assert connection.in_atomic_block
         assert_locked(f"pay:{pk}")
+        with pytest.raises(NotHeld):  # but by the transaction
+            current_hold(f"pay:{pk}")
         if "again" in request.POST:
             return HttpResponse(elsewhere(pay, RequestFactory().post("/"), pk).status_code)
         Counter.objects.create(name="paid", value=pk)
