@@ -68,7 +68,7 @@ ONCE = (
         "test_benchmarks",
         "test_etcd_",
         "test_model_checking",
-        "test_polling",
+        *("test_polling", "test_primitives"),
         "test_proxy",
         "test_redlock",
         "test_translations",

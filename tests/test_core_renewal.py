@@ -506,22 +506,6 @@ def test_an_interrupt_while_the_thread_is_started_does_not_leave_it_off(monkeypa
     assert done.wait(DEADLINE)
 
 
-def test_a_slow_job_holds_up_no_other_thread_of_the_worker():
-    quick, told = threading.Event(), []
-
-    def work(job):
-        if job == "slow":
-            told.append(quick.wait(DEADLINE))
-        else:
-            quick.set()
-
-    worker = threads.Worker("test", work, threads=2)
-    worker.put("slow")
-    worker.put("quick")
-
-    until(lambda: told == [True])
-
-
 def test_an_idle_worker_ends_and_starts_again(monkeypatch):
     monkeypatch.setattr(threads, "WORKER_IDLE", 0.02)
     done = []

@@ -51,7 +51,6 @@ class Runner:
         # Reentrant: a finalizer or a signal handler may come in the middle of a change.
         self.lock = RLock()  # of all that it holds
         self._activity: str | None = None
-        self._text = ""
 
     def text(self) -> str:
         """Return its description as ASCII JSON: host, machine, pid, thread, who."""
