@@ -191,6 +191,42 @@ def test_states_are_coloured_if_colours_are_wanted(memory, capsys):
     assert "\x1b" not in say(capsys, "stuck")[1]
 
 
+@pytest.mark.parametrize(("options", "cleared"), [([], 2), (["--json"], 0)])
+def test_watch_clears_a_terminal_before_each_list_but_writes_no_codes_into_json(
+    memory, options, cleared
+):
+    class Terminal(io.StringIO):
+        flushed = 0
+
+        def isatty(self):
+            return True
+
+        def flush(self):
+            self.flushed += 1
+
+    terminal = Terminal()
+
+    call_command("distlock", "watch", "--times=2", "--interval=0.1", *options, stdout=terminal)
+
+    assert terminal.getvalue().count("\x1b[H\x1b[2J") == cleared
+    assert terminal.flushed >= 2
+
+
+def test_cards_of_several_holders_are_apart_and_their_states_are_coloured(memory, capsys):
+    for _ in range(2):
+        taken("wanted", limit=3)
+    wait_for("wanted")
+
+    call_command("distlock", "show", "wanted", force_color=True)
+
+    shown = capsys.readouterr().out
+    cards = shown.split("\n\n")
+    assert len(cards) == 2 and not shown.startswith("\n")
+    for card in cards:
+        assert len(re.findall(r"^.*\x1b\[", card, re.MULTILINE)) == 1
+        assert re.search(r"^state +\x1b\[", card, re.MULTILINE)
+
+
 def test_show_says_that_a_lock_is_kept_after_its_work(memory, capsys):
     with Lock("settle", at_least=300):
         pass
