@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import logging
 import re
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from django.conf import settings as django_settings
+from django.dispatch import Signal
 from django.views.debug import ExceptionReporter
 
 import distlock_app
-from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
+from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout, signals
 from distlock_app.core import acquiring, operators
 from distlock_app.core.registry import registry
 from distlock_app.primitives import identity
@@ -278,3 +280,10 @@ def test_every_record_has_its_event_and_the_page_names_them_all():
     assert without == []
     assert len(events) > 10
     assert sorted(events - set(re.findall(r"`(\w+)`", PAGE.read_text()))) == []
+
+
+@pytest.mark.parametrize("sent", [signals.send, lambda *args: asyncio.run(signals.asend(*args))])
+def test_a_signal_that_cannot_be_sent_is_noted(caplog, sent):
+    sent(Signal(), {"alias": "locmem"})  # without a sender
+
+    assert "signal_failed" in [record.lock_event for record in caplog.records]
