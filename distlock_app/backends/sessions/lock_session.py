@@ -141,8 +141,7 @@ class LockSessions(Pool[LockSession]):
         with suppress(IndexError):  # none is left
             while True:
                 session = self._idle[0]  # stays there: to be lent, and to be closed by others
-                # Half of the ttl at most: by then the server has not closed it yet. 0: it only
-                # asked.
+                # Half of the ttl at most: the server has not closed it yet. No ttl: it only asked.
                 left = session.used_at + min(IDLE, session.ttl / 2 or IDLE) - monotonic()
                 if left > 0:
                     sleep(left)
