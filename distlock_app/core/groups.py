@@ -102,7 +102,10 @@ class Holds(tuple[Hold, ...], Entered):
         return " ".join(hold._dumped() for hold in self)
 
     def leave_for(self, seconds: float) -> None:
-        """Like `Hold.leave_for` with each; raise the first error after trying each."""
+        """Like `Hold.leave_for` with each; raise the first error after trying each.
+
+        With none of them if the locks of one backend end with their session.
+        """
         for hold in self:
             hold._check_leave()
         self._each(lambda hold: hold.leave_for(seconds))

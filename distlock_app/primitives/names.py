@@ -84,8 +84,9 @@ def checked_key(text: str) -> str:
 def shown(name: str) -> str:
     """Return `name` as printable text of at most `SHOWN_LENGTH` characters.
 
-    Control characters, NUL, lone surrogates and direction marks are shown escaped, so that a
-    name cannot pose as another one on a page, in a log or in a terminal.
+    Control characters, NUL, lone surrogates and direction marks are shown escaped: a name cannot
+    break or reorder what is around it on a page, in a log or in a terminal. Two names of letters
+    that look alike, or of some that cannot be seen, may look the same: their keys tell them apart.
     """
     if len(name) <= SHOWN_LENGTH and name.isprintable():
         return str(name)
