@@ -1,7 +1,7 @@
 """Measure distlock_app beside the least that can be sent, and beside the locks of others.
 
     pip install -r requirements.txt -r benchmarks/requirements.txt
-    python -m benchmarks                               # everything, 16 minutes
+    python -m benchmarks                               # everything, 16 to 18 minutes
     python -m benchmarks --only=contended --only=guards
     python -m benchmarks --out docs/explanation        # renews the tables and plots there
 
