@@ -97,6 +97,7 @@ def rows_of(ids: Iterable[str]) -> Found:
     free = 0
     for alias, key, version in asked:
         same = [h for h in reading.holdings if (h.alias, h.key) == (alias, key)]
+        # In an id none stands for any.
         matching = [row_of(h) for h in same if has_version(h, version or None)]
         if matching:
             rows[matching[0].pk] = matching[0]

@@ -33,6 +33,7 @@ from .naming import (
 from .options import F, check_is_function, check_lock_options, sorted_out
 from .streams import kept_while_streaming
 
+# Those of HTTP. Not Django's http_method_names: a project may add to that list.
 METHODS = frozenset("GET HEAD OPTIONS TRACE POST PUT PATCH DELETE".split())
 
 

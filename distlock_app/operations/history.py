@@ -133,7 +133,7 @@ class _Writer:
         try:
             events.bulk_create(rows, batch_size=100)
         except DataError:  # one has a letter that the database cannot keep: all or none are written
-            for row in rows:
+            for row in rows:  # escapes may be longer than the column
                 row.name, row.detail = _in_ascii(row.name)[:255], _in_ascii(row.detail)
             events.bulk_create(rows, batch_size=100)
         self._noted.update({lock: len(rows) for lock, rows in last.items()})

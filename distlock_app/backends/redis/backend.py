@@ -244,6 +244,7 @@ class RedisBackend(Inspection, GuardedWrites):
         return number[0] if ours else None
 
     def clear(self, key: str, if_version: str | None = None) -> int:
+        # To the script an empty one is any; from a caller it is nobody's.
         version = "" if if_version is None else if_version or "none"
         request = self._head(CLEAR, key) + bulks(version.encode())
         return self._pool.run(CLEAR, request)[0]

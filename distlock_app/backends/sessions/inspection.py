@@ -32,7 +32,7 @@ class Inspection(SessionsBackend):
             said = note(*known) if known and known[0].key == lock.key else lock.note
             fields = from_note(said, lock.key)
             tag = fields.pop("tag", "")
-            # Anybody may wait, and say anything.
+            # Anybody may wait, and say anything. So a name that was shortened is not shown, either.
             named = from_note(lock.named, lock.key).get("name", "")
             fields.setdefault("name", named if key_of(named) == lock.key else f"({lock.key})")
             fields.setdefault("holder", {"host": lock.address, "who": f"session {lock.number}"})
