@@ -51,29 +51,18 @@ def certified(directory):
     return files
 
 
-# Files whose tests do the same whatever `default` is: tests/run.sh runs them beside SQLite only.
-ONCE = (
-    *("test_browser", "test_contention", "test_core_reentrancy", "test_core_renewal"),
-    "test_contract_proof",
-    *("test_core_async", "test_core_clock", "test_core_cost", "test_core_fork", "test_core_holds"),
-    "test_core_sessions",
-    "test_health",
-    *("test_core_settings", "test_core_waiting", "test_etags", "test_history"),
-    *("test_demo", "test_docs", "test_faults_history", "test_fuzz", "test_integrations"),
-    *("test_locmem", "test_log_records", "test_metrics", "test_override_locks", "test_packaging"),
-    *("test_race", "test_permission_matrix", "test_redis_", "test_readability", "test_statements"),
-    *(
-        *("test_gevent", "test_lanes", "test_private_parts"),
-        "test_servers",
-        "test_benchmarks",
-        "test_etcd_",
-        "test_model_checking",
-        *("test_polling", "test_primitives"),
-        "test_proxy",
-        "test_redlock",
-        "test_translations",
-        "test_unique_tasks",
-    ),
+# Files (how their names begin after "test_") whose tests do the same whatever `default` is:
+# tests/run.sh runs them beside SQLite only.
+ONCE = tuple(
+    f"test_{name}"
+    for name in """
+    benchmarks browser contention contract_proof core_async core_clock core_cost core_fork
+    core_holds core_reentrancy core_renewal core_sessions core_settings core_waiting demo docs
+    etags etcd_ faults_history fuzz gevent health history integrations lanes locmem log_records
+    metrics model_checking override_locks packaging permission_matrix polling primitives
+    private_parts proxy race readability redis_ redlock servers statements translations
+    unique_tasks
+    """.split()
 )
 OTHER_SERVERS = {"redis_server", "cluster_urls", "etcd_url", "zookeeper_url", "redlock_urls"}
 # The aliases whose locks are in the database of the run.
