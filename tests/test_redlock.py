@@ -148,7 +148,7 @@ def test_a_fence_ahead_on_one_node_is_made_known_to_a_majority(backend, nodes):
         for other in others:
             nodes.servers[other].resume()
         fences.append(grant.fence)
-        known = [int(client.hget(part, ":")) for client in nodes.clients]
+        known = [int(client.hget(part, ":") or 0) for client in nodes.clients]
         assert sum(number >= grant.fence for number in known) >= 3
         backend.release(grant)
 
@@ -258,6 +258,7 @@ def test_a_node_that_comes_back_has_no_waiter_in_its_queue_that_did_not_ask(back
 @pytest.mark.parametrize("silent", [[0], [1, 3]])
 def test_frozen_nodes_slow_nobody_down_and_forget_what_they_missed(backend, nodes, silent):
     backend.release(wait_for(backend, 5, "a"))
+    backend._quorum._timeout = 5.0  # else a wait is no longer than a busy machine may stop
     for at in silent:
         nodes.servers[at].pause()
 
@@ -276,7 +277,7 @@ def test_frozen_nodes_slow_nobody_down_and_forget_what_they_missed(backend, node
     for at in silent:
         nodes.servers[at].resume()
 
-    assert slowest < 0.75  # a silent node was waited for, a second, if this fails
+    assert slowest < 3  # a silent node was waited for if this fails
     key = granted[0].claim.key
     # They have the releases of what they were asked for while they were frozen.
     freed_everywhere(backend, nodes, key)
@@ -397,7 +398,7 @@ def proxied(nodes):
     with ExitStack() as stack:
         proxies = [stack.enter_context(proxy_to(server.port)) for server in nodes.servers]
         backend = quorum_at([f"redis://127.0.0.1:{proxy.port}/0" for proxy in proxies])
-        backend.release(wait_for(backend, 5, "warm"))
+        backend.release(held_everywhere(backend, nodes, "warm"))  # connected to all of them
         yield backend, proxies
         backend.close()
 
