@@ -610,6 +610,27 @@ def test_a_release_that_a_node_refuses_is_sent_again(backend, nodes):
     freed_everywhere(backend, nodes, grant.claim.key)
 
 
+def test_a_node_that_is_connected_as_a_lock_is_released_has_the_release_too(
+    backend, nodes, monkeypatch
+):
+    grant = held_everywhere(backend, nodes, ttl=60)
+    [*_, connections] = backend._quorum._idle
+    node, send = backend._quorum.nodes[4], connections._send
+    connections._drop(4)
+    node.opening = node.failing = True  # and no request waits for it
+
+    def send_and_connect(*asked):
+        send(*asked)
+        if node.opening:
+            node.fresh.append(node.connect())
+            node.opening = False
+
+    monkeypatch.setattr(connections, "_send", send_and_connect)
+    assert backend.release(grant)
+
+    freed_everywhere(backend, nodes, grant.claim.key)
+
+
 def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_handed_to(
     backend, nodes
 ):

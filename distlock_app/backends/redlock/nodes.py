@@ -124,25 +124,30 @@ class Node:
         connection.connect()
         late = []
         try:
-            with suppress(IndexError):
-                while True:
-                    late.append(self._late.popleft())
             # A node that does not know the script would run it late, or not at all.
             connection.send_packed_command([script.load for script in SCRIPTS], check_health=False)
             for _ in SCRIPTS:
                 with suppress(ResponseError):  # such as NOPERM: it is sent in full when needed
                     connection.read_response(disconnect_on_error=True)
-            now = monotonic()
-            due = [request for request, until in late if until > now]
-            for request in due:
+            late = self.take_late()
+            for request, _ in late:
                 connection._sock.sendall(request.script.in_full(request.packed))
             link = Link(connection)
         except BaseException:
             self._late.extend(late)
             connection.disconnect()
             raise
-        link.in_flight.extend((request, now) for request in due)
+        link.in_flight.extend((request, monotonic()) for request, _ in late)
         return link
+
+    def take_late(self) -> list[tuple[QuorumRequest, float]]:
+        """Return the releases that are due, and until when they are; they are kept no longer."""
+        late = []
+        with suppress(IndexError):
+            while True:
+                late.append(self._late.popleft())
+        now = monotonic()
+        return [(request, until) for request, until in late if until > now]
 
     def failed(self, why: str) -> None:
         """Note that it is down: it is tried again in a while."""
@@ -195,6 +200,8 @@ class NodeConnections(Links):
                     missing.append(node)
                 else:
                     self._add(at, link)
+                    if late := node.take_late():  # of a vote that began before it was opened
+                        self._send([request for request, _ in late], [at])
         return missing
 
     def read(self) -> None:
