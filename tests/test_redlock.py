@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -34,11 +35,13 @@ from tests.servers import RedisServer
 
 pytest_plugins = ["tests.redis_fixtures"]
 SCHEDULER = {"owner": "scheduler", "stable": True}
+PATIENT = 5.0  # seconds for a majority to be connected and to answer; a busy machine stops for one
 
 
 @pytest.fixture
 def backend(nodes):
     made = quorum_at(nodes.urls)
+    made._quorum._timeout = PATIENT
     yield made
     made.close()
 
@@ -58,7 +61,7 @@ def held_everywhere(backend, nodes, name="a", **options):
 def refused_without_majority(backend, nodes, wanted):
     for server in nodes.servers[:3]:
         server.pause()
-    with pytest.raises(BackendError):
+    with patch.object(backend._quorum, "_timeout", 1.0), pytest.raises(BackendError):
         backend.acquire(wanted, 0)
     for server in nodes.servers[:3]:
         server.resume()
@@ -257,8 +260,7 @@ def test_a_node_that_comes_back_has_no_waiter_in_its_queue_that_did_not_ask(back
 
 @pytest.mark.parametrize("silent", [[0], [1, 3]])
 def test_frozen_nodes_slow_nobody_down_and_forget_what_they_missed(backend, nodes, silent):
-    backend.release(wait_for(backend, 5, "a"))
-    backend._quorum._timeout = 5.0  # else a wait is no longer than a busy machine may stop
+    backend.release(held_everywhere(backend, nodes))
     for at in silent:
         nodes.servers[at].pause()
 
@@ -277,7 +279,7 @@ def test_frozen_nodes_slow_nobody_down_and_forget_what_they_missed(backend, node
     for at in silent:
         nodes.servers[at].resume()
 
-    assert slowest < 3  # a silent node was waited for if this fails
+    assert slowest < PATIENT / 2  # a silent node was waited for if this fails
     key = granted[0].claim.key
     # They have the releases of what they were asked for while they were frozen.
     freed_everywhere(backend, nodes, key)
@@ -306,6 +308,7 @@ def test_a_new_process_does_not_wait_for_a_frozen_node(nodes):
 @pytest.mark.parametrize("how", ["pause", "kill"])
 def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, how):
     grant = backend.acquire(a_claim("a"), 0)
+    backend._quorum._timeout = 1.0
     for server in nodes.servers[:3]:
         getattr(server, how)()
 
@@ -330,8 +333,8 @@ def test_without_a_majority_nothing_is_busy_or_free_but_unknown(backend, nodes, 
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_a_process_that_is_stopped_as_it_asks_finds_the_answers(backend, monkeypatch, sent):
-    backend.release(wait_for(backend, 5, "a"))
+def test_a_process_that_is_stopped_as_it_asks_finds_answers(backend, nodes, monkeypatch, sent):
+    backend.release(held_everywhere(backend, nodes))
     send, stops = redlock_nodes.NodeConnections._send, []
     for module in redlock_nodes, redlock_quorum:
         monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + sum(stops))
@@ -644,7 +647,7 @@ def test_a_lock_that_was_healed_everywhere_is_released_by_the_process_it_was_han
     released = other.release(Grant(grant.claim, grant.fence, session=grant.session))
 
     assert released is True
-    until(lambda: not nodes.holding(grant.claim.key))
+    freed_everywhere(other, nodes, grant.claim.key)
     other.close()
 
 
@@ -703,7 +706,7 @@ def test_an_extension_that_no_majority_answers_is_unknown(backend, nodes):
         client.flushall()
     nodes.servers[4].pause()
 
-    with pytest.raises(BackendError):
+    with patch.object(backend._quorum, "_timeout", 1.0), pytest.raises(BackendError):
         backend.extend(grant, 30)
 
 
@@ -951,7 +954,7 @@ def test_a_node_that_closes_every_subscription_is_not_asked_for_more_at_once(bac
 
 
 def test_waiters_are_served_while_two_nodes_are_frozen(backend, nodes):
-    grant = wait_for(backend, 5, "a")
+    grant = held_everywhere(backend, nodes)
     waiter = Waiter(backend, "a")
     waiter.ask()
     for server in nodes.servers[3:]:
