@@ -259,7 +259,7 @@ def test_a_killed_subscription_costs_neither_the_place_nor_a_second(own_redis, o
     other.poll_max = 30.0  # it has to be woken: it does not just ask again by itself
     grant = backend.acquire(a_claim("a"), 0)
     # Longer than the second that a lock gives it: who is queued need not have subscribed.
-    assert other._listener(grant.claim.key).ensure_subscribed()
+    until(other._listener(grant.claim.key).ensure_subscribed)
     [subscriber] = server.client_list(_type="pubsub")
     result = {}
 
@@ -564,7 +564,7 @@ def test_a_grant_that_its_waiter_cannot_take_is_given_back(backend, caplog):
 def test_a_first_try_during_which_messages_were_lost_is_followed_by_another(backend, monkeypatch):
     first, tried = backend.acquire(a_claim("a"), 0), backend._try
     listener = backend._listener(first.claim.key)
-    assert listener.ensure_subscribed()
+    until(listener.ensure_subscribed)
 
     def lost(*asked):
         answer = tried(*asked)
