@@ -17,42 +17,31 @@ def kept_while_streaming(response: Any, hold: Any) -> bool:
     """
     if not getattr(response, "streaming", False):
         return False
-    keeper = _Keeper(hold)
-    response._resource_closers.append(keeper.close)
+    body = _Body(response._iterator, hold)
+    response._resource_closers.append(body.end)
     hold.enter(inside=False)
-    response._iterator = _Body(response._iterator, keeper)
+    response._iterator = body
     return True
-
-
-class _Keeper:
-    """What the response and its body have of the hold; the last of them gives it up."""
-
-    def __init__(self, hold: Any) -> None:
-        self.hold = hold
-        # No __del__: with a cycle of the response and its body, that of the hold may come first.
-        self._dropped = finalize(self, _give_up, hold)
-        self._dropped.atexit = False
-
-    def close(self) -> None:
-        self._dropped.detach()
-        self.hold.leave(None)
-
-
-def _give_up(hold: Any) -> None:
-    """Release it in the background: the request was cancelled on the way to the server."""
-    with suppress(NotHeld):  # in a child of fork()
-        hold.abandon()
 
 
 class _Body:
     """The iterator of a body, sync or async: each step of it is inside the lock.
 
-    One that fails is the last: Django's ASGI handler does not close the response then.
+    One that fails is the last: Django's ASGI handler does not close the response then. If nothing
+    refers to it any more, the lock is given up.
     """
 
-    def __init__(self, body: Any, keeper: _Keeper) -> None:
+    def __init__(self, body: Any, hold: Any) -> None:
         self._body = body
-        self._keeper = keeper
+        self._hold = hold
+        # No __del__: with a cycle of the response and its body, that of the hold may come first.
+        self._dropped = finalize(self, _give_up, hold)
+        self._dropped.atexit = False
+
+    def end(self) -> None:
+        """Release the lock: the server closes the response."""
+        self._dropped.detach()
+        self._hold.leave(None)
 
     def __iter__(self) -> _Body:
         return self
@@ -60,23 +49,29 @@ class _Body:
     __aiter__ = __iter__
 
     def __next__(self) -> Any:
-        self._keeper.hold.enter()
+        self._hold.enter()
         try:
             return next(self._body)
         except Exception as error:
             if not isinstance(error, StopIteration):
-                self._keeper.hold.leave(error)
+                self._hold.leave(error)
             raise
         finally:
-            self._keeper.hold.enter(inside=False)
+            self._hold.enter(inside=False)
 
     async def __anext__(self) -> Any:
-        self._keeper.hold.enter()
+        self._hold.enter()
         try:
             return await anext(self._body)
         except Exception as error:
             if not isinstance(error, StopAsyncIteration):
-                await self._keeper.hold.aleave(error)
+                await self._hold.aleave(error)
             raise
         finally:
-            self._keeper.hold.enter(inside=False)
+            self._hold.enter(inside=False)
+
+
+def _give_up(hold: Any) -> None:
+    """Release it in the background: the request was cancelled on the way to the server."""
+    with suppress(NotHeld):  # in a child of fork()
+        hold.abandon()
