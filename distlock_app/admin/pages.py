@@ -115,8 +115,7 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         if not hasattr(request, "distlock_reading"):
             reading = read_pages(dict.fromkeys(registry, (0, MOST_SORTED)))
             if _looks_through(request):
-                cut = [backend.alias for backend in _cut(request, reading)]
-                reading = read_more(reading, cut, LOOKED_FOR)
+                reading = read_more(reading, _cut(request, reading), LOOKED_FOR)
             request.distlock_reading = reading
         found: Reading = request.distlock_reading
         return found

@@ -101,8 +101,7 @@ def read(keys: Mapping[str, Iterable[str]]) -> Reading:
 def read_all(aliases: Collection[str]) -> Reading:
     """Ask the backends of these aliases for as much as two questions can tell in time."""
     reading = read_pages(dict.fromkeys(aliases, (0, MOST)))
-    cut = [backend.alias for backend in reading.backends if backend.truncated]
-    return read_more(reading, cut, READ_FOR)
+    return read_more(reading, [b for b in reading.backends if b.truncated], READ_FOR)
 
 
 def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
@@ -110,23 +109,21 @@ def read_pages(ranges: Mapping[str, tuple[int, int]]) -> Reading:
     return _read("page", {alias: partial(_page, *pair) for alias, pair in ranges.items()})
 
 
-def read_more(reading: Reading, aliases: Collection[str], seconds: float) -> Reading:
-    """Return `reading` with as many locks of these aliases as can be read in so many seconds.
+def read_more(reading: Reading, cut: Iterable[Health], seconds: float) -> Reading:
+    """Return `reading` with as many locks of these backends as can be read in so many seconds.
 
-    An alias that does not answer now, or tells no more, keeps what `reading` has of it.
+    One that does not answer now, or tells no more, keeps what `reading` has of it.
     """
-    more = _read("more", dict.fromkeys(aliases, partial(_within, seconds)))
-    backends = {backend.alias: backend for backend in reading.backends}
-    better = set()
-    for backend in more.backends:
-        before = backends[backend.alias]
-        if backend.known and (not backend.truncated or backend.looked > before.looked):
-            total = before.total if backend.total is None else backend.total  # cut short again
-            backends[backend.alias] = replace(backend, total=total)
-            better.add(backend.alias)
+    before = {backend.alias: backend for backend in cut}
+    more = _read("more", dict.fromkeys(before, partial(_within, seconds)))
+    better = {}
+    for now in more.backends:
+        if now.known and (not now.truncated or now.looked > before[now.alias].looked):
+            total = before[now.alias].total if now.total is None else now.total  # cut short again
+            better[now.alias] = replace(now, total=total)
     kept = [held for held in reading.holdings if held.alias not in better]
     found = [held for held in more.holdings if held.alias in better]
-    return Reading([*kept, *found], list(backends.values()))
+    return Reading([*kept, *found], [better.get(b.alias, b) for b in reading.backends])
 
 
 @dataclass(frozen=True, slots=True)
