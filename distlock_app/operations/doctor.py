@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 
 from ..core.lock import Lock
@@ -27,7 +26,7 @@ class Finding:
     ping_ms: float | None = None  # one round trip
     pair_ms: float | None = None  # a lock taken and released, on an open connection
     trouble: str = ""  # why it cannot be used
-    messages: list[CheckMessage] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of the checks
 
     @property
     def works(self) -> bool:
@@ -36,15 +35,7 @@ class Finding:
 
     def facts(self) -> dict[str, Any]:
         """Return what programs get as JSON."""
-        return {
-            "alias": self.alias,
-            "backend": self.backend,
-            "works": self.works,
-            "ping_ms": self.ping_ms,
-            "pair_ms": self.pair_ms,
-            "trouble": self.trouble,
-            "messages": [{"id": m.id, "text": m.msg, "hint": m.hint} for m in self.messages],
-        }
+        return {**asdict(self), "works": self.works}
 
 
 def examine(alias: str) -> Finding:
@@ -54,7 +45,8 @@ def examine(alias: str) -> Finding:
         entry = registry[alias]
         found.backend = type(entry.backend).__name__
         found.ping_ms = round(round_trip_ms(entry.backend), 3)
-        found.messages = [*entry.backend.check(ask=True), *check_deployed(entry)]
+        messages = [*entry.backend.check(ask=True), *check_deployed(entry)]
+        found.messages = [{"id": m.id, "text": m.msg, "hint": m.hint} for m in messages]
         # Always the same one: a lock table keeps a row for each name that it ever saw.
         lock = Lock("distlock doctor", using=alias, ttl=TTL, wait=2 * TTL, release="now")
         lock.acquire().release()  # connections are made, scripts loaded

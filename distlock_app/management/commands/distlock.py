@@ -127,11 +127,17 @@ class Command(Looking):
         return 0 if all(backend.works for backend in found) else EX_UNAVAILABLE
 
     def _write_finding(self, backend: doctor.Finding) -> None:
-        self.stdout.write(f"{backend.alias}: {_verdict(backend)}")
+        verdict = f"{backend.backend or 'not usable'}: {backend.trouble}"
+        if backend.works:
+            verdict = (
+                f"{backend.backend} works; one round trip took {backend.ping_ms:.1f} ms, "
+                f"a lock and its release {backend.pair_ms:.1f} ms"
+            )
+        self.stdout.write(f"{backend.alias}: {verdict}")
         for message in backend.messages:
-            self.stdout.write(f"  {message.id}: {message.msg}")
-            if message.hint:
-                self.stdout.write(f"    {message.hint}")
+            self.stdout.write(f"  {message['id']}: {message['text']}")
+            if message["hint"]:
+                self.stdout.write(f"    {message['hint']}")
 
     def _clear(
         self,
@@ -243,15 +249,6 @@ class Command(Looking):
             answer = ""
         if answer.strip().lower() not in {"y", "yes"}:
             raise CommandError("nothing was cleared")
-
-
-def _verdict(backend: doctor.Finding) -> str:
-    if not backend.works:
-        return f"{backend.backend or 'not usable'}: {backend.trouble}"
-    return (
-        f"{backend.backend} works; one round trip took {backend.ping_ms:.1f} ms, "
-        f"a lock and its release {backend.pair_ms:.1f} ms"
-    )
 
 
 def _running() -> Any:
