@@ -138,7 +138,7 @@ def test_engines_of_one_process_are_not_deployed(settings, backend, debug, ids):
     settings.DEBUG = debug
 
     assert found(check_settings) == ids
-    assert [message.id[-4:] for message in doctor.examine("default").messages] == ids
+    assert [message["id"][-4:] for message in doctor.examine("default").messages] == ids
 
 
 @pytest.mark.parametrize(("ttl", "ids"), [(3600, []), (30_000, ["W005"])])
