@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -46,37 +46,34 @@ class Chart:
 def chart_of(events: Sequence[LockEvent], holdings: Iterable[Holding]) -> Chart | None:
     """Return the chart of these events and holdings; None if none has a duration."""
     now = timezone.now()
-    cleared = _cleared(events)
-    timed = [e for e in events if e.seconds]
-    ends = [e for e in timed if e.event in LockEvent.ENDS]
-    waits = [_before(e.at, e.seconds) for e in timed if e.event in LockEvent.WAITS]
-    holds = [_hold(e, cleared) for e in ends]
-    holds += [_before(now, h.held_for) for h in holdings if h.held_for]
+    waits: list[Span] = []
+    holds = [_before(now, h.held_for) for h in holdings if h.held_for]
+    overlap = False
+    cleared = {e.fence: e.at for e in events if e.event == LockEvent.CLEARED}
+    cleared.pop(None, None)  # the fencing token is not known
+    for event in events:
+        if not event.seconds:
+            continue
+        begin, end = _before(event.at, event.seconds)
+        if event.event in LockEvent.WAITS:
+            waits.append((begin, end))
+        elif event.event in LockEvent.ENDS:
+            # Held until it was cleared, though its holder noticed that later.
+            holds.append((begin, max(begin, min(end, cleared.get(event.fence, end)))))
+            overlap |= event.event == LockEvent.LOST and event.fence not in cleared
     if not (spans := [*waits, *holds]):
         return None
-    begin = min(first for first, _last in spans)
-    end = max(last for _first, last in spans)
+    begins, ends = zip(*spans, strict=True)
+    begin, end = min(begins), max(ends)
     panels = [
         _panel(_("waiting"), "waiting", waits, begin, end),
         _panel(_("holding"), "holding", holds, begin, end),
     ]
-    overlap = any(e.event == LockEvent.LOST and e.fence not in cleared for e in ends)
     return Chart(begin, end, panels, overlap)
 
 
-def _cleared(events: Iterable[LockEvent]) -> dict[int | None, datetime]:
-    """Return the fencing tokens that were cleared, each with the time of that."""
-    return {e.fence: e.at for e in events if e.event == LockEvent.CLEARED and e.fence is not None}
-
-
-def _before(end: datetime, seconds: float | None) -> Span:
-    return end - timedelta(seconds=seconds or 0.0), end
-
-
-def _hold(event: LockEvent, cleared: Mapping[int | None, datetime]) -> Span:
-    """Return when it was held: until it was cleared, though its holder noticed that later."""
-    begin, end = _before(event.at, event.seconds)
-    return begin, max(begin, min(end, cleared.get(event.fence, end)))
+def _before(end: datetime, seconds: float) -> Span:
+    return end - timedelta(seconds=seconds), end
 
 
 def _panel(label: Any, kind: str, spans: list[Span], begin: datetime, end: datetime) -> Panel:
