@@ -15,18 +15,10 @@ from typing import Any
 
 from django.dispatch import Signal
 
+from . import signals
 from .core.renewal import renewer
 from .core.waiting import waiting
 from .primitives.names import template_of
-from .signals import (
-    lock_acquired,
-    lock_busy,
-    lock_cleared,
-    lock_failed,
-    lock_lost,
-    lock_released,
-    version_conflict,
-)
 
 # Seconds. Locks are waited for and held for milliseconds, and for minutes.
 BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -152,16 +144,17 @@ def _listen(
 
         return receive
 
-    def connect(signal: Signal, receiver: Callable[..., None]) -> None:
+    receivers: dict[Signal, Callable[..., None]] = {
+        signals.lock_acquired: timed(waited, "acquired", "waited"),
+        signals.lock_busy: timed(waited, "busy", "waited"),
+        signals.lock_failed: timed(waited, "failed", "waited"),
+        signals.lock_released: timed(held, "released", "held"),
+        signals.lock_lost: timed(held, "lost", "held"),
+        signals.lock_cleared: lambda alias, name, **_: cleared(alias, template_of(name)),
+        signals.version_conflict: lambda sender, **_: conflict(sender._meta.label),
+    }
+    for signal, receiver in receivers.items():
         signal.connect(receiver, weak=False)
-
-    connect(lock_acquired, timed(waited, "acquired", "waited"))
-    connect(lock_busy, timed(waited, "busy", "waited"))
-    connect(lock_failed, timed(waited, "failed", "waited"))
-    connect(lock_released, timed(held, "released", "held"))
-    connect(lock_lost, timed(held, "lost", "held"))
-    connect(lock_cleared, lambda alias, name, **_: cleared(alias, template_of(name)))
-    connect(version_conflict, lambda sender, **_: conflict(sender._meta.label))
 
 
 def _observe(histogram: Any, alias: str, template: str, outcome: str, seconds: float) -> None:
