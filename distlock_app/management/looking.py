@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from itertools import count
 from shutil import get_terminal_size
 from time import sleep
 from typing import Any
@@ -67,13 +68,12 @@ class Looking(BaseCommand):
             raise CommandError("--times must be 1 or more")
         clear_screen = "\x1b[H\x1b[2J" if self.stdout.isatty() and not as_json else ""
         with suppress(KeyboardInterrupt):
-            while True:
+            for number in count() if times is None else range(times):
+                if number:
+                    sleep(interval)
                 self.stdout.write(clear_screen, ending="")
                 self._list(as_json=as_json, **options)
                 self.stdout.flush()
-                if times is not None and (times := times - 1) <= 0:
-                    break
-                sleep(interval)
         return 0
 
     def _show(self, *, name: str, using: str | None, as_json: bool, **options: Any) -> int:
@@ -132,9 +132,9 @@ class Looking(BaseCommand):
                 self.stderr.write(f"{backend.alias} cannot list its locks")
             elif not backend.known:
                 code = EX_UNAVAILABLE
-                wrong = isinstance(backend.error, ImproperlyConfigured)
-                slow = backend.state == SLOW
-                what = "cannot be used" if wrong else "is slow" if slow else "is down"
+                what = "is slow" if backend.state == SLOW else "is down"
+                if isinstance(backend.error, ImproperlyConfigured):
+                    what = "cannot be used"
                 # A user with a shell here may read what the driver says.
                 self.stderr.write(f"{backend.alias} {what}: {backend.error or backend.reason}")
         return code

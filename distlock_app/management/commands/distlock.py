@@ -99,7 +99,9 @@ class Command(Looking):
         if sys.stdout is None and not options.get("stdout"):  # closed, by `>&-`
             self.stdout = OutputWrapper(io.StringIO())
         keep_exit_code(self, options)
-        _escape_unencodable(self.stdout)
+        # No name fails an action because the encoding of the output lacks its letters.
+        if reconfigure := getattr(self.stdout, "reconfigure", None):  # that of a TextIOWrapper
+            reconfigure(errors="backslashreplace")
         try:
             code = getattr(self, f"_{action}")(action=action, **options)
             self.stdout.flush()
@@ -258,12 +260,6 @@ def _running() -> Any:
     from distlock_app.operations import run
 
     return run
-
-
-def _escape_unencodable(stream: Any) -> None:
-    """Let no name fail an action because the encoding of the output lacks its letters."""
-    if reconfigure := getattr(stream, "reconfigure", None):  # that of a TextIOWrapper
-        reconfigure(errors="backslashreplace")
 
 
 def _user() -> str:
