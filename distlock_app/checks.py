@@ -40,7 +40,9 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
                 id="distlock_app.W001",
             )
         )
-    return [*messages, *_check_history(), *_check_isolation()]
+    if trouble := history.trouble():
+        messages.append(checks.Error(trouble, id="distlock_app.E001"))
+    return [*messages, *_check_isolation()]
 
 
 def check_servers(
@@ -95,11 +97,6 @@ def _check_ttl(entry: Entry) -> Iterator[checks.CheckMessage]:
             hint=TTL_HINT,
             id="distlock_app.W005",
         )
-
-
-def _check_history() -> Iterator[checks.CheckMessage]:
-    if trouble := history.trouble():
-        yield checks.Error(trouble, id="distlock_app.E001")
 
 
 def _check_table_of_events(databases: Sequence[str]) -> Iterator[checks.CheckMessage]:
