@@ -9,40 +9,32 @@ from typing import Any, NamedTuple
 from django.utils.translation import gettext_lazy as _
 
 
-class Limits(NamedTuple):
-    """The smallest and the largest value, and how a form counts."""
+class Term(NamedTuple):
+    """One of the terms in a form: its texts, the smallest and the largest value, how it counts."""
 
+    label: Any
+    help: Any
     low: float
     high: float
     step: float = 1
 
 
-LIMITS = {
-    "buyers": Limits(1, 16),
-    "purchases": Limits(1, 2000),
-    "stock": Limits(1, 2000),
-    "think": Limits(0, 0.5, 0.001),
-    "hot": Limits(0, 1, 0.05),
-    "buckets": Limits(1, 16),
-    "seconds": Limits(1, 20),
-}
-LABELS = {
-    "buyers": _("Buyers"),
-    "purchases": _("Purchases"),
-    "stock": _("In stock"),
-    "think": _("Think time"),
-    "hot": _("Hot-spot share"),
-    "buckets": _("Buckets"),
-    "seconds": _("Time limit"),
-}
-HELP = {
-    "buyers": _("processes of the operating system"),
-    "purchases": _("attempts by all buyers together"),
-    "stock": _("units, before each strategy"),
-    "think": _("seconds between reading and writing"),
-    "hot": _("share of purchases of the hot product; the others are spread over eight"),
-    "buckets": _("number of rows over which the hot product’s stock is split"),
-    "seconds": _("seconds for each strategy; then its buyers are stopped"),
+TERMS = {
+    "buyers": Term(_("Buyers"), _("processes of the operating system"), 1, 16),
+    "purchases": Term(_("Purchases"), _("attempts by all buyers together"), 1, 2000),
+    "stock": Term(_("In stock"), _("units, before each strategy"), 1, 2000),
+    "think": Term(_("Think time"), _("seconds between reading and writing"), 0, 0.5, 0.001),
+    "hot": Term(
+        _("Hot-spot share"),
+        _("share of purchases of the hot product; the others are spread over eight"),
+        *(0, 1, 0.05),
+    ),
+    "buckets": Term(
+        _("Buckets"), _("number of rows over which the hot product’s stock is split"), 1, 16
+    ),
+    "seconds": Term(
+        _("Time limit"), _("seconds for each strategy; then its buyers are stopped"), 1, 20
+    ),
 }
 
 
@@ -60,7 +52,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, limits = getattr(self, field.name), LIMITS[field.name]
+            value, limits = getattr(self, field.name), TERMS[field.name]
             # Not-a-number is in no limits.
             if not limits.low <= value <= limits.high or not math.isfinite(value):
                 raise ValueError(f"{field.name} must be {limits.low} to {limits.high}: {value!r}")

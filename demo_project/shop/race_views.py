@@ -24,7 +24,7 @@ from .race_models import Race, RaceOrder
 from .race_plot import plot_of
 from .race_results import Result
 from .race_strategies import missing, strategies
-from .race_terms import HELP, LABELS, LIMITS, Terms
+from .race_terms import TERMS, Terms
 
 GUIDES = {"en": "docs/explanation/choosing-a-guard.md", "ko": "docs/ko/choosing-a-guard.md"}
 
@@ -46,11 +46,11 @@ class TermsForm(forms.Form):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for field in fields(Terms):
-            low, high, step = LIMITS[field.name]
+            label, text, low, high, step = TERMS[field.name]
             whole = isinstance(field.default, int)
             self.fields[field.name] = (forms.IntegerField if whole else forms.FloatField)(
-                label=LABELS[field.name],
-                help_text=HELP[field.name],
+                label=label,
+                help_text=text,
                 initial=field.default,
                 min_value=low,
                 max_value=high,
@@ -96,7 +96,7 @@ def race(request: HttpRequest, pk: int) -> HttpResponse:
     results = lab.results_of(race)
     titles = {key: strategy.title for key, strategy in strategies().items()}
     run = [result for result in results if not result.skipped]
-    chosen = [(label, race.terms[name]) for name, label in LABELS.items()]
+    chosen = [(term.label, race.terms[name]) for name, term in TERMS.items()]
     context = {
         "race": race,
         "terms": chosen,

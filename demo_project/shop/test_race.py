@@ -20,7 +20,7 @@ from .race_models import Race, RaceItem
 from .race_plot import plot_of
 from .race_results import Result, counted, percentile, split, stock_up, timed
 from .race_strategies import strategies
-from .race_terms import LIMITS, Terms
+from .race_terms import TERMS, Terms
 from .race_views import findings
 
 FORM = {"buyers": 2, "purchases": 4, "stock": 2, "think": 0, "hot": 1, "buckets": 1, "seconds": 1}
@@ -85,7 +85,7 @@ class Pages(TransactionTestCase):
     def test_nothing_beyond_the_limits_is_started(self) -> None:
         client = self.login(self.boss)
 
-        for name, limits in LIMITS.items():
+        for name, limits in TERMS.items():
             for value in (limits.low - 1, limits.high + 1, "nan", "inf", "1e9", "x", ""):
                 answer = self.post(client, **{name: value})
                 self.assertContains(answer, "errorlist", msg_prefix=f"{name}={value}")
@@ -211,7 +211,7 @@ class Books(TestCase):
 
 class Numbers(SimpleTestCase):
     def test_terms_out_of_their_limits_are_refused(self) -> None:
-        for name, limits in LIMITS.items():
+        for name, limits in TERMS.items():
             for value in (limits.low - 1, limits.high + 1, float("nan"), float("inf")):
                 with self.assertRaises(ValueError, msg=f"{name}={value}"):
                     Terms(**{name: value})

@@ -16,7 +16,7 @@ from demo_project.shop import race
 from demo_project.shop.race_models import Race
 from demo_project.shop.race_results import Result
 from demo_project.shop.race_strategies import Strategy, missing, strategies
-from demo_project.shop.race_terms import HELP, LIMITS, Terms
+from demo_project.shop.race_terms import TERMS, Terms
 from distlock_app import LockBusy, LockError
 
 EX_TEMPFAIL = 75
@@ -52,12 +52,12 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         for field in fields(Terms):
-            low, high, _step = LIMITS[field.name]
+            _label, text, low, high, _step = TERMS[field.name]
             parser.add_argument(
                 f"--{field.name}",
                 type=type(field.default),
                 default=field.default,
-                help=f"{HELP[field.name]} ({low:g} to {high:g}, default {field.default:g})",
+                help=f"{text} ({low:g} to {high:g}, default {field.default:g})",
             )
         parser.add_argument("--only", nargs="+", metavar="STRATEGY", help="Only these; see --list.")
         parser.add_argument("--list", action="store_true", help="List the strategies, and stop.")
