@@ -48,6 +48,7 @@ class Customer:
         self._ends = self._clicked = 0.0
 
     def ready(self) -> None:
+        """Wait for the starting gun, the first time."""
         if self.report.began:
             return
         try:
@@ -58,13 +59,16 @@ class Customer:
         self._ends = self._clicked + self._terms.seconds
 
     def think(self) -> None:
+        """Take the time that a purchase needs between reading and writing."""
         self.ready()
         time.sleep(self._terms.think)
 
     def patience(self) -> float:
+        """Return how long to wait for a guard, in seconds."""
         return max(0.05, min(PATIENCE, self._ends - time.monotonic()))
 
     def changing(self) -> None:
+        """Count an attempt of an optimistic change."""
         self.report.attempts += 1
 
     def in_time(self) -> bool:

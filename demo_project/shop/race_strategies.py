@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS, connection, transaction
 from django.db.models import F
@@ -17,29 +17,12 @@ from distlock_app.backends.locmem import LocMemBackend
 from distlock_app.core.registry import registry
 from distlock_app.operations.doctor import examine
 
+from .race_buyers import Customer
 from .race_models import RaceItem, RaceOrder
 
 
 class SoldOut(Exception):
     """There is nothing left of it."""
-
-
-class Buyer(Protocol):
-    """What a purchase knows of the one who buys."""
-
-    number: int
-
-    def ready(self) -> None:
-        """Wait for the starting gun, the first time."""
-
-    def think(self) -> None:
-        """Take the time that a purchase needs between reading and writing."""
-
-    def patience(self) -> float:
-        """Return how long to wait for a guard, in seconds."""
-
-    def changing(self) -> None:
-        """Count an attempt of an optimistic change."""
 
 
 def read(pk: int) -> RaceItem:
@@ -53,7 +36,7 @@ def in_stock(item: RaceItem) -> RaceItem:
     return item
 
 
-def write(item: RaceItem, buyer: Buyer) -> None:
+def write(item: RaceItem, buyer: Customer) -> None:
     """Write down what was read, less one, and the order."""
     with transaction.atomic():
         RaceItem.objects.filter(pk=item.pk).update(stock=item.stock - 1)
@@ -63,13 +46,13 @@ def write(item: RaceItem, buyer: Buyer) -> None:
 # Whoever reads without waiting has read before the gun: the first purchases certainly collide.
 
 
-def buy_without_guard(pk: int, buyer: Buyer) -> None:
+def buy_without_guard(pk: int, buyer: Customer) -> None:
     item = read(pk)
     buyer.think()
     write(item, buyer)
 
 
-def buy_in_one_statement(pk: int, buyer: Buyer) -> None:
+def buy_in_one_statement(pk: int, buyer: Customer) -> None:
     buyer.think()
     with transaction.atomic():
         in_stock = RaceItem.objects.filter(pk=pk, stock__gte=1)
@@ -78,7 +61,7 @@ def buy_in_one_statement(pk: int, buyer: Buyer) -> None:
         RaceOrder.objects.create(item_id=pk, buyer=buyer.number)
 
 
-def buy_optimistically(pk: int, buyer: Buyer) -> None:
+def buy_optimistically(pk: int, buyer: Customer) -> None:
     def take_one(item: RaceItem) -> None:
         buyer.changing()
         in_stock(item)
@@ -89,7 +72,7 @@ def buy_optimistically(pk: int, buyer: Buyer) -> None:
     RaceItem.objects.retrying(pk, take_one)
 
 
-def buy_pessimistically(pk: int, buyer: Buyer) -> None:
+def buy_pessimistically(pk: int, buyer: Customer) -> None:
     buyer.ready()
     with transaction.atomic():
         (item,) = for_update(RaceItem.objects.filter(pk=pk), wait=buyer.patience())
@@ -98,7 +81,7 @@ def buy_pessimistically(pk: int, buyer: Buyer) -> None:
         write(item, buyer)
 
 
-def buy_under_lock(pk: int, buyer: Buyer, *, alias: str) -> None:
+def buy_under_lock(pk: int, buyer: Customer, *, alias: str) -> None:
     buyer.ready()
     with Lock(f"race:{pk}", using=alias, wait=buyer.patience(), atomic=True):
         item = read(pk)
@@ -106,7 +89,7 @@ def buy_under_lock(pk: int, buyer: Buyer, *, alias: str) -> None:
         write(item, buyer)
 
 
-def buy_in_locked_transaction(pk: int, buyer: Buyer, *, alias: str) -> None:
+def buy_in_locked_transaction(pk: int, buyer: Customer, *, alias: str) -> None:
     buyer.ready()
     with transaction.atomic():
         lock_in_transaction(f"race:{pk}", using=alias, wait=buyer.patience())
@@ -128,7 +111,7 @@ class Strategy:
         """Whether it promises that nothing is sold twice."""
         return self.key != "none"
 
-    def buy(self, pk: int, buyer: Buyer) -> None:
+    def buy(self, pk: int, buyer: Customer) -> None:
         """Buy one unit; raise SoldOut, or what the guard raises."""
         if self.key == "transaction":
             buy_in_locked_transaction(pk, buyer, alias=self.alias)
@@ -148,7 +131,7 @@ class Strategy:
         return examine(self.alias).trouble if self.alias else ""
 
 
-Way = Callable[[int, Buyer], None]
+Way = Callable[[int, Customer], None]
 WITHOUT_LOCK: dict[str, tuple[Any, Way]] = {
     "none": (_("No guard"), buy_without_guard),
     "f": (_("F() in one statement"), buy_in_one_statement),
