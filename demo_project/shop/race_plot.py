@@ -94,21 +94,18 @@ def _sold(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
 
 
 def _left(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
-    most = max(max(r.stock, r.left) for r in results)
-
-    def draw(result: Result, y: float) -> None:
-        plot.bar(x, y, result.left * BAR / most, "few" if result.right else "bad")
-        plot.text(x + BAR + 6, y + 4, result.left, "value")
-
-    return draw
+    return _bars(plot, x, "left", max(max(r.stock, r.left) for r in results), "few")
 
 
 def _throughput(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
-    most = max(r.throughput for r in results) or 1
+    return _bars(plot, x, "throughput", max(r.throughput for r in results) or 1, "good")
 
+
+def _bars(plot: Plot, x: float, figure: str, most: float, kind: str) -> Draw:
     def draw(result: Result, y: float) -> None:
-        plot.bar(x, y, result.throughput * BAR / most, "good" if result.right else "bad")
-        plot.text(x + BAR + 6, y + 4, f"{result.throughput:.0f}", "value")
+        value = getattr(result, figure)
+        plot.bar(x, y, value * BAR / most, kind if result.right else "bad")
+        plot.text(x + BAR + 6, y + 4, f"{value:.0f}", "value")
 
     return draw
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import (
-    HTTPCookieProcessor,
-    HTTPRedirectHandler,
-    ProxyHandler,
-    build_opener,
-)
+from urllib.request import HTTPCookieProcessor, HTTPRedirectHandler, ProxyHandler, build_opener
 
 TIMEOUT = 60.0
 
@@ -54,20 +50,14 @@ class Visitor:
 def all_at_once(clicks: list[tuple[Visitor, str]]) -> list[str]:
     """Make every click in a thread of its own, at the same moment; return where they lead to."""
     start = threading.Barrier(len(clicks))
-    answers = [""] * len(clicks)
 
-    def make(number: int, visitor: Visitor, path: str) -> None:
+    def make(click: tuple[Visitor, str]) -> str:
+        visitor, path = click
         start.wait(TIMEOUT)
-        answers[number] = visitor.click(path)
+        return visitor.click(path)
 
-    threads = [
-        threading.Thread(target=make, args=(number, *click)) for number, click in enumerate(clicks)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
+    with ThreadPoolExecutor(len(clicks)) as threads:
+        return list(threads.map(make, clicks))
 
 
 def visitors(site: str, count: int, *, think: float) -> list[Visitor]:
