@@ -26,6 +26,9 @@ _FORMATTER = string.Formatter()
 # Types whose text is complete and the same in every process.
 _PLAIN = (str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time)
 
+# May return a text for a field that is None, empty or missing.
+Absent = Callable[[str], str | None]
+
 
 class NameTemplate:
     """A template whose fields are names, attributes and items: `{request.user.pk}`, `{items[0]}`.
@@ -60,13 +63,8 @@ class NameTemplate:
                     f"{', '.join(sorted(known)) or 'there are none'}"
                 )
 
-    def fill(
-        self, values: Mapping[str, Any], *, absent: Callable[[str], str | None] = lambda field: None
-    ) -> Made:
-        """Return the name for `values`; raise ValueError for a value that cannot name a lock.
-
-        `absent(field)` may return a text for a field that is None, empty or missing.
-        """
+    def fill(self, values: Mapping[str, Any], *, absent: Absent = lambda field: None) -> Made:
+        """Return the name for `values`; raise ValueError for a value that cannot name a lock."""
         name = []
         for literal, field in self._parts:
             name.append(literal)
@@ -74,12 +72,7 @@ class NameTemplate:
                 name.append(quoted(self._text(field, values, absent), self._quoted))
         return Made("".join(name), self.template)
 
-    def _text(
-        self,
-        field: str,
-        values: Mapping[str, Any],
-        absent: Callable[[str], str | None],
-    ) -> str:
+    def _text(self, field: str, values: Mapping[str, Any], absent: Absent) -> str:
         try:
             value, _ = _FORMATTER.get_field(field, (), values)
         except (AttributeError, LookupError, TypeError) as error:
