@@ -182,10 +182,6 @@ def tooz(scheme: str, kind: str) -> Turn:
     return lambda name: coordinator.get_lock(name.encode())
 
 
-def tooz_mysql() -> Turn:
-    return tooz("mysql", "mysql")
-
-
 def django_mysql() -> Turn:
     from django_mysql.locks import Lock
 
@@ -299,7 +295,7 @@ GROUPS = {
             Contender(IN_STEPS, raw.named_lock_in_steps, True, ("contended",)),
             *_ours("named", "mysql"),
             Contender("django-mysql", django_mysql),
-            Contender("tooz", tooz_mysql, False, ALONE),
+            Contender("tooz", partial(tooz, "mysql", "mysql"), False, ALONE),
         ),
         "mysql",
     ),
