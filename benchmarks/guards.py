@@ -57,8 +57,12 @@ def models() -> dict[str, Any]:
     return made
 
 
-def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
-    """Return each guard's model and a function that adds 1 and returns its number of retries."""
+# Adds 1, and returns its number of retries, if it retries.
+Add = Callable[[], int | None]
+
+
+def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Add]]:
+    """Return each guard's model and what adds 1 under it."""
     from django.db import transaction
     from django.db.models import F
 
@@ -66,9 +70,12 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
 
     plain, versioned, fenced = made["plain"], made["versioned"], made["fenced"]
 
-    def by_f() -> int:
+    def add_one(row: Any, **options: Any) -> None:
+        row.value += 1
+        row.save(**options)
+
+    def by_f() -> None:
         plain.objects.filter(pk=1).update(value=F("value") + 1)
-        return 0
 
     def by_retrying() -> int:
         calls = 0
@@ -81,40 +88,25 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
         versioned.objects.retrying(1, add)
         return calls - 1
 
-    def by_for_update() -> int:
+    def by_for_update() -> None:
         with transaction.atomic():
-            row = plain.objects.for_update(1, wait=60)
-            row.value += 1
-            row.save()
-        return 0
+            add_one(plain.objects.for_update(1, wait=60))
 
     @retry_on_deadlock
-    def in_transaction() -> None:
+    def by_transaction() -> None:
         with transaction.atomic():
             lock_in_transaction("hot", wait=60)
-            row = plain.objects.get(pk=1)
-            row.value += 1
-            row.save()
+            add_one(plain.objects.get(pk=1))
 
-    def by_transaction() -> int:
-        in_transaction()
-        return 0
-
-    def by_lock() -> int:
+    def by_lock() -> None:
         with Lock("hot", wait=60, atomic=True):
-            row = plain.objects.get(pk=1)
-            row.value += 1
-            row.save()
-        return 0
+            add_one(plain.objects.get(pk=1))
 
-    def by_fence() -> int:
+    def by_fence() -> None:
         with Lock("hot", wait=60) as hold:
-            row = fenced.objects.get(pk=1)
-            row.value += 1
-            row.save(fence=hold)
-        return 0
+            add_one(fenced.objects.get(pk=1), fence=hold)
 
-    found: dict[str, tuple[Any, Callable[[], int]]] = {
+    found: dict[str, tuple[Any, Add]] = {
         "raw": (plain, by_the_driver(plain)),
         "f": (plain, by_f),
         "orm": (plain, by_orm_loop(plain)),
@@ -129,7 +121,7 @@ def methods(made: dict[str, Any]) -> dict[str, tuple[Any, Callable[[], int]]]:
     return found
 
 
-def by_the_driver(model: Any) -> Callable[[], int]:
+def by_the_driver(model: Any) -> Add:
     """Return what locks the row with the fewest statements and without the ORM."""
     from django.db import connection
 
@@ -138,7 +130,7 @@ def by_the_driver(model: Any) -> Callable[[], int]:
     table = model._meta.db_table
     cursors: dict[str, Any] = {}
 
-    def add() -> int:
+    def add() -> None:
         if not cursors:  # in a child: after the fork
             cursors["mine"] = cursor_of(connection.vendor)
         cursor = cursors["mine"]
@@ -147,12 +139,11 @@ def by_the_driver(model: Any) -> Callable[[], int]:
         [[value]] = cursor.fetchall()
         cursor.execute(f"UPDATE {table} SET value = %s WHERE id = 1", (value + 1,))
         cursor.execute("COMMIT")
-        return 0
 
     return add
 
 
-def by_orm_loop(model: Any) -> Callable[[], int]:
+def by_orm_loop(model: Any) -> Add:
     def add() -> int:
         retries = 0
         while True:
@@ -165,7 +156,7 @@ def by_orm_loop(model: Any) -> Callable[[], int]:
     return add
 
 
-def by_concurrency(model: Any) -> Callable[[], int]:
+def by_concurrency(model: Any) -> Add:
     from concurrency.exceptions import RecordModifiedError
 
     def add() -> int:
@@ -183,7 +174,7 @@ def by_concurrency(model: Any) -> Callable[[], int]:
     return add
 
 
-def work(pipe: Any, found: dict[str, tuple[Any, Callable[[], int]]]) -> None:
+def work(pipe: Any, found: dict[str, tuple[Any, Add]]) -> None:
     """Do what the pipe says, until it says nothing more: (method, seconds)."""
     while (order := pipe.recv()) is not None:
         method, seconds = order
@@ -192,7 +183,7 @@ def work(pipe: Any, found: dict[str, tuple[Any, Callable[[], int]]]) -> None:
         end = time.monotonic() + seconds
         try:
             while time.monotonic() < end or not done:
-                retries += add()
+                retries += add() or 0
                 done += 1
                 in_time += time.monotonic() < end
         except Exception as error:
