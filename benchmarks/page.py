@@ -144,11 +144,8 @@ def _load(about: dict[str, Any]) -> str:
 def _table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
     """Return a table whose first `words` columns are words, and the others numbers."""
     marks = "|" + "---|" * words + "---:|" * (len(head) - words)
-    return (
-        "\n".join([f"| {' | '.join(cells)} |" for cells in (head,)] + [marks])
-        + "".join(f"\n| {' | '.join(cells)} |" for cells in rows)
-        + "\n"
-    )
+    first, *others = (f"| {' | '.join(cells)} |" for cells in [head, *rows])
+    return "\n".join([first, marks, *others]) + "\n"
 
 
 def _measured(found: dict[str, Any]) -> dict[str, Any]:
@@ -318,27 +315,20 @@ def tasks(kinds: dict[str, Any]) -> str:
 
 
 def saving(kinds: dict[str, Any]) -> str:
-    rows = [
-        [
-            *(TITLES[kind], f"{x['plain']:.0f}", f"{x['versioned']:.0f}"),
-            f"{x['versioned'] / x['plain']:.2f}",
-        ]
-        for kind, x in kinds.items()
-        if "error" not in x
-    ]
-    locked = [
-        [
-            *(TITLES[kind], f"{x['for_update']:.0f}", f"{x['in_transaction']:.0f}"),
-            f"{x['in_transaction'] / x['for_update']:.2f}",
-        ]
-        for kind, x in kinds.items()
-        if "for_update" in x
-    ]
-    text = _table(["", "`save()`, µs", "`VersionedModel.save()`, µs", "ratio"], rows)
-    if locked:
+    head = ["", "`save()`, µs", "`VersionedModel.save()`, µs", "ratio"]
+    text = _table(head, _compared(kinds, "plain", "versioned"))
+    if locked := _compared(kinds, "for_update", "in_transaction"):
         head = ["", "`select_for_update()`, µs", "`lock_in_transaction()`, µs", "ratio"]
         text += "\nA transaction that locks one row:\n\n" + _table(head, locked)
     return text
+
+
+def _compared(kinds: dict[str, Any], theirs: str, ours: str) -> list[list[str]]:
+    return [
+        [TITLES[kind], f"{x[theirs]:.0f}", f"{x[ours]:.0f}", f"{x[ours] / x[theirs]:.2f}"]
+        for kind, x in kinds.items()
+        if theirs in x
+    ]
 
 
 def guards(kinds: dict[str, Any]) -> str:
