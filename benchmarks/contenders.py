@@ -59,21 +59,25 @@ def ours(alias: str) -> Turn:
 
 def engine_alone(alias: str) -> Turn:
     """What the engine takes of it: no Lock, no Hold, no renewal."""
-    from distlock_app.claims import Claim
     from distlock_app.core.registry import registry
-    from distlock_app.primitives.names import key_of
 
     backend = registry[alias].backend
 
     @contextmanager
     def turn(name: str) -> Iterator[None]:
-        owner = secrets.token_hex(16)
-        claim = Claim(name=name, key=key_of(name), owner=owner, ttl=TTL, holder=raw.HOLDER)
-        grant: Any = backend.acquire(claim, WAIT)
+        grant: Any = backend.acquire(claim_of(name), WAIT)
         yield
         assert backend.release(grant)
 
     return turn
+
+
+def claim_of(name: str, ttl: float = TTL) -> Any:
+    from distlock_app.claims import Claim
+    from distlock_app.primitives.names import key_of
+
+    owner = secrets.token_hex(16)
+    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=raw.HOLDER)
 
 
 def under_lock(make: Callable[[], Turn]) -> Turn:

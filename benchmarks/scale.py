@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import statistics
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 from . import raw
 from .contended import requests_of
+from .contenders import claim_of
 
 
 def held(kind: str, count: int) -> dict[str, Any]:
@@ -90,23 +90,15 @@ def _raw_pairs(kind: str) -> dict[str, Callable[[str], None]]:
     return {f"raw {at}": partial(pair, turn) for at, turn in turns.items()}
 
 
-def _claim(name: str, ttl: float = 30) -> Any:
-    from distlock_app.claims import Claim
-    from distlock_app.primitives.names import key_of
-
-    owner = secrets.token_hex(16)
-    return Claim(name=name, key=key_of(name), owner=owner, ttl=ttl, holder=raw.HOLDER)
-
-
 def _pair(backend: Any) -> Callable[[str], None]:
     def pair(name: str) -> None:
-        assert backend.release(backend.acquire(_claim(name), 0))
+        assert backend.release(backend.acquire(claim_of(name), 0))
 
     return pair
 
 
 def _fill(kind: str, backend: Any, count: int) -> None:
-    claims = (_claim(f"held:{number}", ttl=3600) for number in range(count))
+    claims = (claim_of(f"held:{number}", ttl=3600) for number in range(count))
     if kind == "redis":
         for claim in claims:
             assert backend.acquire(claim, 0)
@@ -162,7 +154,7 @@ def tasks(count: int) -> dict[str, Any]:
 
     server = redis.Redis.from_url(os.environ["DISTLOCK_TEST_REDIS_URL"])
     backend = registry["redis"].backend
-    grants = [backend.acquire(_claim(f"task:{number}", ttl=120), 0) for number in range(count)]
+    grants = [backend.acquire(claim_of(f"task:{number}", ttl=120), 0) for number in range(count)]
     before = _memory()
 
     def connected() -> int:
