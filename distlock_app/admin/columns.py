@@ -16,26 +16,14 @@ from django.utils.translation import gettext_lazy as _
 from ..claims import Holding
 from ..core.registry import registry
 from ..models import LiveLock
-from ..operations.holdings import (
-    CONTENDED,
-    EXPIRING,
-    HELD,
-    ORPHANED,
-    activity_of,
-    clock,
-    is_renewed,
-    place_of,
-    said,
-    since,
-    state_of,
-)
+from ..operations import holdings
 from .rows import LiveLocks
 
 STATES = {
-    HELD: _("held"),
-    CONTENDED: _("contended"),
-    EXPIRING: _("expiring"),
-    ORPHANED: _("orphaned"),
+    holdings.HELD: _("held"),
+    holdings.CONTENDED: _("contended"),
+    holdings.EXPIRING: _("expiring"),
+    holdings.ORPHANED: _("orphaned"),
 }
 KINDS = {"exclusive": _("exclusive"), "shared": _("shared"), "permit": _("permit")}
 
@@ -81,7 +69,7 @@ class AliasFilter(_Filter):
 class StateFilter(_Filter):
     title = _("state")
     parameter_name = "state"
-    value_of = staticmethod(state_of)
+    value_of = staticmethod(holdings.state_of)
     labels = STATES
 
 
@@ -97,11 +85,11 @@ class HostFilter(_Filter):
 
     title = _("host")
     parameter_name = "host"
-    value_of = staticmethod(lambda held: said(held.holder, "host"))
+    value_of = staticmethod(lambda held: holdings.said(held.holder, "host"))
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        holdings = model_admin.reading(request).holdings
-        hosts = {*map(HostFilter.value_of, holdings), request.GET.get("host", "")}
+        found = model_admin.reading(request).holdings
+        hosts = {*map(HostFilter.value_of, found), request.GET.get("host", "")}
         return [(host, host) for host in sorted(hosts - {""})[:MOST_HOSTS]]
 
 
@@ -124,7 +112,7 @@ class LiveColumns:
 
     @admin.display(description=_("state"), ordering="state")
     def state(self, row: LiveLock) -> SafeString:
-        state = state_of(row.holding)
+        state = holdings.state_of(row.holding)
         text = str(STATES[state]).upper()
         kind = "" if row.holding.kind == "exclusive" else self.kind(row)
         return format_html('<span class="dl-pill dl-{}">{}</span> {}', state, text, kind)
@@ -135,7 +123,9 @@ class LiveColumns:
         if held is None:
             return UNKNOWN
         return format_html(
-            '<span class="dl-time" data-dl-since="{}">{}</span>', f"{held:.3f}", clock(held)
+            '<span class="dl-time" data-dl-since="{}">{}</span>',
+            f"{held:.3f}",
+            holdings.clock(held),
         )
 
     @admin.display(description=_("waiters"), ordering="waiters")
@@ -144,11 +134,11 @@ class LiveColumns:
 
     @admin.display(description=_("who"), ordering="who")
     def who(self, row: LiveLock) -> Any:
-        return activity_of(row.holding.holder) or UNKNOWN
+        return holdings.activity_of(row.holding.holder) or UNKNOWN
 
     @admin.display(description=_("where"), ordering="place")
     def place(self, row: LiveLock) -> Any:
-        parts = [(part,) for part in place_of(row.holding.holder).split(":")]
+        parts = [(part,) for part in holdings.place_of(row.holding.holder).split(":")]
         return format_html_join(mark_safe(":<wbr>"), "{}", parts) or UNKNOWN
 
     @admin.display(description=_("time left"), ordering="expires_in")
@@ -156,12 +146,12 @@ class LiveColumns:
         left = row.holding.expires_in
         if left is None:
             return gettext("as long as its session")
-        renewed = is_renewed(row.holding)
+        renewed = holdings.is_renewed(row.holding)
         return format_html(
             '<span class="dl-time" data-dl-left="{}" data-dl-over="{}">{}</span> {}',
             f"{left:.3f}",
             gettext("renewed or over") if renewed else gettext("over"),
-            clock(left),
+            holdings.clock(left),
             "" if renewed else gettext("not renewed"),
         )
 
@@ -177,11 +167,11 @@ class LiveColumns:
 
     @admin.display(description=_("held since"))
     def since(self, row: LiveLock) -> Any:
-        return since(row.holding) or UNKNOWN
+        return holdings.since(row.holding) or UNKNOWN
 
     @admin.display(description=_("thread"))
     def thread(self, row: LiveLock) -> Any:
-        return said(row.holding.holder, "thread") or UNKNOWN
+        return holdings.said(row.holding.holder, "thread") or UNKNOWN
 
     @admin.display(description=_("fencing token"))
     def fence(self, row: LiveLock) -> Any:

@@ -9,26 +9,17 @@ from unicodedata import east_asian_width
 
 from ..claims import Holding
 from ..primitives.names import key_of, shown
-from .holdings import (
-    activity_of,
-    at_least_of,
-    clock,
-    is_renewed,
-    place_of,
-    said,
-    since,
-    state_of,
-    urgency,
-    who,
-)
+from . import holdings
 
 COLUMNS: Mapping[str, Callable[[Holding], str]] = {
     "NAME": lambda held: shown(held.name),
-    "STATE": lambda held: state_of(held) + ("" if held.kind == "exclusive" else f" {held.kind}"),
+    "STATE": lambda held: (
+        holdings.state_of(held) + ("" if held.kind == "exclusive" else f" {held.kind}")
+    ),
     "HELD FOR": lambda held: _clock(held.held_for),
     "WAITERS": lambda held: _number(held.waiters),
-    "WHO": lambda held: activity_of(held.holder),
-    "WHERE": lambda held: place_of(held.holder),
+    "WHO": lambda held: holdings.activity_of(held.holder),
+    "WHERE": lambda held: holdings.place_of(held.holder),
     "LEFT": lambda held: _left(held),
     "ALIAS": lambda held: held.alias,
 }
@@ -40,7 +31,7 @@ UNKNOWN = "unknown"
 
 # What a list may be sorted by; the locks that people look for come first.
 SORTS: Mapping[str, Callable[[Holding], Any]] = {
-    "urgency": urgency,
+    "urgency": holdings.urgency,
     "name": lambda held: held.name.casefold(),
     "held_for": lambda held: -(held.held_for or 0.0),
     "waiters": lambda held: -(held.waiters or 0),
@@ -62,7 +53,7 @@ def table(held: Sequence[Holding], width: int) -> Iterable[tuple[str, str]]:
         if widths[longest] <= SHORTEST:
             break
         widths[longest] -= 1
-    states = ["", *map(state_of, held)]
+    states = ["", *map(holdings.state_of, held)]
     for row, state in zip(rows, states, strict=True):
         yield _cut("  ".join(map(_fit, row, widths.values())).rstrip(), room), state
 
@@ -76,22 +67,22 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]]) -> Iterable[tuple[st
     yield "name", name
     yield "alias", held.alias
     yield "kind", held.kind
-    yield "state", state_of(held)
-    yield "who", activity_of(holder)
+    yield "state", holdings.state_of(held)
+    yield "who", holdings.activity_of(holder)
     for label, key in ("host", "host"), ("process", "pid"), ("thread", "thread"):
-        yield label, said(holder, key)
+        yield label, holdings.said(holder, key)
     yield "held for", _clock(held.held_for)
-    yield "since", since(held)
-    if at_least := at_least_of(held):
-        yield "at least", clock(at_least)
+    yield "since", holdings.since(held)
+    if at_least := holdings.at_least_of(held):
+        yield "at least", holdings.clock(at_least)
     yield "time left", _left(held)
     yield "fencing token", _number(held.fence)
     yield "waiters", _number(held.waiters)
     for number, waiter in enumerate(queue, start=1):
-        yield f"  {number}", who(waiter)
+        yield f"  {number}", holdings.who(waiter)
     if isinstance(holder.get("pid"), int):
         look = f"ps -o pid,stat,etime,args -p {holder['pid']}"
-        yield "look at it", f"{look}    # on {said(holder, 'host') or UNKNOWN}"
+        yield "look at it", f"{look}    # on {holdings.said(holder, 'host') or UNKNOWN}"
     if key_of(name) == held.key:  # else it is shown cut, or escaped
         command = ["python", "manage.py", "distlock", "clear", "--using", held.alias]
         names = ["--", name] if name.startswith("-") else [name]
@@ -101,11 +92,11 @@ def card(held: Holding, queue: Sequence[Mapping[str, Any]]) -> Iterable[tuple[st
 def _left(held: Holding) -> str:
     if held.expires_in is None:
         return "session"
-    return clock(held.expires_in) + ("" if is_renewed(held) else " fixed")
+    return holdings.clock(held.expires_in) + ("" if holdings.is_renewed(held) else " fixed")
 
 
 def _clock(seconds: float | None) -> str:
-    return "" if seconds is None else clock(seconds)
+    return "" if seconds is None else holdings.clock(seconds)
 
 
 def _number(number: int | None) -> str:
