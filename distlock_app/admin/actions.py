@@ -105,47 +105,37 @@ class LiveActions(LiveColumns, _Base):
             self._clear_up(request, **form.cleaned_data)
             return HttpResponseRedirect(f"{self._url('leftover')}?days={form.cleaned_data['days']}")
         days = form.cleaned_data.get("days", FREE_FOR)
-        context = {
-            **self._context(request, _("Clear up lock tables")),
-            "days": days,
-            "form": form,
-            "tables": clearing.leftovers(days * DAY),
-        }
-        return TemplateResponse(request, "admin/distlock_app/livelock/leftover.html", context)
+        facts = {"days": days, "form": form, "tables": clearing.leftovers(days * DAY)}
+        return self._page(request, "leftover", _("Clear up lock tables"), facts)
 
     def _extend(self, request: Any, row: LiveLock, seconds: int) -> None:
         facts = {"name": row.name, "holder": clearing.holder_of(row), "seconds": seconds}
         problem = clearing.extend(row, seconds, str(request.user.get_username()))
         entry = gettext("Extended for %(holder)s: at least %(seconds)d seconds left")
         done = gettext("“%(name)s” now lasts at least %(seconds)d more seconds.")
-        self._report(request, row, problem, entry % facts, done % facts)
+        self._report(request, _lock_of(row), problem, entry % facts, done % facts)
 
     def _clear_up(self, request: Any, *, alias: str, action: str, days: int) -> None:
         problem, count = clearing.clear_up(alias, action, days * DAY)
-        if problem:
-            self._warn(request, problem)
-            return
         if action == clearing.PURGE:
             text = ngettext("%(count)d row deleted.", "%(count)d rows deleted.", count)
         else:
             text = ngettext("%(count)d lock cleared.", "%(count)d locks cleared.", count)
-        self.log_change(request, LiveLock(id=alias, name=alias), text % {"count": count})
-        self.message_user(request, text % {"count": count}, messages.SUCCESS)
+        done = text % {"count": count}
+        self._report(request, LiveLock(id=alias, name=alias), problem, done, done)
 
     def _clear(self, request: Any, row: LiveLock, reason: str) -> None:
         facts = {"name": row.name, "holder": clearing.holder_of(row), "reason": reason}
         problem = clearing.clear(row, str(request.user.get_username()), reason)
         entry = gettext("Forced release from %(holder)s: %(reason)s")
         done = gettext("“%(name)s” was released; %(holder)s held it.")
-        self._report(request, row, problem, entry % facts, done % facts)
+        self._report(request, _lock_of(row), problem, entry % facts, done % facts)
 
-    def _report(self, request: Any, row: LiveLock, problem: str, entry: str, done: str) -> None:
+    def _report(self, request: Any, lock: LiveLock, problem: str, entry: str, done: str) -> None:
         """Show the problem; without one, log what was done and show that."""
         if problem:
             self._warn(request, problem)
             return
-        # What the history is about: the lock, with any holder.
-        lock = LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)
         self.log_change(request, lock, entry)
         self.message_user(request, done, messages.SUCCESS)
 
@@ -158,7 +148,6 @@ class LiveActions(LiveColumns, _Base):
         title = ngettext("Force release of a lock", "Force release of locks", len(rows))
         facts = [getattr(self, fact) for fact in FACTS]
         context = {
-            **self._context(request, title),
             "headings": [fact.short_description for fact in facts],
             "rows": [
                 (row, [(fact.short_description, fact(row)) for fact in facts]) for row in rows
@@ -166,7 +155,7 @@ class LiveActions(LiveColumns, _Base):
             "form": form,
             "clear_url": self._url("clear"),
         }
-        return TemplateResponse(request, "admin/distlock_app/livelock/clear.html", context)
+        return self._page(request, "clear", title, context)
 
     def _require(self, allowed: bool) -> None:
         if not allowed:
@@ -181,15 +170,18 @@ class LiveActions(LiveColumns, _Base):
         self._warn(request, *problems)
         return HttpResponseRedirect(self._list())
 
-    def _context(self, request: Any, title: Any) -> dict[str, Any]:
+    def _page(self, request: Any, name: str, title: Any, facts: dict[str, Any]) -> HttpResponse:
+        """Return a page of our own with these facts."""
         request.current_app = self.admin_site.name
-        return {
+        context = {
             **self.admin_site.each_context(request),
             "title": title,
             "opts": self.opts,
             "media": self.media,
             "list_url": self._list(),
+            **facts,
         }
+        return TemplateResponse(request, f"admin/distlock_app/livelock/{name}.html", context)
 
     def _list(self) -> str:
         return self._url("changelist")
@@ -197,3 +189,8 @@ class LiveActions(LiveColumns, _Base):
     def _url(self, page: str, *ids: str) -> str:
         name = f"admin:distlock_app_livelock_{page}"
         return reverse(name, args=[*map(quote, ids)], current_app=self.admin_site.name)
+
+
+def _lock_of(row: LiveLock) -> LiveLock:
+    """Return what the change history is about: the lock, with any holder."""
+    return LiveLock(id=id_of(row.holding.alias, row.holding.key), name=row.name)

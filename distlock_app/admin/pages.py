@@ -10,7 +10,6 @@ from django.contrib import admin
 from django.contrib.admin.utils import quote, unquote
 from django.contrib.admin.views.main import ChangeList
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.urls import URLPattern, path
 from django.utils import timezone
 from django.utils.html import format_html
@@ -203,15 +202,13 @@ class LiveLockAdminMixin(ReadOnly, LiveActions):
         reading = read({alias: [key]})
         [backend] = reading.backends
         holdings = reading.holdings if backend.known else None
-        facts = self._facts(alias, key, holdings)
-        context = {
-            **self._context(request, _("Events of a lock")),
+        facts = {
+            **self._facts(alias, key, holdings),
             "alias": shown(alias),
-            "name": facts["past"].name or shown(holdings[0].name if holdings else key),
             "not_known": backend.reason,
-            **facts,
         }
-        return TemplateResponse(request, "admin/distlock_app/livelock/events.html", context)
+        facts["name"] = facts["past"].name or shown(holdings[0].name if holdings else key)
+        return self._page(request, "events", _("Events of a lock"), facts)
 
     def _facts(self, alias: str, key: str, holdings: list[Holding] | None) -> dict[str, Any]:
         """Return what both pages of a lock show of its holders, its waiters and its past."""
