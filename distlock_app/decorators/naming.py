@@ -231,11 +231,15 @@ def _percent(character: str) -> str:
     return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
+def is_known(request: Any) -> bool:
+    """Whether the user is logged in."""
+    return bool(getattr(getattr(request, "user", None), "is_authenticated", False))
+
+
 def visitor(request: Any) -> str:
     """Return the sender of a request, as text for a lock name: user, else session or address."""
-    user = getattr(request, "user", None)
-    if getattr(user, "is_authenticated", False):
-        return f"user={text_of(user)}"
+    if is_known(request):
+        return f"user={text_of(request.user)}"
     session = getattr(getattr(request, "session", None), "session_key", None)
     if session:
         # Names are shown to people, and this key would let them in.

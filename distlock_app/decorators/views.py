@@ -24,6 +24,7 @@ from .naming import (
     Named,
     NameTemplate,
     arguments,
+    is_known,
     parameters_of,
     quoted,
     signature_of,
@@ -216,7 +217,7 @@ class _Guard:
         def absent(field: str) -> str | None:
             # An anonymous user has few attributes. The view may refuse the request, but only later.
             of_user = f"{field}.".startswith("request.user.")
-            return visitor(request) if of_user and not _is_known(request) else None
+            return visitor(request) if of_user and not is_known(request) else None
 
         return self.name.fill({**call.fields(), "request": request}, absent=absent)
 
@@ -228,13 +229,8 @@ class _Guard:
         return answer(call.request, error, unlocked=self.unlocked, status=self.status)
 
 
-def _is_known(request: Any) -> bool:
-    """Whether the user is logged in."""
-    return bool(getattr(getattr(request, "user", None), "is_authenticated", False))
-
-
 def _user_of(request: Any) -> str:
-    if not _is_known(request):
+    if not is_known(request):
         return "anonymous"
     # Not every user has get_username(): authenticators of REST framework create their own.
     return str(getattr(request.user, "get_username", request.user.__str__)())
