@@ -70,17 +70,12 @@ class Link:
 def _head(file: BufferedReader) -> tuple[int, int | None, bool]:
     """Read the head of an answer: status, length (None: in chunks), whether another may follow."""
     status = int(_line(file).split(b" ")[1])
-    length: int | None = 0
-    stays = True
+    headers: dict[bytes, bytes] = {}
     while header := _line(file):
-        name, _, value = header.lower().partition(b":")
-        if name == b"content-length":
-            length = int(value)
-        elif name == b"transfer-encoding" and b"chunked" in value:
-            length = None
-        elif name == b"connection":
-            stays = b"close" not in value
-    return status, length, stays
+        name, _, headers[name] = header.lower().partition(b":")
+    chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
+    length = None if chunked else int(headers.get(b"content-length", 0))
+    return status, length, b"close" not in headers.get(b"connection", b"")
 
 
 def _chunks(file: BufferedReader) -> Iterator[bytes]:
