@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -55,12 +56,13 @@ class EtcdBackend(Inspection):
             raise ImproperlyConfigured("PREFIX must be text.")
         check_seconds(timeout=timeout)
         self._prefix = prefix
-        self._endpoints = endpoints(location)
-        self._options: dict[str, Any] = {"user": user, "password": password, "timeout": timeout}
-        self._files = (ca, cert, key)
-        self._encrypted = any(url.lower().startswith("https:") for url in self._endpoints)
-        lacks = "" if self._encrypted else "a LOCATION that begins with https:"
-        check_security(user, password, self._files, lacks)
+        urls, files = endpoints(location), (ca, cert, key)
+        encrypted = any(url.lower().startswith("https:") for url in urls)
+        lacks = "" if encrypted else "a LOCATION that begins with https:"
+        check_security(user, password, files, lacks)
+        tls = tls_context(*files) if encrypted else None
+        login = {"name": user, "password": password} if user else None
+        self._new_gateway = partial(Gateway, alias, urls, timeout=timeout, tls=tls, login=login)
         self._start()
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
@@ -149,8 +151,7 @@ class EtcdBackend(Inspection):
         self._start()
 
     def _start(self) -> None:
-        tls = tls_context(*self._files) if self._encrypted else None
-        self._gateway = Gateway(self.alias, self._endpoints, tls=tls, **self._options)
+        self._gateway = self._new_gateway()
         self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
         self._leases = Leases(self._gateway)
         self._waiters = Waiters()

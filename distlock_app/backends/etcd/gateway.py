@@ -45,14 +45,13 @@ class Gateway:
         *,
         timeout: float,
         tls: ssl.SSLContext | None,
-        user: str,
-        password: str,
+        login: dict[str, str] | None,
     ) -> None:
         self._alias = alias
         self._endpoints = deque(endpoints)  # the first is used until it fails
         self._timeout = timeout
         self._tls = tls
-        self._login = {"name": user, "password": password} if user else None
+        self._login = login
         self._token = ""
         # Reentrant: a signal handler may lock or release meanwhile.
         self._logging_in = RLock()
@@ -115,7 +114,7 @@ class Gateway:
             endpoint, link = self._endpoints[0], None
             try:
                 link = self._idle.take() or self._connect()
-                answer = self._exchange(link, path, data, token)
+                return self._exchange(link, path, data, token)
             except OSError as error:
                 failure = error
                 self._avoid(endpoint, link, error)
@@ -126,11 +125,6 @@ class Gateway:
                 failed += link is None or not link.used
                 if failed == endpoints:
                     break
-                continue
-            if "error" in answer:
-                text = str(answer.get("message") or answer["error"])
-                raise Refused(f"etcd {self._alias!r} refused: {text}", answer.get("code"))
-            return answer
         raise self._unreachable(failure) from failure
 
     def _connect(self) -> Link:
@@ -155,6 +149,9 @@ class Gateway:
             self._idle.keep(link)
         else:
             link.close()
+        if "error" in answer:
+            why = answer.get("message") or answer["error"]
+            raise Refused(f"etcd {self._alias!r} refused: {why}", answer.get("code"))
         return answer
 
     def _avoid(self, endpoint: str, link: Link | None, error: OSError) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import socket
 import ssl
 import threading
@@ -57,9 +56,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         super().__init__()
         self._tls = tls
 
-    def create_connection(
-        self, address: Any, hostname: str | None = None, timeout: float = CONNECT, **_: Any
-    ) -> Any:
+    def create_connection(self, address: Any, hostname: str, timeout: float, **_: Any) -> Any:
         # Not by kazoo, which leaves the socket open when a certificate is refused.
         self.trouble = ""
         try:
@@ -72,16 +69,15 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
             self.trouble = system_text(error)
             raise
 
-    def select(self, readers: Any, writers: Any, _: Any, timeout: float | None = None) -> Any:
+    def select(self, readers: Any, writers: Any, _: Any, seconds: float) -> Any:
         poll = new_poll()
         for one in readers:
             poll.register(one, POLLIN)
         for one in writers:
             poll.register(one, POLLOUT)
-        milliseconds = None if timeout is None else math.ceil(timeout * 1000)
         # Answers that came in one TLS record, as from a proxy, have left the socket together.
         read = {one.fileno() for one in readers if isinstance(one, ssl.SSLSocket) and one.pending()}
-        ready = read | {fd for fd, _ in poll.poll(0 if read else milliseconds)}
+        ready = read | {fd for fd, _ in poll.poll(0 if read else seconds * 1000)}
         return tuple([one for one in x if one.fileno() in ready] for x in (readers, writers, ()))
 
 
