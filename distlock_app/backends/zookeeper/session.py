@@ -56,7 +56,9 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         super().__init__()
         self._tls = tls
 
-    def create_connection(self, address: Any, hostname: str, timeout: float, **_: Any) -> Any:
+    def create_connection(
+        self, address: Any, hostname: str | None = None, timeout: float = CONNECT, **_: Any
+    ) -> Any:
         # Not by kazoo, which leaves the socket open when a certificate is refused.
         self.trouble = ""
         try:
