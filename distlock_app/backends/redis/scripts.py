@@ -39,7 +39,7 @@ REQUEST = b"%b$%d\r\n%b\r\n%b"
 class Script:
     """A script, and the requests that run it."""
 
-    __slots__ = ("_by_hash", "_by_source", "_opening", "load", "promises")
+    __slots__ = ("_opening", "load", "promises")
 
     def __init__(self, source: str, *, keys: int = 6, args: int, promises: bool = False) -> None:
         """`promises`: a 1 as its first number means that the caller has the lock."""
@@ -47,17 +47,11 @@ class Script:
         code = source.encode()
         sha = hashlib.sha1(code, usedforsecurity=False).hexdigest().encode()
         self.load = pack(b"SCRIPT", b"LOAD", code)
-        self._by_hash = bulks(b"EVALSHA", sha)
-        self._by_source = bulks(b"EVAL", code)
-        self._opening = b"*%d\r\n%b%b" % (3 + keys + args, self._by_hash, bulks(b"%d" % keys))
+        self._opening = b"*%d\r\n%b" % (3 + keys + args, bulks(b"EVALSHA", sha, b"%d" % keys))
 
     def head(self, *words: bytes) -> bytes:
         """Return the packed EVALSHA up to its first arguments; `bulks` packs the others."""
         return self._opening + bulks(*words)
-
-    def in_full(self, request: bytes) -> bytes:
-        """Return the request for a server that does not know the script: it will then."""
-        return request.replace(self._by_hash, self._by_source, 1)
 
 
 ACQUIRE = Script(lua(LUA / "acquire.lua"), args=7, promises=True)

@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from redis.exceptions import ResponseError
-
 from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
 from ..connecting import FINISH_WITHIN, Idle
@@ -124,14 +122,13 @@ class Node:
         connection.connect()
         late = []
         try:
-            # A node that does not know the script would run it late, or not at all.
+            # Here and nowhere else: a request that the node cannot run would be repeated too late.
             connection.send_packed_command([script.load for script in SCRIPTS], check_health=False)
             for _ in SCRIPTS:
-                with suppress(ResponseError):  # such as NOPERM: it is sent in full when needed
-                    connection.read_response(disconnect_on_error=True)
+                connection.read_response(disconnect_on_error=True)
             late = self.take_late()
-            for request, _ in late:
-                connection._sock.sendall(request.script.in_full(request.packed))
+            due = [request.packed for request, _ in late]
+            connection.send_packed_command(due, check_health=False)
             link = Link(connection)
         except BaseException:
             self._late.extend(late)
@@ -304,12 +301,9 @@ class NodeConnections(Links):
         link = self._links[at]
         try:
             for line in link.read():
-                request, _ = link.in_flight.popleft()
                 if line.startswith(b"-NOSCRIPT"):
-                    if request.keep or not request.over:
-                        link.in_flight.append((request, monotonic()))
-                        link.send(request.script.in_full(request.packed))
-                    continue
+                    raise Broken("a new connection loads the scripts again")
+                request, _ = link.in_flight.popleft()
                 request.take(at, line)
                 if line.startswith(b"-") and not line.startswith(b"-OOM"):
                     # Such as READONLY: a new connection may find a new master.
