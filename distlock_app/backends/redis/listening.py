@@ -34,10 +34,11 @@ SUBSCRIBE_SECONDS = 1.0
 class Waiter:
     """A claim that waits."""
 
-    __slots__ = ("armed", "claim", "gate")
+    __slots__ = ("armed", "arrived", "claim", "gate")
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, arrived: int = 0) -> None:
         self.claim = claim
+        self.arrived = arrived  # its place in the queue: a time of the servers; 0: not known yet
         self.armed = False  # it pauses: a message may wake it
         self.gate: Gate | None = None  # where its thread sleeps while another one leads
 

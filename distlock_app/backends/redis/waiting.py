@@ -32,13 +32,12 @@ class Message(NamedTuple):
 class Waiter(listening.Waiter):
     """What is known about one claim that waits, from its first try to its grant."""
 
-    __slots__ = ("again", "arrived", "asked", "given", "granted", "server")
+    __slots__ = ("again", "asked", "given", "granted", "server")
 
     def __init__(self, claim: Claim, granted: bool) -> None:
         """`granted`: a message grants it the lock; if not, it tries again."""
         super().__init__(claim)
         self.granted = granted
-        self.arrived = 0  # place in the queue: server time of arrival
         # When a try was sent that found the lock taken, and the server's time when it ran.
         self.asked = 0.0
         self.server: int | None = None

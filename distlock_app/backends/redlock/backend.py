@@ -76,7 +76,7 @@ class RedlockBackend(Inspection):
                 return grant
         listener.ensure_subscribed()
         waiter = listener.expect(claim, self._clock.stamp())
-        result = self._try(claim, listener.channel.encode(), b"%d" % waiter.ticket)
+        result = self._try(claim, listener.channel.encode(), b"%d" % waiter.arrived)
         if isinstance(result, Grant):
             listener.forget(claim)
             return result

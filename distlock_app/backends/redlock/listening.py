@@ -8,6 +8,7 @@ from ...claims import Claim
 from ...primitives.timing import monotonic
 from ..redis import listening
 from ..redis.link import HEARTBEAT, Broken
+from ..redis.listening import Waiter
 from ..redis.scripts import pack
 from .nodes import Links
 from .quorum import Quorum
@@ -16,16 +17,6 @@ from .quorum import Quorum
 CALL_SECONDS = 0.01
 # The digits of an owner and of a key.
 OWNER, KEY = 32, 40
-
-
-class Waiter(listening.Waiter):
-    """A claim that waits, and its place in the queues."""
-
-    __slots__ = ("ticket",)
-
-    def __init__(self, claim: Claim, ticket: int) -> None:
-        super().__init__(claim)
-        self.ticket = ticket
 
 
 class Listener(listening.Listener[Waiter]):
