@@ -174,10 +174,9 @@ def test_the_guess_of_the_nodes_time_is_not_ahead_of_it():
 
 def test_what_undoes_a_try_spares_a_later_try_of_the_same_owner(backend, nodes):
     grant = held_everywhere(backend, nodes)
-    key, owner = grant.claim.key, grant.claim.owner
     again = backend.acquire(grant.claim, 0)
 
-    late = backend._request(RELEASE, key, owner.encode(), b"%d" % grant.session)
+    late = backend._request(RELEASE, grant.claim, b"%d" % grant.session)
     backend._quorum.ask([late])
 
     assert again.session > grant.session

@@ -17,23 +17,13 @@ from ..base import batches, result_of
 from ..redis.checks import refuse_wrong_prefix
 from ..redis.inspection import about, milliseconds
 from ..redis.scripts import Script, bulks
+from . import scripts
 from .checks import check_nodes, checked_location
 from .clock import ServerClock, times_in
 from .inspection import BATCH, PARTS, Inspection
 from .listening import Listener
 from .nodes import Node, NodeConnections, QuorumRequest
 from .quorum import ANSWER_GRACE, Quorum
-from .scripts import (
-    ACQUIRE,
-    ACQUIRE_OR_WAIT,
-    CLEAR,
-    END_IN,
-    EXTEND,
-    RAISE,
-    RELEASE,
-    RELEASE_AND_WAIT,
-    RELEASE_FOR_GOOD,
-)
 
 # Of the latest releases: a renewal that crosses one must not bring its lock back.
 KEEP_RELEASED = 1000
@@ -71,8 +61,7 @@ class RedlockBackend(Inspection):
             return self._try(claim, b"-", b"0")
         if not listener.subscribed:
             # Most locks are free: a process that never waits needs no subscription.
-            grant = self._try(claim)
-            if grant:
+            if grant := self._try(claim):
                 return grant
         listener.ensure_subscribed()
         waiter = listener.expect(claim, self._clock.stamp())
@@ -105,9 +94,9 @@ class RedlockBackend(Inspection):
 
     def _taking(self, claim: Claim, ttl: float, stamp: int, *waiting: bytes) -> QuorumRequest:
         """Make the request of one try; `waiting` as in acquire.lua."""
-        script = ACQUIRE_OR_WAIT if waiting else ACQUIRE
-        words = claim.owner.encode(), milliseconds(ttl), about(claim.holder, claim.name)
-        return self._request(script, claim.key, *words, b"%d" % stamp, *waiting)
+        script = scripts.ACQUIRE_OR_WAIT if waiting else scripts.ACQUIRE
+        words = milliseconds(ttl), about(claim.holder, claim.name), b"%d" % stamp
+        return self._request(script, claim, *words, *waiting)
 
     def _agree(self, claim: Claim, stamp: int, fences: list[int]) -> int:
         """Return a fence that a majority knows, and that is greater than all before.
@@ -126,7 +115,7 @@ class RedlockBackend(Inspection):
         return fence
 
     def _raising(self, claim: Claim, fence: int) -> QuorumRequest:
-        return self._request(RAISE, claim.key, claim.owner.encode(), b"%d" % fence)
+        return self._request(scripts.RAISE, claim, b"%d" % fence)
 
     def _ask_or_undo(
         self, request: QuorumRequest, claim: Claim, stamp: int, *waiting: bytes
@@ -158,25 +147,23 @@ class RedlockBackend(Inspection):
 
         `waiting`: the channel and the ticket of a waiter that stays; or b"", if no try follows.
         """
-        script = (RELEASE, RELEASE_FOR_GOOD, RELEASE_AND_WAIT)[len(waiting)]
-        words = claim.owner.encode(), b"%d" % stamp, *waiting
-        return self._request(script, claim.key, *words, keep=claim.ttl)
+        script = (scripts.RELEASE, scripts.RELEASE_FOR_GOOD, scripts.RELEASE_AND_WAIT)[len(waiting)]
+        return self._request(script, claim, b"%d" % stamp, *waiting, keep=claim.ttl)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         [answer] = self.extend_many([(grant, ttl)])
         return result_of(answer)
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
-        words = grant.claim.owner.encode(), milliseconds(ttl), b"exactly"
-        return self._answer(self._request(END_IN, grant.claim.key, *words))
+        words = milliseconds(ttl), b"exactly"
+        return self._answer(self._request(scripts.END_IN, grant.claim, *words))
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         return [result for batch in batches(work, BATCH) for result in self._extend(batch)]
 
     def _extend(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         requests = [
-            self._request(EXTEND, grant.claim.key, grant.claim.owner.encode(), milliseconds(ttl))
-            for grant, ttl in work
+            self._request(scripts.EXTEND, grant.claim, milliseconds(ttl)) for grant, ttl in work
         ]
 
         def heal(connections: NodeConnections) -> None:
@@ -224,13 +211,11 @@ class RedlockBackend(Inspection):
     def clear(self, key: str, if_version: str | None = None) -> int:
         held = self._held([0], key).items()
         owners = [owner for (_, owner), h in held if if_version in (None, h.version)]
-        if if_version is None:
-            owner = b""  # any: also what a minority of nodes holds
-        elif owners:
-            owner = owners[0].encode()
-        else:
-            return 0
-        self._answer(self._request(CLEAR, key, owner))
+        if owners or if_version is None:
+            # Without a version of any owner: also what a minority of nodes holds.
+            owner = "" if if_version is None else owners[0]
+            packed = self._head(scripts.CLEAR, key) + bulks(owner.encode())
+            self._answer(QuorumRequest(self._quorum.majority, scripts.CLEAR, packed))
         return len(owners)
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
@@ -261,8 +246,10 @@ class RedlockBackend(Inspection):
         lock = f"{self._prefix}{key}".encode()
         return script.head(lock, self._part(int(key[:4], 16) % PARTS))
 
-    def _request(self, script: Script, key: str, *words: bytes, keep: float = 0.0) -> QuorumRequest:
-        packed = self._head(script, key) + bulks(*words)
+    def _request(
+        self, script: Script, claim: Claim, *words: bytes, keep: float = 0.0
+    ) -> QuorumRequest:
+        packed = self._head(script, claim.key) + bulks(claim.owner.encode(), *words)
         return QuorumRequest(self._quorum.majority, script, packed, keep)
 
 
