@@ -5,12 +5,6 @@
 local HEARD_WITHIN = 3000000  -- a waiter asks again each second: after three it has died
 local FIRST_MS = 3000         -- a waiter's process may be stopped: if it is not, it extends
 
--- Does a process listen here? Asked before anything is sent: PUBLISH also reaches, without counting
--- them, subscribers at other nodes of a Cluster and at replicas.
-local function has_subscriber(channel)
-  return redis.call('PUBSUB', 'NUMSUB', channel)[2] > 0
-end
-
 -- Let waiters in, in order of arrival, as long as the next one fits (call drop_expired() first);
 -- return the fence of `me` if I am among them: the answer tells me, not a message.
 -- A waiter that did not ask lately, or whose process does not listen, has died or lost its
@@ -31,7 +25,9 @@ local function hand_over(me)
       granted = take(head, ttl, limit, about)
     elseif there and channel == '-' then
       take(head, math.min(ttl, FIRST_MS), limit, about)
-    elseif there and has_subscriber(channel) then
+    elseif there and redis.call('PUBSUB', 'NUMSUB', channel)[2] > 0 then
+      -- Its process listens here. PUBLISH does not tell: it also reaches, without counting them,
+      -- subscribers at other nodes of a Cluster and at replicas.
       local first = math.min(ttl, FIRST_MS)
       local words = {head, key, take(head, first, limit, about), text(now), first}
       redis.call('PUBLISH', channel, table.concat(words, ' '))

@@ -24,7 +24,6 @@ end
 
 -- May a claim with this limit come in now? The members are all readers or all permits.
 local function fits(limit)
-  if held then return false end
   local beside = redis.call('ZCARD', members)
   if beside == 0 then return true end
   if limit == '1' then return false end
