@@ -18,28 +18,13 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import GuardedWrites, batches, check_seconds
+from . import scripts
 from .alias import where
 from .checks import check_server, check_sharing, refuse_wrong_prefix
 from .cluster import Cluster
 from .inspection import BATCH, Inspection, about, milliseconds, part_of
 from .pool import Pool, Servers
-from .scripts import (
-    ACQUIRE,
-    CLEAR,
-    COUNT_DOWN,
-    END_IN,
-    EXTEND,
-    GUARDED_SET,
-    PASS,
-    RELEASE,
-    REQUEST,
-    WITHDRAW,
-    Script,
-    acquire_all,
-    bulks,
-    guarded_script,
-    pack,
-)
+from .scripts import REQUEST, Script, bulks, pack
 from .waiting import Listener
 
 
@@ -130,7 +115,7 @@ class RedisBackend(Inspection, GuardedWrites):
         if not mutexes or len({self._base(part_of(claim.key)) for claim in claims}) > 1:
             return None
         asked = monotonic()
-        script = acquire_all(len(claims))
+        script = scripts.acquire_all(len(claims))
         keys = [key for claim in claims for key in self._keys(claim.key)]
         words: list[bytes] = []
         for claim in claims:
@@ -144,7 +129,7 @@ class RedisBackend(Inspection, GuardedWrites):
 
     def _try(self, claim: Claim, channel: str = "", arrived: int = 0) -> list[int]:
         """Try once; return 1 and the fence, or the rest of what the script answers."""
-        script = PASS if claim.latch else ACQUIRE
+        script = scripts.PASS if claim.latch else scripts.ACQUIRE
         limit = 0 if claim.shared else claim.limit
         owner = claim.owner.encode()
         tail = _tail(arrived, claim.ttl, claim.holder, claim.name, channel, limit)
@@ -157,20 +142,22 @@ class RedisBackend(Inspection, GuardedWrites):
         return Busy(free_in=max(answer[1], 1) / 1000)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
-        return self._pool.run(EXTEND, self._extend(grant, ttl)) == [1]
+        return self._run(scripts.EXTEND, grant.claim, milliseconds(ttl)) == [1]
 
     def server_of(self, key: str) -> object:
-        return self._pool.serving(self._head(EXTEND, key))
+        return self._pool.serving(self._head(scripts.EXTEND, key))
 
     def end_in(self, grant: Grant, ttl: float) -> bool:
-        words = milliseconds(ttl), b"exactly"
-        return self._pool.run(END_IN, self._request(END_IN, grant.claim, *words)) == [1]
+        return self._run(scripts.END_IN, grant.claim, milliseconds(ttl), b"exactly") == [1]
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | Exception]:
         results: list[bool | Exception] = []
-        for batch in batches(work, BATCH):
+        requests = [
+            self._request(scripts.EXTEND, grant.claim, milliseconds(ttl)) for grant, ttl in work
+        ]
+        for batch in batches(requests, BATCH):
             try:
-                answers = self._pool.run_all(EXTEND, [self._extend(*item) for item in batch])
+                answers = self._pool.run_all(scripts.EXTEND, batch)
             except BackendError as error:
                 results += [error] * len(batch)
             else:
@@ -187,17 +174,16 @@ class RedisBackend(Inspection, GuardedWrites):
             self._pool.ask(pack(b"HDEL", waiters, claim.owner.encode()))
             return False
         owner = claim.owner.encode()
-        request = REQUEST % (self._head(RELEASE, claim.key), len(owner), owner, b"")
-        return self._pool.run(RELEASE, request, ends=True) == [1]
+        request = REQUEST % (self._head(scripts.RELEASE, claim.key), len(owner), owner, b"")
+        return self._pool.run(scripts.RELEASE, request, ends=True) == [1]
 
     def withdraw(self, claim: Claim) -> None:
         if not self._forget(claim):
-            self._pool.run(WITHDRAW, self._request(WITHDRAW, claim, b"1"))
+            self._run(scripts.WITHDRAW, claim, b"1")
 
     def count_down(self, claim: Claim) -> int:
         words = milliseconds(claim.ttl), b"%d" % claim.limit
-        [counted] = self._pool.run(COUNT_DOWN, self._request(COUNT_DOWN, claim, *words))
-        return int(counted)
+        return self._run(scripts.COUNT_DOWN, claim, *words)[0]
 
     def counted(self, key: str) -> int:
         return int(self._pool.ask(pack(b"ZCARD", self._keys(key)[5]))[0])
@@ -220,10 +206,10 @@ class RedisBackend(Inspection, GuardedWrites):
         claim = grant.claim
         self._check_slot(claim, key)
         data = value if isinstance(value, bytes) else str(value).encode()
-        head = GUARDED_SET.head(*self._keys(claim.key), key.encode(), claim.key.encode())
+        head = scripts.GUARDED_SET.head(*self._keys(claim.key), key.encode(), claim.key.encode())
         until = b"0" if ttl is None else milliseconds(ttl)
         request = head + bulks(claim.owner.encode(), data, until, b"1" if release else b"0")
-        return self._pool.run(GUARDED_SET, request, ends=release) == [1]
+        return self._pool.run(scripts.GUARDED_SET, request, ends=release) == [1]
 
     def guarded_script(
         self, grant: Grant, script: str, keys: Sequence[str], args: Sequence[str | bytes | float]
@@ -236,7 +222,7 @@ class RedisBackend(Inspection, GuardedWrites):
         claim = grant.claim
         for key in keys:
             self._check_slot(claim, key)
-        wrapped = guarded_script(script, len(keys), len(args))
+        wrapped = scripts.guarded_script(script, len(keys), len(args))
         words = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args]
         head = wrapped.head(*self._keys(claim.key), *(key.encode() for key in keys))
         request = head + bulks(claim.key.encode(), claim.owner.encode(), *words)
@@ -246,8 +232,8 @@ class RedisBackend(Inspection, GuardedWrites):
     def clear(self, key: str, if_version: str | None = None) -> int:
         # To the script an empty one is any; from a caller it is nobody's.
         version = "" if if_version is None else if_version or "none"
-        request = self._head(CLEAR, key) + bulks(version.encode())
-        return self._pool.run(CLEAR, request)[0]
+        request = self._head(scripts.CLEAR, key) + bulks(version.encode())
+        return self._pool.run(scripts.CLEAR, request)[0]
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
         messages = [*check_sharing(self.alias, self.location)]
@@ -286,7 +272,7 @@ class RedisBackend(Inspection, GuardedWrites):
         A script knows the subscribers of the server where it runs, so each server has a listener
         of its own, and what holds for one server holds in a Cluster.
         """
-        node = self._pool.node(self._head(ACQUIRE, key))
+        node = self._pool.node(self._head(scripts.ACQUIRE, key))
         listener = self._listeners.get(node)
         if listener is None:
             channel = self._channels + secrets.token_hex(8)
@@ -320,8 +306,8 @@ class RedisBackend(Inspection, GuardedWrites):
     def _request(self, script: Script, claim: Claim, *words: bytes) -> bytes:
         return self._head(script, claim.key) + bulks(claim.owner.encode(), *words)
 
-    def _extend(self, grant: Grant, ttl: float) -> bytes:
-        return self._request(EXTEND, grant.claim, milliseconds(ttl))
+    def _run(self, script: Script, claim: Claim, *words: bytes) -> list[int]:
+        return self._pool.run(script, self._request(script, claim, *words))
 
 
 @lru_cache(maxsize=1024)

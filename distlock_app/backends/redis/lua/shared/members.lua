@@ -22,7 +22,7 @@ local function drop_expired()
   for _, owner in ipairs(gone) do drop(owner) end
 end
 
--- May a claim with this limit come in now? The members are all readers or all permits.
+-- May a claim with this limit come in beside the members? They are all readers or all permits.
 local function fits(limit)
   local beside = redis.call('ZCARD', members)
   if beside == 0 then return true end
