@@ -64,10 +64,7 @@ class RedisBackend(Inspection, GuardedWrites):
         self._channels = f"{prefix}:wake:"
         if type(replicas) is not int or replicas < 0:
             raise ImproperlyConfigured("REPLICAS must be a whole number.")
-        try:
-            self._recipe, self._nodes = where(location, cluster)
-        except (TypeError, ValueError) as error:
-            raise ImproperlyConfigured(str(error)) from None
+        self._recipe, self._nodes = where(location, cluster)
         longest = self._recipe.connection_kwargs["socket_timeout"]
         if replicas and not replicas_timeout < longest:
             raise ImproperlyConfigured(
