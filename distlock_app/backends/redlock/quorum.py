@@ -8,6 +8,7 @@ again: no request waits for it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -41,10 +42,10 @@ class Quorum:
         self.nodes = nodes
         self._timeout = max(node.timeout for node in nodes)
         self._idle: Idle[NodeConnections] = Idle()
+        weakref.finalize(self, self._idle.close)  # what came back after close()
         # Entered by itself: a Condition stays locked if a signal handler raises as it is entered.
         self._lock = RLock()
         self._opened = threading.Condition(self._lock)
-        self._closed = False
 
     def ask(
         self,
@@ -69,7 +70,7 @@ class Quorum:
             raise
         finally:
             connections.close_vote(requests)
-        self._keep(connections)
+        self._idle.keep(connections)
 
     def reconnect(self, connections: NodeConnections, *, urgent: bool = False) -> None:
         """Connect to the nodes that can be reached; wait for the others only if it is `urgent`."""
@@ -104,8 +105,7 @@ class Quorum:
         )
 
     def close(self) -> None:
-        """Disconnect what is idle; what is in use goes with its last vote."""
-        self._closed = True
+        """Disconnect what is idle; what is in use is kept when it comes back."""
         self._idle.close()
         for node in self.nodes:
             node.fresh.close()
@@ -115,13 +115,6 @@ class Quorum:
         connections.drop_silent()
         self.reconnect(connections)
         return connections
-
-    def _keep(self, connections: NodeConnections) -> None:
-        """Keep connections for the next vote, and close those that were not needed for long."""
-        if self._closed:
-            connections.close()
-        else:
-            self._idle.keep(connections)
 
     def _reach(self, take: Callable[[], list[Node]], *, spare: int) -> None:
         """Open connections until `take`, which takes them, misses no node that can be reached.
