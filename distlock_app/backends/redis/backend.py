@@ -77,21 +77,24 @@ class RedisBackend(Inspection, GuardedWrites):
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy | None:
         """Take the lock or enter its queue; a woken caller has the lock already."""
         asked = monotonic()
+        listener, channel = None, "-"
         if wait == 0:
+            channel = ""
             self._forget(claim)
-            return self._result(claim, asked, self._try(claim))
-        if claim.wake is None:
-            return self._result(claim, asked, self._try(claim, "-"))
-        listener = self._listener(claim.key) if self._listeners else None
+        elif self._listeners and claim.wake is not None:
+            listener = self._listener(claim.key)
         if listener is None or not listener.subscribed:
             # Most locks are free: a process that never waits needs no subscription. This try enters
-            # the queue ("-"): one that does not ("") would take a waiting claim out of it.
-            answer = self._try(claim, "-", self._arrived(claim) if self._listeners else 0)
-            if answer[0]:  # `_result`, without its call for every free lock
+            # the queue ("-"): one that does not ("") takes a waiting claim out of it.
+            answer = self._try(claim, channel, self._arrived(claim) if self._listeners else 0)
+            if answer[0]:
                 return Grant(claim, answer[1], asked)
+            if wait == 0 or claim.wake is None:
+                return Busy(free_in=max(answer[1], 1) / 1000)
             listener = listener or self._listener(claim.key)
         channel = listener.channel if listener.ensure_subscribed() else "-"
-        waiter, losses, asked = listener.disarm(claim), listener.losses, monotonic()
+        # In this order: what is lost from now on is seen in arm().
+        losses, waiter, asked = listener.losses, listener.disarm(claim), monotonic()
         arrived = waiter.arrived if waiter else 0
         if waiter is None and len(self._listeners) > 1:  # perhaps it waits at another one
             arrived = self._arrived(claim)
@@ -124,7 +127,7 @@ class RedisBackend(Inspection, GuardedWrites):
         pairs = zip(claims, fences, strict=True)
         return [Grant(claim, fence=fence, asked_at=asked) for claim, fence in pairs]
 
-    def _try(self, claim: Claim, channel: str = "", arrived: int = 0) -> list[int]:
+    def _try(self, claim: Claim, channel: str, arrived: int) -> list[int]:
         """Try once; return 1 and the fence, or the rest of what the script answers."""
         script = scripts.PASS if claim.latch else scripts.ACQUIRE
         limit = 0 if claim.shared else claim.limit
@@ -132,11 +135,6 @@ class RedisBackend(Inspection, GuardedWrites):
         tail = _tail(arrived, claim.ttl, claim.holder, claim.name, channel, limit)
         request = REQUEST % (self._head(script, claim.key), len(owner), owner, tail)
         return self._pool.run(script, request)
-
-    def _result(self, claim: Claim, asked: float, answer: list[int]) -> Grant | Busy:
-        if answer[0]:
-            return Grant(claim, answer[1], asked)
-        return Busy(free_in=max(answer[1], 1) / 1000)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         return self._run(scripts.EXTEND, grant.claim, milliseconds(ttl)) == [1]

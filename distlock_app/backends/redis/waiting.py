@@ -32,7 +32,7 @@ class Message(NamedTuple):
 class Waiter(listening.Waiter):
     """What is known about one claim that waits, from its first try to its grant."""
 
-    __slots__ = ("again", "asked", "given", "granted", "server")
+    __slots__ = ("asked", "given", "granted", "server")
 
     def __init__(self, claim: Claim, granted: bool) -> None:
         """`granted`: a message grants it the lock; if not, it tries again."""
@@ -42,7 +42,6 @@ class Waiter(listening.Waiter):
         self.asked = 0.0
         self.server: int | None = None
         self.given: Message | None = None
-        self.again = False  # messages may have been lost while a try was under way
 
     def outdates(self, message: Message) -> bool:
         """Return whether another owner took the lock after that lease began."""
@@ -91,7 +90,7 @@ class Listener(listening.Listener[Waiter]):
         with self._lock:
             waiter = self._waiters.find(claim)
             if waiter is not None:
-                waiter.armed, waiter.again, waiter.given = False, False, None
+                waiter.armed, waiter.given = False, None
             return waiter
 
     def rearm(self, waiter: Waiter | None) -> None:
@@ -114,12 +113,13 @@ class Listener(listening.Listener[Waiter]):
                 self._waiters.add(waiter)
             waiter.asked, waiter.server, waiter.arrived = asked, server, arrived
             early = self._early.pop((claim.owner, claim.key), None) if self._early else None
+            again = self.losses != losses
             if (given := waiter.given or early) and not waiter.outdates(given):
                 if waiter.granted:
                     self._waiters.drop(claim)
                     return waiter.grant(given)
-                waiter.again = True
-            if waiter.again or self.losses != losses:
+                again = True
+            if again:
                 return Busy(free_in=0.0)
             waiter.given, waiter.armed = None, True
             self._needs_reader(waiter)
@@ -167,7 +167,6 @@ class Listener(listening.Listener[Waiter]):
         return waiter.grant(waiter.given) if waiter.given and waiter.granted else None
 
     def _messages_lost(self, waiter: Waiter) -> None:
-        waiter.again = not waiter.armed
         # It may be another server's now, with another clock.
         waiter.server = None
 
