@@ -119,7 +119,7 @@ def _pool(alias: str, params: dict[str, Any]) -> Any:
             )
         return _django_redis(params)
     if "django.core.cache.backends.redis" in modules:
-        return _django(params)
+        return cache(params["LOCATION"], params)._cache.get_client(write=True).connection_pool
     raise ImproperlyConfigured(
         f"CACHES[{alias!r}] is not a Redis cache (BACKEND {path!r}): "
         "use one whose BACKEND is django_redis.cache.RedisCache."
@@ -191,14 +191,3 @@ def _django_redis(params: dict[str, Any]) -> Any:
     factory: Any = get_connection_factory(options=options)
     url = _urls(params["LOCATION"], ",")[0]  # a password may have a semicolon in it
     return factory.get_connection_pool(factory.make_connection_params(url))
-
-
-def _django(params: dict[str, Any]) -> Any:
-    options = dict(params.get("OPTIONS") or {})
-    options.pop("serializer", None)
-    kind = options.pop("pool_class", None) or ConnectionPool
-    if isinstance(kind, str):
-        kind = import_string(kind)
-    if isinstance(options.get("parser_class"), str):
-        options["parser_class"] = import_string(options["parser_class"])
-    return kind.from_url(_urls(params["LOCATION"])[0], **_with_ours(options))
