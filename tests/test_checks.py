@@ -223,7 +223,7 @@ def test_only_the_databases_that_were_named_are_asked(settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "distlock_app.backends.database.inspection.check_table",
-            lambda alias, sessions: asked.append(sessions.using) or [],
+            lambda alias, session: asked.append(session.wrapper.alias) or [],
         )
         check_servers(databases=["default"])
         assert asked == []

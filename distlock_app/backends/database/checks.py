@@ -9,14 +9,11 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error, Info, Warning
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
-from django.db import Error as DjangoDatabaseError
 
 from ...claims import Claim
-from ...errors import BackendError
 from ..base import check_seconds
-from ..sessions.link import ReplyTimeout, ServerError
 from ..sessions.one_server import check_one_server, lends_by_transaction
-from .connections import Session, Sessions
+from .connections import Session
 from .sql import Generic
 from .sql.cursors import PooledCursor
 from .sql.postgresql import PostgreSQL
@@ -58,33 +55,21 @@ def check_sharing(alias: str, using: str) -> Iterator[CheckMessage]:
         )
 
 
-def check_table(alias: str, sessions: Sessions) -> list[CheckMessage]:
+def check_table(alias: str, session: Session) -> list[CheckMessage]:
     """Ask the database for the lock table."""
-    session = None
-    try:
-        session = sessions.lend()
-        with session.wrapper.wrap_database_errors:
-            tables = session.wrapper.introspection.table_names()
-            there = session.dialect.table_name in tables
-            if there and session.dialect.locks_rows:
-                session.dialect.release(session.cursor, NOBODY)
-            found = [*check_generic(alias, session), *check_pooler(alias, session)]
-            found += [*check_engine(alias, session), *check_one_server(alias, sessions.using)]
-    except (BackendError, DjangoDatabaseError, ServerError, ReplyTimeout) as error:
-        if session is not None:
-            session.close()
-        text = f"DISTLOCK[{alias!r}]: lock table on {sessions.using!r}: {str(error).strip()}"
-        return [Error(text, id="distlock_app.E011")]
-    sessions.give_back(session)
-    if there:
-        return found
-    return [
-        Error(
-            f"DISTLOCK[{alias!r}]: the database {sessions.using!r} has no lock table.",
-            hint=f"Run: manage.py migrate distlock_app --database={sessions.using}",
-            id="distlock_app.E012",
-        )
-    ]
+    using, dialect = session.wrapper.alias, session.dialect
+    if dialect.table_name not in session.wrapper.introspection.table_names():
+        return [
+            Error(
+                f"DISTLOCK[{alias!r}]: the database {using!r} has no lock table.",
+                hint=f"Run: manage.py migrate distlock_app --database={using}",
+                id="distlock_app.E012",
+            )
+        ]
+    if dialect.locks_rows:
+        dialect.release(session.cursor, NOBODY)
+    found = [*check_generic(alias, session), *check_pooler(alias, session)]
+    return [*found, *check_engine(alias, session), *check_one_server(alias, using)]
 
 
 def check_pooler(alias: str, session: Session) -> Iterator[CheckMessage]:

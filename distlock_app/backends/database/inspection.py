@@ -9,8 +9,9 @@ from time import sleep
 from django.core import checks
 
 from ...claims import Claim, Grant, Holding
+from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import Purgeable
+from ..base import Purgeable, no_answer
 from . import members
 from .checks import check_sharing, check_table
 from .connections import Session
@@ -112,5 +113,10 @@ class Inspection(Queueing, Purgeable):
             sleep(monotonic() - began)  # on SQLite there is one writer at a time
 
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
-        asked = check_table(self.alias, self._sessions) if ask else []
-        return [*check_sharing(self.alias, self.using), *asked]
+        found = [*check_sharing(self.alias, self.using)]
+        if ask:
+            try:
+                found += self._ask(partial(check_table, self.alias))
+            except BackendError as error:
+                found.append(no_answer(self.alias, error, "distlock_app.E011"))
+        return found
