@@ -293,7 +293,7 @@ def test_a_claim_ends_sooner_only_if_that_is_asked_for(backend, kind):
 def test_a_row_that_others_change_all_the_time_is_given_up(backend, monkeypatch):
     grant = take(backend, **READER)
     monkeypatch.setattr(members, "ROW_WAIT", 0.0)
-    monkeypatch.setattr(backend._sessions.dialect, "change", lambda *_: (None, False))
+    monkeypatch.setattr(backend._sessions.dialect, "replace", lambda *_: False)
 
     assert not take(backend, **READER)
     with pytest.raises(Contended, match="all the time"):

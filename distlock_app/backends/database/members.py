@@ -20,16 +20,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ...claims import Busy, Claim, Grant, Holding
 from ...primitives.timing import Deadline
 from .connections import Contended, Session
-from .sql.base import ROW_WAIT, Decide, LockRow, T, busy
+from .sql.base import NO_ROW, ROW_WAIT, LockRow, busy
 from .sql.statements import HANDOVER_US
 
 # The owner of such a row, and the kind of its holdings. Owners of claims are hex digits.
 SHARED, PERMIT = "shared", "permit"
+
+# Answers something, and says how the row is to be; None: as it is.
+T = TypeVar("T")
+Decide = Callable[[LockRow], tuple[T, LockRow | None]]
 
 # Microseconds for which newcomers wait behind the first waiter, or longer if it looks seldom.
 NEXT_US = 1_000_000
@@ -244,8 +248,11 @@ def _changed(session: Session, key: str, decide: Decide[T], claim: Claim | None 
     dialect, cursor = session.dialect, session.cursor
     deadline = Deadline(ROW_WAIT)
     while True:
-        answer, done = dialect.change(cursor, key, decide)
-        if done:
+        row = dialect.read(cursor, key)
+        answer, new = decide(row or NO_ROW)
+        if new is None:
+            return answer
+        if row is not None and dialect.replace(cursor, row, new._replace(fence=row.next_fence)):
             return answer
         if claim is not None:
             dialect.make(cursor, claim)  # it may have been purged, or not have been there yet

@@ -8,10 +8,10 @@ its answer was lost. Parameters: key, owner, name, holder, fence, ttl_us (micros
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 from django.apps import apps
 
@@ -63,10 +63,6 @@ class LockRow(NamedTuple):
 
 
 NO_ROW = LockRow("", "", 0, "", "", None, 0, 0)
-
-# Answers something, and says how the row is to be; None: as it is.
-T = TypeVar("T")
-Decide = Callable[[LockRow], tuple[T, LockRow | None]]
 
 
 class Cursor(Protocol):
@@ -191,18 +187,6 @@ class Dialect(Statements):
         """Read a row, without a lock."""
         row = self.execute(cursor, self.READ, {"key": key}).fetchone()
         return LockRow._make(row) if row else None
-
-    def change(self, cursor: Cursor, key: str, decide: Decide[T]) -> tuple[T, bool]:
-        """Read a row, and write what `decide` returns beside its answer, with a new fence.
-
-        Return the answer, and False if nothing could be written: others changed the row since it
-        was read, or there is none.
-        """
-        row = self.read(cursor, key)
-        answer, new = decide(row or NO_ROW)
-        if row is None or new is None:
-            return answer, new is None
-        return answer, self.replace(cursor, row, new._replace(fence=row.next_fence))
 
     def replace(self, cursor: Cursor, row: LockRow, new: LockRow) -> bool:
         """Write `new` if the row is as it was read; return whether it was."""
