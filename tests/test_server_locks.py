@@ -21,7 +21,6 @@ from distlock_app import BackendError, Lock, LockBusy, LockLost, LockTimeout
 from distlock_app.backends import postgresql
 from distlock_app.backends.sessions import asking, link, lock_session, pool
 from distlock_app.backends.sessions import backend as session_backend
-from distlock_app.backends.sessions import extending as session_extending
 from distlock_app.backends.sessions.link import ReplyTimeout, ServerError
 from distlock_app.backends.sessions.queues import FairSemaphore
 from distlock_app.claims import Grant
@@ -48,7 +47,7 @@ pytestmark = [
 
 @pytest.fixture
 def backend(monkeypatch):
-    monkeypatch.setattr(session_extending, "BEAT_WAIT", DEADLINE)  # for a server that takes a while
+    monkeypatch.setattr(asking, "BEAT_WAIT", DEADLINE)  # for a server that takes a while
     registry.reset()  # with what other tests left in its sessions
     return registry[ALIAS].backend
 
@@ -492,7 +491,7 @@ def test_a_heartbeat_without_an_answer_says_so_until_it_comes(backend, monkeypat
     }
     grant.session.asked_at = 0.0
     with monkeypatch.context() as patch:
-        patch.setattr(session_extending, "BEAT_WAIT", 0.0)
+        patch.setattr(asking, "BEAT_WAIT", 0.0)
         patch.setattr(grant.session, "question", lambda claim: (wait[connection.vendor], ()))
         [first] = backend.extend_many([(grant, 30)])
         [second] = backend.extend_many([(grant, 30)])
@@ -539,7 +538,7 @@ def test_an_interrupt_in_a_question_ends_the_session(backend, monkeypatch):
 
 @pytest.mark.parametrize("verb", ["extend", "extend_many"])
 def test_a_statement_that_is_refused_is_no_lost_lock(backend, monkeypatch, verb):
-    monkeypatch.setattr(session_extending, "ASK_EVERY", 0)
+    monkeypatch.setattr(asking, "ASK_EVERY", 0)
     grant = backend.acquire(a_claim("a"), 0)
     with monkeypatch.context() as patch:
         patch.setattr(grant.session, "question", lambda claim: ("SELECT nonsense", ()))
@@ -573,7 +572,7 @@ def test_an_answer_that_takes_long_is_no_lost_lock_and_awaited_by_the_next_quest
 def test_a_renewal_leaves_the_session_alone_that_serves_another_claim_by_now(
     backend, monkeypatch, verb
 ):
-    monkeypatch.setattr(session_extending, "ASK_EVERY", 0)
+    monkeypatch.setattr(asking, "ASK_EVERY", 0)
     grant, after = backend.acquire(a_claim("a"), 0), []
     session_of = backend._session_of
 

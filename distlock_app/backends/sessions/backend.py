@@ -9,7 +9,6 @@ from ...claims import Claim, Grant
 from ...errors import BackendError
 from ...primitives.threads import Gate
 from ...primitives.timing import Deadline, full_jitter, monotonic
-from .extending import Extending
 from .inspection import Inspection
 from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession
@@ -28,7 +27,7 @@ POLL = 0.5
 GIVEN_UP = "the wait was given up"  # by a release() of the claim
 
 
-class SessionLocksBackend(Extending, Inspection):
+class SessionLocksBackend(Inspection):
     """LOCATION is an alias of DATABASES; each lock has a session of its own while it is held.
 
     The server ends a session that says nothing for the ttl of its lock, and the lock with it:
