@@ -9,8 +9,6 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from django.utils.functional import cached_property
-
 from ...claims import Busy, Claim, Grant
 from ...primitives.timing import monotonic
 from ..base import ConnectionLost
@@ -28,11 +26,6 @@ class Queueing(Requests):
     """Takes rows, with the queue lock if a connection may be kept; else waits for its turn."""
 
     _queue: int  # how many connections of this process may be kept for claims
-
-    @cached_property
-    def _may_queue(self) -> bool:
-        """Whether connections are kept for claims: the settings allow it, the server can queue."""
-        return self._queue > 0 and self._sessions.dialect.queues
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
         """Ask for the queue of this process, or at the deadline for this claim alone."""
@@ -52,9 +45,9 @@ class Queueing(Requests):
 
     def _join(self, claim: Claim, wait: float | None, waiter: Waiter | None = None) -> Grant | Busy:
         """Take the row with the queue lock, or line up; poll if no connection may be kept."""
-        if not self._may_queue:
-            return self._ask(lambda s: _try(s, claim, wait), within=wait)
         sessions = self._sessions
+        if not (self._queue and sessions.dialect.queues):
+            return self._ask(lambda s: _try(s, claim, wait), within=wait)
         polls = monotonic() < sessions.polls_until
         queued = QueuedConnection(NO_SLOTS if polls else sessions.slots)
         join = partial(self._join_on, queued, waiter, claim, wait)
