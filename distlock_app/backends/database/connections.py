@@ -25,7 +25,7 @@ from ..base import ConnectionLost
 from ..sessions.link import ReplyTimeout, ServerError
 from ..sessions.pool import Pool, PooledSession, inherited
 from ..sessions.queues import ASKING, ClaimKey, FairSemaphore, WaiterQueues
-from .sql import Dialect, dialect_for
+from . import sql
 from .sql.base import ROW_WAIT
 
 # How many connections a process may keep for claims, unless the settings say otherwise.
@@ -45,7 +45,7 @@ class Contended(BackendError):
 class Session(PooledSession):
     """One autocommitting connection, and a cursor: Django's costs twice what a driver's does."""
 
-    def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int, dialect: Dialect) -> None:
+    def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int, dialect: sql.Dialect) -> None:
         """Connect; raises Django's database errors."""
         self.dialect = dialect
         self.parked = False  # kept for a claim, not lent; see QueuedConnection
@@ -169,9 +169,10 @@ class Sessions(Pool[Session]):
         super().__init__(using)
 
     @cached_property
-    def dialect(self) -> Dialect:
+    def dialect(self) -> sql.Dialect:
         """The statements, filled in once for all connections of this process."""
-        return dialect_for(connections[self.using])
+        connection = connections[self.using]
+        return sql.DIALECTS.get(connection.vendor, sql.Generic)(connection)
 
     def holding(self, key: str) -> list[ClaimKey]:
         """Return the claims on `key` that hold the queue lock here."""
