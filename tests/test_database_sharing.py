@@ -290,6 +290,23 @@ def test_a_claim_ends_sooner_only_if_that_is_asked_for(backend, kind):
     assert next(backend.holders()).expires_in <= 5
 
 
+@pytest.mark.parametrize("kind", [{}, READER])
+def test_what_others_wrote_about_a_holder_breaks_no_list(backend, kind):
+    """Pages and commands compute with it."""
+    claim = a_claim("a", holder='{"ttl":NaN,"at_least":1e400,"who":[[]],"host":"there"}', **kind)
+
+    assert backend.acquire(claim, 0)
+    assert next(backend.holders()).holder == {"host": "there"}
+
+
+def test_a_text_about_a_holder_that_cannot_be_read_stops_nobody(backend):
+    take(backend)
+    rows().update(holder="[" * 50_000)
+
+    assert next(backend.holders()).holder == {}
+    assert not take(backend, **READER)
+
+
 def test_a_row_that_others_change_all_the_time_is_given_up(backend, monkeypatch):
     grant = take(backend, **READER)
     monkeypatch.setattr(members, "ROW_WAIT", 0.0)

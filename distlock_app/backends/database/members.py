@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ...claims import Busy, Claim, Grant, Holding
+from ...primitives.identity import holder_fields
 from ...primitives.timing import Deadline
 from .connections import Contended, Session
 from .sql.base import NO_ROW, ROW_WAIT, LockRow, busy
@@ -197,7 +198,7 @@ def holdings(row: LockRow, alias: str, waiters: int | None) -> Iterator[tuple[st
             expires_in=(end_us - row.now_us) / 1e6,
             held_for=None if began_us is None else max(0, row.now_us - began_us) / 1e6,
             waiters=waiters,
-            holder=holder,
+            holder=holder_fields(_text(holder)),
         )
         yield owner, holding
 
@@ -224,7 +225,7 @@ def fields_of(holder: str) -> dict[str, Any]:
     """Read an object of JSON; empty if it is none."""
     try:
         value = json.loads(holder)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
