@@ -158,7 +158,7 @@ def connection_id(backend: DatabaseBackend) -> int:
         session.cursor.execute(f"SELECT {call}")
         return int(session.cursor.fetchone()[0])
 
-    return backend._ask(ask)
+    return backend._sessions.ask(ask)
 
 
 def give_up_a_wait(*, name: str, port: int) -> None:

@@ -16,7 +16,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections, transaction
 
 from distlock_app.backends.base import ConnectionLost
-from distlock_app.backends.database import DatabaseBackend, inspection, requests
+from distlock_app.backends.database import DatabaseBackend, inspection
 from distlock_app.backends.database import connections as table_connections
 from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.database.sql.cursors import PooledCursor
@@ -200,7 +200,7 @@ def test_values_are_quoted_whatever_they_are(backend):
             row = session.cursor.execute(f"SELECT %(value)s{kind}", {"value": value}).fetchone()
             assert row[0] in (value, str(value)), value
 
-    backend._ask(echo)
+    backend._sessions.ask(echo)
 
 
 @on_server
@@ -312,7 +312,7 @@ def test_threads_that_ask_at_once_have_connections_of_their_own(backend):
         barrier.wait()
         numbers.append(id(session))
 
-    threads = [threading.Thread(target=backend._ask, args=(ask,)) for _ in range(4)]
+    threads = [threading.Thread(target=backend._sessions.ask, args=(ask,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -364,7 +364,7 @@ def test_what_is_lent_while_the_others_are_closed_is_closed_as_it_comes_back(bac
 
 
 def test_more_callers_than_there_are_connections_find_the_lock_busy(backend, monkeypatch):
-    monkeypatch.setattr(requests, "ANSWER_WAIT", 0.01)
+    monkeypatch.setattr(table_connections, "ANSWER_WAIT", 0.01)
     monkeypatch.setattr(inspection, "PARTS", [""])
     monkeypatch.setattr(backend._sessions, "semaphore", FairSemaphore(0))
 

@@ -428,8 +428,8 @@ def test_a_stable_owner_that_reads_twice_is_extended_for_the_longer_time(backend
 def test_a_row_that_is_locked_is_waited_for_once_for_all_who_hold_it(backend, elsewhere):
     grants = [take(backend, **READER) for _ in range(5)]
     asked = []
-    ask = backend._ask
-    backend._ask = lambda *work, **how: asked.append(work) or ask(*work, **how)
+    ask = backend._sessions.ask
+    backend._sessions.ask = lambda *work, **how: asked.append(work) or ask(*work, **how)
 
     with transaction.atomic("locks"):
         list(rows().select_for_update())

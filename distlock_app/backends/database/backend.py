@@ -111,7 +111,8 @@ class DatabaseBackend(InCallersTransaction, Inspection):
             if not waiter.asked or (waits and queued.called()):
                 return None
         try:
-            return self._ask(partial(members.look, claim, None if waits else self.poll_max))
+            look = partial(members.look, claim, None if waits else self.poll_max)
+            return self._sessions.ask(look)
         except Contended:
             return Busy()
 
@@ -143,7 +144,7 @@ class DatabaseBackend(InCallersTransaction, Inspection):
 
     def _probe(self, key: str, **how: Any) -> None:
         """Raise Contended at once if another transaction has the row, instead of after a second."""
-        self._ask(lambda s: s.dialect.probe(s.cursor, key), **how)
+        self._sessions.ask(lambda s: s.dialect.probe(s.cursor, key), **how)
         self._locked.discard(key)
 
     def _extend_batch(
@@ -155,7 +156,7 @@ class DatabaseBackend(InCallersTransaction, Inspection):
         try:
             if key in self._locked:
                 self._probe(key, urgent=True)
-            answers = self._ask(partial(_extend, work, exactly), urgent=True)
+            answers = self._sessions.ask(partial(_extend, work, exactly), urgent=True)
         except Exception as error:
             if isinstance(error, Contended) and self._sessions.dialect.locks_rows:
                 # A row is in another transaction: the others must not expire for it. Until it is
@@ -170,10 +171,10 @@ class DatabaseBackend(InCallersTransaction, Inspection):
         return answers
 
     def count_down(self, claim: Claim) -> int:
-        return self._ask(partial(members.count_down, claim))
+        return self._sessions.ask(partial(members.count_down, claim))
 
     def counted(self, key: str) -> int:
-        return self._ask(partial(members.counted, key))
+        return self._sessions.ask(partial(members.counted, key))
 
     def release(self, grant: Grant) -> bool:
         if grant.claim.latch:
@@ -185,26 +186,32 @@ class DatabaseBackend(InCallersTransaction, Inspection):
         again = partial(self._release_again, grant)
         queued = sessions.queued.pop(claim_key, None)
         if queued is None:
-            return self._ask(partial(_release, claim), again=again, urgent=True)
+            return sessions.ask(partial(_release, claim), again=again, urgent=True)
         # While a lease lasts, nobody evicts its connection.
         if (claim.ttl > RECENT and monotonic() < queued.since + RECENT) or queued.fresh:
             session: Any = queued.session
             verb = session.dialect.release_to_next
             try:
-                released: bool = self._attempt(session, verb, session.cursor, claim)
+                released: bool = sessions.attempt(session, verb, session.cursor, claim)
                 (queued.detach if released else queued.give_up)()
                 sessions.give_back(session)
                 return released
             except ConnectionLost:
                 queued.give_up()
                 sessions.close_idle()
-                return self._ask(again, urgent=True)
+                return sessions.ask(again, urgent=True)
         # Put back meanwhile: if the server has no connections to spare, this one is closed, too.
         sessions.queued[claim_key] = queued
         try:
-            return self._ask(partial(_release, claim), again=again, urgent=True)
+            return sessions.ask(partial(_release, claim), again=again, urgent=True)
         finally:
             sessions.close_kept(claim_key)  # last, when the row is free: this calls the next one
+
+    def close(self) -> None:
+        self._sessions.close()
+
+    def after_fork(self) -> None:
+        self._sessions.forget()
 
     def _release_again(self, grant: Grant, session: Session) -> bool:
         """Release after a first attempt that may have arrived, although its answer did not."""

@@ -8,10 +8,11 @@ docs/explanation/how-it-works.md#the-queue-of-the-lock-table.
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError, connections
@@ -22,7 +23,7 @@ from ...errors import BackendError
 from ...primitives.polling import readable
 from ...primitives.timing import monotonic
 from ..base import ConnectionLost
-from ..sessions.link import ReplyTimeout, ServerError
+from ..sessions.link import ANSWER_WAIT, ReplyTimeout, ServerError
 from ..sessions.pool import Pool, PooledSession, inherited
 from ..sessions.queues import ASKING, ClaimKey, FairSemaphore, WaiterQueues
 from . import sql
@@ -36,6 +37,11 @@ POLLS_FOR = 60.0
 IDLE = 60.0
 # One that was idle for so many seconds is checked before a request: the server may have closed it.
 RECENT = 0.5
+
+# SQLite, MySQL and MariaDB, PostgreSQL.
+NO_TABLE = re.compile("no such table|Table .* doesn't exist|relation .* does not exist")
+
+T = TypeVar("T")
 
 
 class Contended(BackendError):
@@ -173,6 +179,56 @@ class Sessions(Pool[Session]):
         """The statements, filled in once for all connections of this process."""
         connection = connections[self.using]
         return sql.DIALECTS.get(connection.vendor, sql.Generic)(connection)
+
+    def ask(
+        self,
+        work: Callable[[Session], T],
+        *,
+        again: Callable[[Session], T] | None = None,
+        within: float | None = None,
+        urgent: bool = False,
+    ) -> T:
+        """Do `work` on one of them, and once more if an idle one had died.
+
+        The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
+        first attempt, it is harmless: every verb is checked by owner. Wait for a connection
+        `within` so many seconds: `urgent` requests before the others.
+        """
+        if not self.semaphore.acquire(min(within or ANSWER_WAIT, ANSWER_WAIT), urgent=urgent):
+            raise Contended(self._says("all connections of this process are busy"))
+        try:
+            session = self.lend()
+            try:
+                return self.attempt(session, work, session)
+            except ConnectionLost:
+                if not session.kept:
+                    raise
+            self.close_idle()
+            session = self.lend()
+            return self.attempt(session, again or work, session)
+        except DatabaseError as error:  # by connecting
+            raise BackendError(self._says(error)) from error
+        finally:
+            self.semaphore.release()
+
+    def attempt(self, session: Session, work: Callable[..., T], *args: Any) -> T:
+        """Do `work` on this connection; close it if that raises, else give it back to be lent."""
+        try:
+            answer = work(*args)
+        except BaseException as error:
+            if (kind := session.failed(error)) is None:
+                raise
+            raise kind(self._says(error)) from error
+        if not session.parked:
+            self.give_back(session)
+        return answer
+
+    def _says(self, error: BaseException | str) -> str:
+        text = str(error)
+        if NO_TABLE.search(text):  # PostgreSQL quotes the statement below
+            hint = f"run: manage.py migrate distlock_app --database={self.using}"
+            text = f"{text.splitlines()[0]} ({hint})"
+        return f"lock table on {self.using!r}: {text}"
 
     def holding(self, key: str) -> list[ClaimKey]:
         """Return the claims on `key` that hold the queue lock here."""

@@ -66,7 +66,7 @@ class InCallersTransaction(Queueing, InTransaction):
         if isinstance(answer, int) or not dialect.may_have_kept(cursor):
             return answer
         give_up = Deadline(STATEMENT)
-        while not self._ask(lambda s: s.dialect.try_row(s.cursor, key)):
+        while not self._sessions.ask(lambda s: s.dialect.try_row(s.cursor, key)):
             if give_up.remaining():
                 sleep(give_up.cap(STATEMENT / 50))
             elif not dialect.try_row(cursor, key):  # another transaction has locked it

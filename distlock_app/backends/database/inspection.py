@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import sleep
 
@@ -14,7 +14,7 @@ from ...primitives.timing import monotonic
 from ..base import Purgeable, no_answer
 from . import members
 from .checks import check_sharing, check_table
-from .connections import Session
+from .connections import Contended, Session
 from .queueing import Queueing
 from .sql.base import NO_ROW, PAGE, LockRow
 from .sql.statements import PURGED
@@ -34,7 +34,7 @@ class Inspection(Queueing, Purgeable):
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         first, last = (key, key) if key else ALL_KEYS
         while True:
-            found = self._ask(partial(self._read_holders, first, last))
+            found = self._sessions.ask(partial(self._read_holders, first, last))
             for row, waiters in found:
                 yield from self._holdings(row, waiters)
             if len(found) < PAGE:
@@ -46,7 +46,7 @@ class Inspection(Queueing, Purgeable):
             rows = self._read_holders(*ALL_KEYS, session, start=start, count=count)
             return rows, session.dialect.count(session.cursor)
 
-        rows, total = self._ask(read)
+        rows, total = self._sessions.ask(read)
         return [holding for row in rows for holding in self._holdings(*row)], total
 
     def _holdings(self, row: LockRow, waiters: int | None) -> Iterator[Holding]:
@@ -65,13 +65,13 @@ class Inspection(Queueing, Purgeable):
         def which(_: str, fence: int) -> bool:
             return if_version in (None, str(fence))
 
-        cleared = self._ask(partial(members.remove, key, which))
+        cleared = self._sessions.ask(partial(members.remove, key, which))
         for claim_key in self._sessions.holding(key) if cleared else ():
             self._free_queue(claim_key)
         return cleared
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:
-        row = self._ask(lambda s: s.dialect.read(s.cursor, key)) or NO_ROW
+        row = self._sessions.ask(lambda s: s.dialect.read(s.cursor, key)) or NO_ROW
         for owner, holding in members.holdings(row, self.alias, None):
             if holding.version == version:
                 # A permit is extended as a reader is.
@@ -81,7 +81,7 @@ class Inspection(Queueing, Purgeable):
         return False
 
     def left_over(self, older_than: float) -> tuple[int, int]:
-        return self._ask(lambda s: s.dialect.left_over(s.cursor, older_than))
+        return self._sessions.ask(lambda s: s.dialect.left_over(s.cursor, older_than))
 
     def clear_expired(self) -> int:
         """Free the rows of holders that did not renew them, which may yet try; return how many.
@@ -112,11 +112,20 @@ class Inspection(Queueing, Purgeable):
                 return total
             sleep(monotonic() - began)  # on SQLite there is one writer at a time
 
+    def _unless_contended(self, work: Callable[[Session], int]) -> int:
+        try:
+            return self._sessions.ask(work)
+        except Contended:
+            return 0
+
+    def ping(self) -> None:
+        self._sessions.ask(lambda s: s.dialect.ping(s.cursor))
+
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         found = [*check_sharing(self.alias, self.using)]
         if ask:
             try:
-                found += self._ask(partial(check_table, self.alias))
+                found += self._sessions.ask(partial(check_table, self.alias))
             except BackendError as error:
                 found.append(no_answer(self.alias, error, "distlock_app.E011"))
         return found

@@ -11,20 +11,21 @@ from typing import Any
 
 from ...claims import Busy, Claim, Grant
 from ...primitives.timing import monotonic
-from ..base import ConnectionLost
+from ..base import BaseLockBackend, ConnectionLost
 from ..sessions.queues import ClaimKey, Waiter, claim_key_of
 from . import members
-from .connections import QueuedConnection, Session
+from .connections import QueuedConnection, Session, Sessions
 from .members import kind_of
-from .requests import Requests
 from .sql.base import Step
 
 NO_SLOTS: deque[None] = deque()  # no connection may be kept
 
 
-class Queueing(Requests):
+class Queueing(BaseLockBackend):
     """Takes rows, with the queue lock if a connection may be kept; else waits for its turn."""
 
+    using: str  # alias of DATABASES
+    _sessions: Sessions
     _queue: int  # how many connections of this process may be kept for claims
 
     def _lead(self, waiter: Waiter, claim: Claim, wait: float | None) -> Grant | Busy:
@@ -47,12 +48,12 @@ class Queueing(Requests):
         """Take the row with the queue lock, or line up; poll if no connection may be kept."""
         sessions = self._sessions
         if not (self._queue and sessions.dialect.queues):
-            return self._ask(lambda s: _try(s, claim, wait), within=wait)
+            return sessions.ask(lambda s: _try(s, claim, wait), within=wait)
         polls = monotonic() < sessions.polls_until
         queued = QueuedConnection(NO_SLOTS if polls else sessions.slots)
         join = partial(self._join_on, queued, waiter, claim, wait)
         try:
-            return self._ask(join, within=wait)
+            return sessions.ask(join, within=wait)
         finally:
             if queued.session is None:
                 queued.give_up()
@@ -106,7 +107,9 @@ class Queueing(Requests):
         queues = self._sessions.queues
         session: Any = queued.session
         try:
-            answer = self._attempt(session, self._take_turn_on, queued, claim, wait, session)
+            answer = self._sessions.attempt(
+                session, self._take_turn_on, queued, claim, wait, session
+            )
         except BaseException as error:
             queues.detach(waiter, queued)
             queued.give_up()
@@ -142,7 +145,7 @@ class Queueing(Requests):
         queued = self._sessions.queued.pop(claim_key, None)
         if queued is not None and queued.session is not None:
             try:
-                self._attempt(queued.session, self._unlock, queued, queued.session)
+                self._sessions.attempt(queued.session, self._unlock, queued, queued.session)
             except ConnectionLost:  # and the queue lock with it
                 queued.give_up()
 
@@ -162,10 +165,10 @@ class Queueing(Requests):
             for _ in range(3):
                 if waiting is None or queued.called():
                     break
-                self._ask(lambda s: s.dialect.leave(waiting.cursor, s.cursor))
+                self._sessions.ask(lambda s: s.dialect.leave(waiting.cursor, s.cursor))
                 queued.called(within=0.3)
             if waiting is not None and queued.called():
-                self._attempt(waiting, self._unlock, queued, waiting)
+                self._sessions.attempt(waiting, self._unlock, queued, waiting)
         except Exception:
             pass  # The server ends the wait before long.
         finally:
