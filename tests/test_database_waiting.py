@@ -384,7 +384,7 @@ def test_a_waiter_that_gives_up_leaves_no_connection(backend, sessions, end):
 
 def test_a_waiter_that_was_called_and_gives_up_frees_the_queue_at_once(backend, sessions):
     held = grab(backend, "a")
-    backend._free_queue((held.claim.key, held.claim.owner))  # the row stays leased
+    backend._sessions.free_queue((held.claim.key, held.claim.owner))  # the row stays leased
     waits = registry["locks"].backend
     wanted = a_claim("a")
     assert not waits.acquire(wanted, 30)

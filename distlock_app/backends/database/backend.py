@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from ..sessions.pool import database_of
 from ..sessions.queues import claim_key_of
 from . import members
 from .checks import refuse_wrong_options
-from .connections import QUEUE, RECENT, Contended, QueuedConnection, Session, Sessions
+from .connections import QUEUE, RECENT, Contended, Session, Sessions
 from .in_transaction import InCallersTransaction
 from .inspection import Inspection
 from .members import kind_of
@@ -59,10 +58,7 @@ class DatabaseBackend(InCallersTransaction, Inspection):
         self.poll_min, self.poll_max = poll_min, poll_max
         self._queue = queue
         self._locked: set[str] = set()  # keys whose rows were in other transactions, last we asked
-        give_up = weakref.WeakMethod(self._give_up)
-        self._sessions = Sessions(
-            self.using, queue, lambda queued: (give_up() or QueuedConnection.give_up)(queued)
-        )
+        self._sessions = Sessions(self.using, queue)
 
     def acquire(self, claim: Claim, wait: float | None) -> Grant | Busy:
         if claim.latch:
@@ -72,7 +68,7 @@ class DatabaseBackend(InCallersTransaction, Inspection):
         claim_key = claim_key_of(claim) if claim.stable else (claim.key, claim.owner)
         waiter = queues.waiter_of(claim_key) if queues.by_key else None
         if len(sessions.slots) < self._queue:  # some are kept for claims
-            self._free_queue(claim_key)  # if it was granted before, and asks again
+            sessions.free_queue(claim_key)  # if it was granted before, and asks again
         if wait != 0 and claim.key in queues.by_key:
             waiter = queues.enqueue(claim_key, claim.wake)
             if not queues.leads(waiter):

@@ -165,13 +165,9 @@ class Sessions(Pool[Session]):
     then).
     """
 
-    def __init__(self, using: str, queue: int, emptied: Callable[[QueuedConnection], None]) -> None:
-        """Keep up to `queue` of them for claims, and use up to ASKING others for requests.
-
-        `emptied` is given the connection that waited on the server for a queue without waiters.
-        """
+    def __init__(self, using: str, queue: int) -> None:
+        """Keep up to `queue` of them for claims, and use up to ASKING others for requests."""
         self._queue = queue
-        self._emptied = emptied
         super().__init__(using)
 
     @cached_property
@@ -230,6 +226,44 @@ class Sessions(Pool[Session]):
             text = f"{text.splitlines()[0]} ({hint})"
         return f"lock table on {self.using!r}: {text}"
 
+    def free_queue(self, claim_key: ClaimKey) -> None:
+        """Release the queue lock, which calls the next waiter, whatever became of the row.
+
+        By a statement: the server keeps the locks of a closed connection until it notices the end.
+        """
+        queued = self.queued.pop(claim_key, None)
+        if queued is not None and queued.session is not None:
+            try:
+                self.attempt(queued.session, self.unlock, queued, queued.session)
+            except ConnectionLost:  # and the queue lock with it
+                queued.give_up()
+
+    def unlock(self, queued: QueuedConnection, session: Session) -> None:
+        """Release the queue lock on the connection that has it, or has just been granted it."""
+        if queued.wake_fd is not None:  # the answer to line_up() comes before that of unlock()
+            queued.wake_fd = None
+            session.dialect.called(session.cursor)
+        session.dialect.unlock(session.cursor)
+        queued.detach()
+
+    def leave_queue(self, queued: QueuedConnection) -> None:
+        """Leave the server's queue."""
+        waiting = queued.session
+        try:
+            # Otherwise the server would call a waiter that has gone. More than once, because
+            # `leave` may arrive before the request that it is to end.
+            for _ in range(3):
+                if waiting is None or queued.called():
+                    break
+                self.ask(lambda s: s.dialect.leave(waiting.cursor, s.cursor))
+                queued.called(within=0.3)
+            if waiting is not None and queued.called():
+                self.attempt(waiting, self.unlock, queued, waiting)
+        except Exception:
+            pass  # The server ends the wait before long.
+        finally:
+            queued.give_up()
+
     def holding(self, key: str) -> list[ClaimKey]:
         """Return the claims on `key` that hold the queue lock here."""
         return [k for k in list(self.queued) if k[0] == key]
@@ -253,7 +287,8 @@ class Sessions(Pool[Session]):
         self.queued = weakref.WeakValueDictionary[ClaimKey, QueuedConnection]()
         self.slots: deque[None] = deque([None] * self._queue)  # for connections that are kept
         self.polls_until = 0.0  # by monotonic(): no connection is kept for a claim until then
-        self.queues = WaiterQueues(self._emptied)
+        leave = weakref.WeakMethod(self.leave_queue)
+        self.queues = WaiterQueues(lambda queued: (leave() or QueuedConnection.give_up)(queued))
         self.semaphore = FairSemaphore(ASKING)
 
     def _connect(self) -> Session:

@@ -39,7 +39,7 @@ class InCallersTransaction(Queueing, InTransaction):
 
     def release_at_commit(self, grant: Grant) -> bool:
         released = self._in_transaction(lambda d, cursor: d.release_at_commit(cursor, grant.claim))
-        self._free_queue(claim_key_of(grant.claim))  # the next one waits for the row
+        self._sessions.free_queue(claim_key_of(grant.claim))  # the next one waits for the row
         return released
 
     def lock_row(self, key: str, name: str, wait: float | None) -> int | Busy | None:

@@ -67,7 +67,7 @@ class Inspection(Queueing, Purgeable):
 
         cleared = self._sessions.ask(partial(members.remove, key, which))
         for claim_key in self._sessions.holding(key) if cleared else ():
-            self._free_queue(claim_key)
+            self._sessions.free_queue(claim_key)
         return cleared
 
     def prolong(self, key: str, version: str, ttl: float) -> bool:

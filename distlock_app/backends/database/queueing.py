@@ -12,7 +12,7 @@ from typing import Any
 from ...claims import Busy, Claim, Grant
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend, ConnectionLost
-from ..sessions.queues import ClaimKey, Waiter, claim_key_of
+from ..sessions.queues import Waiter, claim_key_of
 from . import members
 from .connections import QueuedConnection, Session, Sessions
 from .members import kind_of
@@ -91,14 +91,14 @@ class Queueing(BaseLockBackend):
 
     def _line_up(self, queued: QueuedConnection, waiter: Waiter, session: Session) -> None:
         """Enter the server's queue, for the queue of this process."""
-        # Set before the request is sent: after an interrupt, _give_up() ends a wait found here.
+        # Set before the request is sent: after an interrupt, leave_queue() ends a wait found here.
         queued.wake_fd = session.cursor.fd
         queued.keep(session)
         try:
             session.dialect.line_up(session.cursor, waiter.claim_key[0])
             self._sessions.queues.attach(waiter, queued)
         except BaseException:  # interrupted: the server would go on waiting
-            self._give_up(queued)
+            self._sessions.leave_queue(queued)
             raise
 
     def _take_turn(
@@ -123,7 +123,7 @@ class Queueing(BaseLockBackend):
             return self._join(claim, wait, waiter)
         self._sessions.queued[claim_key_of(claim)] = queued
         if kind_of(claim):  # the next one in the queue may fit beside it
-            self._free_queue(claim_key_of(claim))
+            self._sessions.free_queue(claim_key_of(claim))
             return answer
         return Grant(claim, fence=answer.fence, session=queued)
 
@@ -133,46 +133,9 @@ class Queueing(BaseLockBackend):
         if queued.wake_fd is not None:
             queued.wake_fd = None
             if not session.dialect.called(session.cursor):  # the server waited long enough
-                self._unlock(queued, session)  # granted just as the wait ended
+                self._sessions.unlock(queued, session)  # granted just as the wait ended
                 return None
         return _try(session, claim, wait)
-
-    def _free_queue(self, claim_key: ClaimKey) -> None:
-        """Release the queue lock, which calls the next waiter, whatever became of the row.
-
-        By a statement: the server keeps the locks of a closed connection until it notices the end.
-        """
-        queued = self._sessions.queued.pop(claim_key, None)
-        if queued is not None and queued.session is not None:
-            try:
-                self._sessions.attempt(queued.session, self._unlock, queued, queued.session)
-            except ConnectionLost:  # and the queue lock with it
-                queued.give_up()
-
-    def _unlock(self, queued: QueuedConnection, session: Session) -> None:
-        if queued.wake_fd is not None:  # the answer to line_up() comes before that of unlock()
-            queued.wake_fd = None
-            session.dialect.called(session.cursor)
-        session.dialect.unlock(session.cursor)
-        queued.detach()
-
-    def _give_up(self, queued: QueuedConnection) -> None:
-        """Leave the server's queue."""
-        waiting = queued.session
-        try:
-            # Otherwise the server would call a waiter that has gone. More than once, because
-            # `leave` may arrive before the request that it is to end.
-            for _ in range(3):
-                if waiting is None or queued.called():
-                    break
-                self._sessions.ask(lambda s: s.dialect.leave(waiting.cursor, s.cursor))
-                queued.called(within=0.3)
-            if waiting is not None and queued.called():
-                self._sessions.attempt(waiting, self._unlock, queued, waiting)
-        except Exception:
-            pass  # The server ends the wait before long.
-        finally:
-            queued.give_up()
 
 
 def _try(session: Session, claim: Claim, wait: float | None) -> Grant | Busy:
