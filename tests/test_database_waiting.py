@@ -309,17 +309,17 @@ class Interrupted:
 def test_a_claim_that_comes_as_a_name_gets_its_row_is_not_called_too_early(
     backend, sessions, monkeypatch
 ):
-    insert, answers = sql.mysql.MySQL.insert, []
+    make, answers = sql.mysql.MySQL.make, []
 
     def come(to):
         answers.append((to, to.acquire(a_claim("a"), 30)))
 
-    def interrupted(dialect, cursor, *asked):
-        monkeypatch.setattr(sql.mysql.MySQL, "insert", insert)
+    def interrupted(dialect, cursor, claim):
+        monkeypatch.setattr(sql.mysql.MySQL, "make", make)
         cursor = Interrupted(cursor, lambda: come(registry["locks"].backend))
-        return insert(dialect, cursor, *asked)
+        return make(dialect, cursor, claim)
 
-    monkeypatch.setattr(sql.mysql.MySQL, "insert", interrupted)
+    monkeypatch.setattr(sql.mysql.MySQL, "make", interrupted)
     come(backend)
 
     in_queue()

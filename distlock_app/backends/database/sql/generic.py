@@ -79,10 +79,9 @@ class Generic(Dialect):
             return Grant(claim, fence=fence)
         return None
 
-    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> None:
-        """Make a free row, unless there is one meanwhile; the next round takes it."""
+    def make(self, cursor: Cursor, claim: Claim) -> None:
         with suppress(IntegrityError):
-            self._add(cursor, key=claim.key, name=asked["name"])
+            self._add(cursor, key=claim.key, name=self.text_of(claim.name))
 
     @in_transaction
     def _add(self, rows: Rows, **values: str) -> None:

@@ -43,9 +43,6 @@ class SQLite(Dialect):
                owner = :owner, name = :name, holder = :holder,
                expiry = max(CASE WHEN owner = :owner THEN expiry ELSE '' END, {in_ttl})
          WHERE owner IN ('', :owner) OR expiry <= {now}"""
-    MAKE = """
-        INSERT OR IGNORE INTO {table} (key, owner, fence, name, holder, expiry)
-        VALUES (:key, '', 0, :name, '', {now})"""
     LOCK_ROW = """
         UPDATE {table}
            SET owner = '', expiry = {now}, fence = {next_fence}
@@ -93,9 +90,6 @@ class SQLite(Dialect):
             return Grant(claim, fence=mine[0]) if mine else None
         row = self.read(cursor, claim.key)
         return busy(row.left_us) if row else None
-
-    def insert(self, cursor: Cursor, claim: Claim, asked: Named, step: Step) -> None:
-        self.execute(cursor, self.MAKE, asked)
 
     def lock_row(
         self, cursor: Cursor, key: str, name: str, wait: float | None

@@ -1,4 +1,4 @@
-"""Statements of the lock table that dialects share: extend, release, list, clear, but not take.
+"""Statements of the lock table that dialects share: all but those that take a row.
 
 A dialect has its words in `words`; they may contain each other. Parameters are %(named)s.
 """
@@ -33,6 +33,10 @@ class Statements:
         SELECT ({expiry_us}) - ({now_us})
           FROM {table}
          WHERE {key} = %(key)s AND owner NOT IN ('', %(owner)s) AND expiry > {now}"""
+    MAKE = """
+        INSERT INTO {table} ({key}, owner, fence, name, holder, expiry)
+        VALUES (%(key)s, '', 0, %(name)s, '', {now})
+            ON CONFLICT ({key}) DO NOTHING"""
     FENCE = """
         SELECT fence FROM {table} WHERE {key} = %(key)s AND owner = %(owner)s"""
     PROBE = """
