@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
+
 from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
-from ..base import ConnectionLost, batches, result_of
+from ..base import ConnectionLost, batches, check_seconds, result_of
 from ..sessions.pool import database_of
 from ..sessions.queues import claim_key_of
 from . import members
-from .checks import refuse_wrong_options
 from .connections import QUEUE, RECENT, Contended, Session, Sessions
 from .in_transaction import InCallersTransaction
 from .inspection import Inspection
@@ -54,7 +55,11 @@ class DatabaseBackend(InCallersTransaction, Inspection):
         """
         super().__init__(alias=alias, location=location)
         self.using = database_of(location)
-        refuse_wrong_options(queue, poll_min, poll_max)
+        if not isinstance(queue, int) or queue < 0:
+            raise ImproperlyConfigured(f"QUEUE must be a whole number from 0, not {queue!r}")
+        check_seconds(poll_min=poll_min, poll_max=poll_max)
+        if poll_min > poll_max:
+            raise ImproperlyConfigured("POLL_MIN is longer than POLL_MAX")
         self.poll_min, self.poll_max = poll_min, poll_max
         self._queue = queue
         self._locked: set[str] = set()  # keys whose rows were in other transactions, last we asked

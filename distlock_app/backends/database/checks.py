@@ -1,4 +1,4 @@
-"""Checks of the lock table: its options, is it there, and does every process see the same one?"""
+"""Checks of the lock table: is it there, and does every process see the same one?"""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from datetime import datetime, timedelta, timezone
 
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Info, Warning
-from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from ...claims import Claim
-from ..base import check_seconds
 from ..sessions.one_server import check_one_server, lends_by_transaction
 from .connections import Session
 from .sql import Generic
@@ -30,15 +28,6 @@ ENGINE = """
     SELECT engine
       FROM information_schema.tables JOIN information_schema.engines USING (engine)
      WHERE table_schema = DATABASE() AND table_name = %s AND transactions <> 'YES'"""
-
-
-def refuse_wrong_options(queue: int, poll_min: float, poll_max: float) -> None:
-    """Raise ImproperlyConfigured for options of no meaning."""
-    if not isinstance(queue, int) or queue < 0:
-        raise ImproperlyConfigured(f"QUEUE must be a whole number from 0, not {queue!r}")
-    check_seconds(poll_min=poll_min, poll_max=poll_max)
-    if poll_min > poll_max:
-        raise ImproperlyConfigured("POLL_MIN is longer than POLL_MAX")
 
 
 def check_sharing(alias: str, using: str) -> Iterator[CheckMessage]:
