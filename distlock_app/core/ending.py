@@ -57,8 +57,7 @@ class Ending(Entered):
         """
         try:
             if self._begin_release():
-                if not self._ask_release():
-                    self._check_loss()
+                self._ask_release()
                 if lock_released.receivers:
                     send(lock_released, lease_facts(self._lease))
         except LockError:
@@ -78,13 +77,10 @@ class Ending(Entered):
         """Like `release`, without blocking the event loop."""
         if self._begin_release():
             lease = self._lease
-            kept = await in_thread(
-                lease.backend, self._ask_release, cancelled=lambda: give_back(lease)
-            )
-            if not kept:
-                self._check_loss()
+            release_again = partial(give_back, lease)
+            await in_thread(lease.backend, self._ask_release, cancelled=release_again)
             if lock_released.receivers:
-                await asend(lock_released, lease_facts(self._lease))
+                await asend(lock_released, lease_facts(lease))
 
     def abandon(self) -> None:
         """Release the lock in the background: no work was done under it."""
@@ -187,8 +183,11 @@ class Ending(Entered):
             raise lease.lost_error()
         return last
 
-    def _ask_release(self) -> bool:
-        """Send the release; return whether the lock was ours until now."""
+    def _ask_release(self) -> None:
+        """Send the release; raise LockLost if the lock was not ours until now.
+
+        Not if only an earlier release, whose answer was lost, has ended it.
+        """
         lease = self._lease
         in_time = True
         if lease.lost_because is not None or monotonic() >= lease.trusted_until:
@@ -212,19 +211,9 @@ class Ending(Entered):
             # It may be released again: undo remove_hold(), but the lease has ended.
             lease.holds, self.released, self.entry = lease.holds + 1, False, 0
             raise
-        if not (in_time or lease.release_asked):
-            # It was ours all along, but the work was done without knowing that.
-            releaser.lose(lease, LATE, at_release=True)
-        return was_ours and lease.lost_because is None
-
-    def _check_loss(self) -> None:
-        """Raise LockLost for a claim that was gone before its release.
-
-        Not if an earlier release, whose answer was lost, has ended it.
-        """
-        lease = self._lease
-        if lease.lost_because is None and not lease.release_asked:
-            releaser.lose(lease, GONE, at_release=True)
+        if not (lease.release_asked or (was_ours and in_time)):
+            # LATE: it was ours all along, but the work was done without knowing that.
+            releaser.lose(lease, GONE if in_time else LATE, at_release=True)
         if lease.lost_because is not None:
             raise lease.lost_error()
 
