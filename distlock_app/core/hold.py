@@ -89,12 +89,7 @@ class Hold(Ending):
 
     async def aextend(self, ttl: float | None = None) -> None:
         """Like `extend`, without blocking the event loop."""
-        self._check_extend()
-        lease = self._lease
-        asked_at = monotonic()
-        seconds = lease.capped(lease.ttl if ttl is None else checked_ttl(ttl))
-        answer = await in_thread(lease.backend, lease.backend.extend, lease.grant, seconds)
-        self._extended(seconds, asked_at, answer)
+        await in_thread(self._lease.backend, self.extend, ttl)
 
     def leave_for(self, seconds: float) -> None:
         """End the hold, but keep the lock taken for `seconds`, by the backend's clock.
