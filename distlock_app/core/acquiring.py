@@ -104,15 +104,7 @@ class Attempt:
     def hold(self, grant: Grant, asked_at: float) -> Hold:
         """Return a hold for the grant, renewed from now on."""
         lock, runner = self.lock, self.runner
-        lease = Lease(
-            self.backend,
-            grant,
-            runner,
-            self.lease_key,
-            asked_at=asked_at,
-            renew=lock.renew,
-            max_hold=lock.max_hold,
-        )
+        lease = Lease(self, grant, asked_at)
         hold = Hold(lease, release_now=lock.release == "now")
         if self.entered:
             hold.entry, lease.with_holds = next(entry_numbers), (ref(hold),)

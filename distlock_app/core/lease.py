@@ -75,29 +75,19 @@ class Lease:
     renewal_error = ""  # the last one logged, until a renewal succeeds
     _callbacks: tuple[Callback, ...] | None = ()
 
-    def __init__(
-        self,
-        backend: BaseLockBackend,
-        grant: Grant,
-        runner: Runner,
-        lease_key: LeaseKey,
-        *,
-        asked_at: float,
-        renew: bool,
-        max_hold: float | None,
-    ) -> None:
-        self.backend = backend
+    def __init__(self, attempt: Any, grant: Grant, asked_at: float) -> None:
+        self.backend: BaseLockBackend = attempt.backend
         self.grant = grant
-        self.runner = runner
-        self.lease_key = lease_key
-        self.lock = runner.lock
+        self.runner: Runner = attempt.runner
+        self.lease_key: LeaseKey = attempt.lease_key
+        self.lock = self.runner.lock
         self.ttl = grant.claim.ttl
         self.since = monotonic()
         self.term = grant.ttl or self.ttl  # granted last
         # trusted_for(), written out: a call less for each lock.
         self.trusted_until = asked_at + self.term - self.term * DRIFT_FACTOR - DRIFT_FLOOR
-        self.renews = renew
-        if max_hold is not None:
+        self.renews: bool = attempt.lock.renew
+        if (max_hold := attempt.lock.max_hold) is not None:
             self.ends_by = self.since + max_hold
         self.process = _process
 
