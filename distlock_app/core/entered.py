@@ -16,7 +16,7 @@ HeldT = TypeVar("HeldT")
 
 
 class Entered:
-    """What `Hold` and `Holds` share: a `with` of their own, and the record of the `with` around."""
+    """What `Hold` and `Holds` share: `with`, the record of the `with` around it, `dump`."""
 
     lock: Any = None
     frame: FrameType | None = None
@@ -38,6 +38,28 @@ class Entered:
         self: Any, exc_type: Any, exc: BaseException | None, traceback: Any
     ) -> None:
         await self.aleave(exc)
+
+    async def acheck(self: Any) -> None:
+        """Like `check`; it costs no request either."""
+        self.check()
+
+    def dump(self: Any, ttl: float | None = None) -> str:
+        """Hand the lock over: return a text with which `Lock.resume` takes it over elsewhere.
+
+        This hold ends, but the lock stays taken for `ttl` seconds from now (default: its own
+        ttl), within which it must be resumed. The text is secret: it is enough to release the
+        lock. Raise what `extend` raises, and LockError if the lock cannot be handed over now or
+        on this backend.
+        """
+        self._check_dump()
+        self.extend(ttl)
+        return self._dumped()  # type: ignore[no-any-return]
+
+    async def adump(self: Any, ttl: float | None = None) -> str:
+        """Like `dump`, without blocking the event loop."""
+        self._check_dump()
+        await self.aextend(ttl)
+        return self._dumped()  # type: ignore[no-any-return]
 
 
 # The open `with` blocks of each frame. One thread at a time runs a frame: no mutex is needed.

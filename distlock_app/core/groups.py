@@ -65,10 +65,6 @@ class Holds(tuple[Hold, ...], Entered):
         for hold in self:
             hold.check()
 
-    async def acheck(self) -> None:
-        """Like `check`; also sends no request."""
-        self.check()
-
     def extend(self, ttl: float | None = None) -> None:
         """Like `Hold.extend` with each."""
         for hold in self:
@@ -84,19 +80,9 @@ class Holds(tuple[Hold, ...], Entered):
         for hold in self:
             hold.on_lost(callback)
 
-    def dump(self, ttl: float | None = None) -> str:
-        """Like `Hold.dump` with all: one text, by which `Lock.resume` takes them over."""
+    def _check_dump(self) -> None:
         for hold in self:
             hold._check_dump()
-        self.extend(ttl)
-        return self._dumped()
-
-    async def adump(self, ttl: float | None = None) -> str:
-        """Like `dump`, without blocking the event loop."""
-        for hold in self:
-            hold._check_dump()
-        await self.aextend(ttl)
-        return self._dumped()
 
     def _dumped(self) -> str:
         return " ".join(hold._dumped() for hold in self)

@@ -72,10 +72,6 @@ class Hold(Ending):
         if self._lease.doubtful:
             raise self._lease.lost_error()
 
-    async def acheck(self) -> None:
-        """Like `check`; it costs no request either."""
-        self.check()
-
     def extend(self, ttl: float | None = None) -> None:
         """Keep the lock for at least `ttl` seconds from now (default: its own ttl).
 
@@ -106,24 +102,6 @@ class Hold(Ending):
         self.keep_until = max(self.keep_until, until)
         self._release_now = True
         self.release()
-
-    def dump(self, ttl: float | None = None) -> str:
-        """Hand the lock over: return a text with which `Lock.resume` takes it over elsewhere.
-
-        This hold ends, but the lock stays taken for `ttl` seconds from now (default: its own
-        ttl), within which it must be resumed. The text is secret: it is enough to release the
-        lock. Raise what `extend` raises, and LockError if the lock cannot be handed over now or
-        on this backend.
-        """
-        self._check_dump()
-        self.extend(ttl)
-        return self._dumped()
-
-    async def adump(self, ttl: float | None = None) -> str:
-        """Like `dump`, without blocking the event loop."""
-        self._check_dump()
-        await self.aextend(ttl)
-        return self._dumped()
 
     def pin(self) -> None:
         """Keep the lock, whatever happens, until the open transaction ends.
