@@ -21,7 +21,7 @@ from distlock_app.backends.redis import RedisBackend, link
 from distlock_app.backends.redis.scripts import pack
 from distlock_app.backends.redlock import nodes
 from distlock_app.claims import Grant
-from distlock_app.core.waiting import acquiring, arun, run
+from distlock_app.core.waiting import InThread, arun
 from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
@@ -49,7 +49,7 @@ def wait_for(backend: RedisBackend, wanted: float, name: str, **options: Any) ->
     """Get the lock as the core does, within `wanted` seconds."""
     waker = Waker()
     wanting = a_claim(name, wake=waker.wake, blocking=True, **options)
-    grant, _ = run(acquiring(backend, wanting, wanted), waker)
+    grant, _ = InThread(backend, wanting, waker).acquired(wanted)
     return grant
 
 

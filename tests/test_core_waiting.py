@@ -16,7 +16,7 @@ import pytest
 from distlock_app import BackendError, Lock, LockBusy, LockTimeout, all_of
 from distlock_app.claims import Busy, Claim, Grant
 from distlock_app.core import wakers
-from distlock_app.core.waiting import acquired, acquiring, arun, run
+from distlock_app.core.waiting import InThread, acquired, arun
 from distlock_app.core.wakers import AsyncWaker, Waker
 from distlock_app.primitives.names import key_of
 from distlock_app.primitives.timing import monotonic
@@ -69,7 +69,7 @@ def _be_down():
 def get(request):
     """How a thread waits: both ways have to come to the same."""
     if request.param == "stepwise":
-        return lambda backend, claim, wait, waker: run(acquiring(backend, claim, wait), waker)
+        return lambda backend, claim, wait, waker: InThread(backend, claim, waker).acquired(wait)
     return acquired
 
 
@@ -483,7 +483,7 @@ def test_the_same_owner_is_granted_again_when_the_answer_was_lost(engine, monkey
 
     monkeypatch.setattr(engine, "acquire", losing_the_first_grant)
     monkeypatch.setattr(engine, "poll_max", 0.02)
-    with running(lambda: got.extend(run(acquiring(engine, claim(), 20), Waker()))):
+    with running(lambda: got.extend(InThread(engine, claim(), Waker()).acquired(20))):
         until(lambda: engine.asked.count("acquire") > 2)
         engine.release(held)
 

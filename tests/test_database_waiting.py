@@ -941,14 +941,15 @@ def test_waiters_poll_as_often_as_the_options_say():
     backend = DatabaseBackend(alias="default", location="locks", **options)
     held = grab(backend, "a")
 
-    steps = waiting.acquiring(backend, a_claim("a"), 60)
-    pauses, step = [], next(steps)
-    while len(pauses) < 30:
-        if isinstance(step, waiting.Pause):
-            pauses.append(step.seconds)
-            step = steps.send(None)
-        else:
-            step = steps.send(step.function(*step.args))
+    class Impatient(waiting.InThread):
+        async def pause(self, seconds, busy):
+            pauses.append(seconds)
+            if len(pauses) == 30:
+                raise TimeoutError
+
+    pauses = []
+    with pytest.raises(TimeoutError):
+        Impatient(backend, a_claim("a"), None).acquired(60)
 
     assert 0.1 < max(pauses) <= 0.4
     assert backend.release(held)

@@ -20,7 +20,7 @@ from distlock_app.backends.redis import listening as redis_listener
 from distlock_app.backends.redis import waiting as redis_waiting
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
-from distlock_app.core.waiting import acquiring, run
+from distlock_app.core.waiting import InThread
 from distlock_app.core.wakers import Waker
 from distlock_app.errors import BackendError, LockTimeout
 from distlock_app.primitives.names import key_of
@@ -858,7 +858,7 @@ def test_waiting_ends_at_its_deadline_and_leaves_nothing(backend, server, prefix
     waker = Waker()
 
     with pytest.raises(LockTimeout):
-        run(acquiring(backend, a_claim("a", wake=waker.wake), 0.2), waker)
+        InThread(backend, a_claim("a", wake=waker.wake), waker).acquired(0.2)
 
     assert list(server.scan_iter(f"{prefix}:*:[qw]")) == []
     backend.release(grant)

@@ -1,18 +1,17 @@
 """The waiting loop: retries, pauses, wake-ups and time limits, for threads and event loops.
 
-The loop is a generator that yields calls and pauses. `run` executes both in the calling thread;
-`arun` makes the calls in threads (offloading.py) and pauses in the event loop, so that a waiting
-task occupies no thread, unless its backend waits on the server.
+The loop is a coroutine. `InThread` makes its calls and pauses in the calling thread, so that it
+awaits nothing; `InLoop` makes the calls in threads (offloading.py) and pauses in the event loop, so
+that a waiting task occupies no thread, unless its backend waits on the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from concurrent.futures import Future
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..claims import Busy, Claim, Grant
@@ -30,37 +29,17 @@ AFTER_EXPIRY = 0.005
 # hangs, wakes no waiter.
 LOOK_EVERY = 1.0
 
+# The grant, and a time before which its lease cannot begin.
+Acquired = tuple[Grant, float]
 
-class Call(NamedTuple):
-    """Call a function and send back its result; for an event loop, `begin` uses a thread."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    begin: Begin = begin
-
-
-class Pause(NamedTuple):
-    """Pause until woken or `wake_fd` is readable; send back a pushed grant, if any.
-
-    `within`: what a thread calls for that, if its backend has something.
-    """
-
-    seconds: float
-    wake_fd: int | None
-    within: Callable[[float], Grant | None] | None
-
-
-Step = Call | Pause
 
 # By id of a waker, to keep no task alive: backend and name of what it waits for, for metrics.
 waiting: dict[int, tuple[BaseLockBackend, str]] = {}
 in_child(waiting.clear)
 
 
-def acquired(
-    backend: BaseLockBackend, claim: Claim, wait: float | None, waker: Waker
-) -> tuple[Grant, float]:
-    """Run `acquiring` in this thread; a free lock needs none of its steps."""
+def acquired(backend: BaseLockBackend, claim: Claim, wait: float | None, waker: Waker) -> Acquired:
+    """Take the lock in this thread; a free one needs no loop."""
     asked_at = monotonic()
     if backend.blocks:  # it waits in its first try
         waiting[id(waker)] = backend, claim.name
@@ -74,99 +53,169 @@ def acquired(
             if (exactly := trusted(answer, asked_at)) is not None:
                 return answer, exactly
         waiting[id(waker)] = backend, claim.name
-        grant, began = run(acquiring(backend, claim, wait, first=(asked_at, answer)), waker)
-        return grant, began
+        return InThread(backend, claim, waker).acquired(wait, (asked_at, answer))
     finally:
         if waiting:  # else a free lock does without the call
             waiting.pop(id(waker), None)
 
 
-def acquiring(
-    backend: BaseLockBackend,
-    claim: Claim,
-    wait: float | None,
-    *,
-    first: tuple[float, Any] | None = None,
-) -> Generator[Step, Any, tuple[Grant, float]]:
-    """Wait for the claim; return the grant and a time before which its lease cannot begin.
+async def arun(
+    backend: BaseLockBackend, claim: Claim, wait: float | None, waker: AsyncWaker
+) -> Acquired:
+    """Take the lock in the event loop.
 
-    Raise LockBusy (wait=0) or LockTimeout. Raise BackendError if the first try fails, or if the
-    backend still fails at the deadline. `first`: time and answer of a first try that was
-    already made.
+    When the task is cancelled, the claim is given back after the call in flight, or at once if that
+    call waits, to end it. So it is if the waiter's turn comes after its loop was closed.
     """
-    deadline = Deadline(wait, since=first[0] if first else None)
-    attempt = 0
-    tried = False  # not by the first step, if begin_first() only looked
-    busy = Busy()  # what to wait for
-    while True:
-        last = (left := wait if first else deadline.remaining()) == 0
-        failures: list[LockError] = []
-        try:
-            look = tried and not (last and _keeps_place(backend))
-            asked_at, answer = first or (yield from _asking(backend, claim, left, look, tried))
-            first = None
-            if isinstance(answer, Seen):  # what will wake it, only a try can tell
-                busy, answer = replace(busy, free_in=answer.busy.free_in), None
-            else:
-                busy, tried = answer if isinstance(answer, Busy) else Busy(), True
-            # The try took all the time left (on a locked row, say): another would take as long.
-            last = last or (deadline.remaining() == 0 and not _keeps_place(backend))
-        except BackendError as error:
-            if attempt == 0 or last:
-                raise
-            failures, answer, busy = [error], None, Busy()
-        if not answer and not last:
-            pause = _seconds(backend, attempt, busy, failed=bool(failures))
-            answer = yield Pause(deadline.cap(pause), busy.wake_fd, busy.pause)
-        if answer:
-            if (began := trusted(answer, asked_at)) is not None:
-                return answer, began
-            # The process or the network stalled for longer than the lease, which may be over.
-            failures += yield from _giving_back(backend, answer)
-        if last:
-            yield from _withdrawing(backend, claim, wait)
-            # Removed from the list: its traceback refers to this frame.
-            raise (failures or [busy_error(claim.name, wait, busy.free_in)]).pop()
-        attempt += 1
-
-
-def _asking(
-    backend: BaseLockBackend, claim: Claim, left: float | None, look: bool, tried: bool
-) -> Generator[Step, Any, tuple[float, Any]]:
-    """Try to take the lock; with `look` only if it looks free. Return when it asked, the answer.
-
-    Seen: it only looked.
-    """
-    asked_at = monotonic()
-    if look:
-        if (busy := (yield Call(backend.look, (claim,)))) is not None:
-            return asked_at, Seen(busy)
-        asked_at = monotonic()
-    how: Begin = begin if tried else begin_first
-    how = begin_alone if backend.blocks and left != 0 else how
-    return asked_at, (yield Call(backend.acquire, (claim, left), how))
-
-
-def _giving_back(backend: BaseLockBackend, grant: Grant) -> Generator[Step, Any, list[LockError]]:
+    waiting[id(waker)] = backend, claim.name
     try:
-        yield Call(release_of(backend, grant), ())
-    except BackendError as error:
-        return [error]  # the same owner will be granted again
-    return []
+        return await InLoop(backend, claim, waker).acquiring(wait)
+    finally:
+        waiting.pop(id(waker), None)
+        waker.over = True
 
 
-def _keeps_place(backend: BaseLockBackend) -> bool:
-    """Whether a last try is needed to leave its queue; any other only needs withdraw()."""
-    return backend.blocks or backend.pushes or backend.queues
+class Way(ABC):
+    """The loop of one waiter; how it makes calls and pauses is left to the subclasses."""
+
+    def __init__(self, backend: BaseLockBackend, claim: Claim, waker: Any) -> None:
+        self.backend = backend
+        self.claim = claim
+        self.waker = waker
+        # Whether a last try is needed to leave its queue; any other only needs withdraw().
+        self.keeps_place = backend.blocks or backend.pushes or backend.queues
+
+    @abstractmethod
+    async def call(self, function: Callable[..., Any], *args: Any, how: Begin = begin) -> Any:
+        """Call a function; for an event loop, `how` uses a thread."""
+
+    @abstractmethod
+    async def pause(self, seconds: float, busy: Busy) -> Grant | None:
+        """Pause until woken, or as `busy` says; return a pushed grant, if any."""
+
+    async def acquiring(
+        self, wait: float | None, first: tuple[float, Any] | None = None
+    ) -> Acquired:
+        """Wait for the claim; return the grant and a time before which its lease cannot begin.
+
+        Raise LockBusy (wait=0) or LockTimeout. Raise BackendError if the first try fails, or if the
+        backend still fails at the deadline. `first`: time and answer of a first try that was
+        already made.
+        """
+        deadline = Deadline(wait, since=first[0] if first else None)
+        attempt = 0
+        tried = False  # not by the first step, if begin_first() only looked
+        busy = Busy()  # what to wait for
+        while True:
+            last = (left := wait if first else deadline.remaining()) == 0
+            failures: list[LockError] = []
+            try:
+                look = tried and not (last and self.keeps_place)
+                asked_at, answer = first or await self._asking(left, look, tried)
+                first = None
+                if isinstance(answer, Seen):  # what will wake it, only a try can tell
+                    busy, answer = replace(busy, free_in=answer.busy.free_in), None
+                else:
+                    busy, tried = answer if isinstance(answer, Busy) else Busy(), True
+                # The try took all the time left (on a locked row, say): another would as well.
+                last = last or (deadline.remaining() == 0 and not self.keeps_place)
+            except BackendError as error:
+                if attempt == 0 or last:
+                    raise
+                failures, answer, busy = [error], None, Busy()
+            if not answer and not last:
+                pause = self._seconds(attempt, busy, failed=bool(failures))
+                answer = await self.pause(deadline.cap(pause), busy)
+            if answer:
+                if (began := trusted(answer, asked_at)) is not None:
+                    return answer, began
+                # The process or the network stalled for longer than the lease, which may be over.
+                # If this fails, the same owner will be granted again.
+                failures += await self._failures(release_of(self.backend, answer))
+            if last:
+                if wait != 0 and not self.keeps_place:  # else the last try has left the queue
+                    await self._failures(partial(self.backend.withdraw, self.claim))
+                # Removed from the list: its traceback refers to this frame.
+                raise (failures or [busy_error(self.claim.name, wait, busy.free_in)]).pop()
+            attempt += 1
+
+    async def _asking(self, left: float | None, look: bool, tried: bool) -> tuple[float, Any]:
+        """Try to take the lock, with `look` only if it looks free; return when, and the answer.
+
+        Seen: it only looked.
+        """
+        asked_at = monotonic()
+        if look:
+            if (busy := await self.call(self.backend.look, self.claim)) is not None:
+                return asked_at, Seen(busy)
+            asked_at = monotonic()
+        how: Begin = begin if tried else begin_first
+        how = begin_alone if self.backend.blocks and left != 0 else how
+        return asked_at, await self.call(self.backend.acquire, self.claim, left, how=how)
+
+    async def _failures(self, call: Callable[[], Any]) -> list[BackendError]:
+        """Make this call; return its error, if it fails."""
+        try:
+            await self.call(call)
+        except BackendError as error:
+            return [error]
+        return []
+
+    def _seconds(self, attempt: int, busy: Busy, *, failed: bool) -> float:
+        """Return how long to pause before the next try."""
+        backend = self.backend
+        if backend.blocks and not failed:
+            return 0.0
+        if busy.wake_fd is not None or busy.will_wake:
+            pause = LOOK_EVERY
+        elif backend.pushes:
+            pause = backend.poll_max
+        else:
+            pause = full_jitter(attempt, base=backend.poll_min, cap=backend.poll_max)
+        return pause if busy.free_in is None else min(pause, max(0.0, busy.free_in) + AFTER_EXPIRY)
 
 
-def _withdrawing(
-    backend: BaseLockBackend, claim: Claim, wait: float | None
-) -> Generator[Step, Any, None]:
-    """Leave the backend's queue, unless the last try has done that."""
-    if wait != 0 and not _keeps_place(backend):
-        with suppress(BackendError):
-            yield Call(backend.withdraw, (claim,))
+class InThread(Way):
+    """Makes the calls and pauses in this thread."""
+
+    def acquired(self, wait: float | None, first: tuple[float, Any] | None = None) -> Acquired:
+        """Return what `acquiring` returns, which awaits nothing here."""
+        try:
+            self.acquiring(wait, first).send(None)
+        except StopIteration as stop:
+            grant, began = stop.value
+            return grant, began
+        raise RuntimeError("a thread has no event loop to await")
+
+    async def call(self, function: Callable[..., Any], *args: Any, how: Begin = begin) -> Any:
+        return function(*args)
+
+    async def pause(self, seconds: float, busy: Busy) -> Grant | None:
+        if busy.pause is not None:
+            return busy.pause(seconds)
+        grant: Grant | None = self.waker.wait(seconds, busy.wake_fd)
+        return grant
+
+
+class InLoop(Way):
+    """Makes the calls in other threads, and pauses in the event loop."""
+
+    def __init__(self, backend: BaseLockBackend, claim: Claim, waker: AsyncWaker) -> None:
+        super().__init__(backend, claim, waker)
+        self.give_back = partial(releaser.give_back, backend, Grant(claim))
+        waker.on_loop_closed = self.give_back
+
+    async def call(self, function: Callable[..., Any], *args: Any, how: Begin = begin) -> Any:
+        alone = how is begin_alone
+        return await ended(how(self.backend, function, *args), self.give_back, at_once=alone)
+
+    async def pause(self, seconds: float, busy: Busy) -> Grant | None:
+        try:
+            grant: Grant | None = await self.waker.wait(seconds, busy.wake_fd)
+        except BaseException:
+            self.give_back()
+            raise
+        return grant
 
 
 def trusted(grant: Grant, asked_at: float) -> float | None:
@@ -176,19 +225,6 @@ def trusted(grant: Grant, asked_at: float) -> float | None:
     return began if monotonic() < began + trusted_for(ttl) else None
 
 
-def _seconds(backend: BaseLockBackend, attempt: int, busy: Busy, *, failed: bool) -> float:
-    """Return how long to pause before the next try."""
-    if backend.blocks and not failed:
-        return 0.0
-    if busy.wake_fd is not None or busy.will_wake:
-        pause = LOOK_EVERY
-    elif backend.pushes:
-        pause = backend.poll_max
-    else:
-        pause = full_jitter(attempt, base=backend.poll_min, cap=backend.poll_max)
-    return pause if busy.free_in is None else min(pause, max(0.0, busy.free_in) + AFTER_EXPIRY)
-
-
 def busy_error(name: str, wait: float | None, free_in: float | None = None) -> LockBusy:
     """Return the error for a lock that was not granted within `wait` seconds."""
     name = shown(name)
@@ -196,71 +232,3 @@ def busy_error(name: str, wait: float | None, free_in: float | None = None) -> L
         return LockBusy(f"the lock {name!r} is held by another owner", free_in=free_in)
     within = "" if wait is None else f" within {wait:.3f} s"
     return LockTimeout(f"the lock {name!r} was not free{within}", free_in=free_in)
-
-
-def run(steps: Generator[Step, Any, Any], waker: Waker) -> Any:
-    """Run the generator in this thread; return what it returns."""
-    answer: Any = None
-    error: Exception | None = None
-    try:
-        while True:
-            try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                return stop.value
-            error = None
-            try:
-                if not isinstance(step, Pause):
-                    answer = step.function(*step.args)
-                elif step.within is not None:
-                    answer = step.within(step.seconds)
-                else:
-                    answer = waker.wait(step.seconds, step.wake_fd)
-            except Exception as raised:
-                error = raised
-    finally:
-        error = None  # its traceback refers to this frame
-
-
-async def arun(
-    backend: BaseLockBackend, claim: Claim, wait: float | None, waker: AsyncWaker
-) -> tuple[Grant, float]:
-    """Run `acquiring` in the event loop; its calls are made in threads.
-
-    When the task is cancelled, the claim is given back after the call in flight, or at once if that
-    call waits, to end it. So it is if the waiter's turn comes after its loop was closed.
-    """
-    give_back = waker.on_loop_closed = partial(releaser.give_back, backend, Grant(claim))
-    steps = acquiring(backend, claim, wait)
-    answer: Any = None
-    error: Exception | None = None
-    request: Future[Any] | None = None
-    waiting[id(waker)] = backend, claim.name
-    try:
-        while True:
-            try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                grant, began = stop.value
-                return grant, began
-            error = None
-            try:
-                if isinstance(step, Pause):
-                    answer = await _paused(waker, step, give_back)
-                else:
-                    request = step.begin(backend, step.function, *step.args)
-                    answer = await ended(request, give_back, at_once=step.begin is begin_alone)
-            except Exception as raised:
-                error = raised
-    finally:
-        waiting.pop(id(waker), None)
-        waker.over = True
-        error = request = None  # their tracebacks refer to this frame
-
-
-async def _paused(waker: AsyncWaker, pause: Pause, give_back: Callable[[], None]) -> Any:
-    try:
-        return await waker.wait(pause.seconds, pause.wake_fd)
-    except BaseException:
-        give_back()
-        raise
