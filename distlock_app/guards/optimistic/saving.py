@@ -12,7 +12,7 @@ from django.db.models.sql.where import AND
 from ...errors import StaleObjectError
 from ...signals import version_conflict
 from .fields import AnyVersionField
-from .rollbacks import MISSING, put, watch
+from .rollbacks import restored_on_error, watch
 
 # Since 6.0 save() replaces an expression by its result, or defers the field.
 DJANGO_FORGETS = django.VERSION >= (6,)
@@ -31,20 +31,12 @@ class GuardedSave(models.Model):
     class Meta:
         abstract = True
 
-    def save_base(
-        self,
-        raw: bool = False,
-        force_insert: Any = False,
-        force_update: bool = False,
-        using: str | None = None,
-        update_fields: Any = None,
-    ) -> None:
-        using = using or router.db_for_write(type(self), instance=self)
+    def save_base(self, *args: Any, **kwargs: Any) -> None:
         try:
-            super().save_base(raw, force_insert, force_update, using, update_fields)
-        except StaleObjectError as conflict:
-            own = self._state.__dict__.pop("conflict", None) is conflict
-            if own and _is_first_table(self._version_field, type(self)):
+            super().save_base(*args, **kwargs)
+        except StaleObjectError as error:
+            conflict, using = self._state.__dict__.pop("conflict", (None, ""))
+            if conflict is error and _is_first_table(self._version_field, type(self)):
                 # Django marks the transaction as broken after any exception. But an UPDATE that
                 # matched no row, before any other table was written, did no harm: the caller
                 # may catch the conflict and continue.
@@ -62,52 +54,48 @@ class GuardedSave(models.Model):
         using: Any = None,
         update_fields: Any = None,
     ) -> Any:
-        field = self._version_field
-        if cls is field.model:
+        save = super()._save_table  # type: ignore[misc]
+        if cls is self._version_field.model:
             if raw:
                 self._take_raw_version(using)
             else:
-                return self._save_guarded(cls, force_insert, force_update, using, update_fields)
-        saved = super()._save_table(  # type: ignore[misc]
-            raw, cls, force_insert, force_update, using, update_fields
-        )
+                save = self._save_guarded
+        saved = save(raw, cls, force_insert, force_update, using, update_fields)
         self._forget_saved(cls, update_fields)
         return saved
 
     def _save_guarded(
-        self, cls: Any, force_insert: Any, force_update: bool, using: str, update_fields: Any
+        self, raw: Any, cls: Any, force_insert: Any, force_update: Any, using: str, fields: Any
     ) -> Any:
         """Save the table with the version, and then set the version in memory."""
         field = self._version_field
         name = field.attname
-        if update_fields:
-            update_fields = frozenset((*update_fields, name))
-        before = self.__dict__.get(name, MISSING)
+        if fields:
+            fields = frozenset((*fields, name))
         state: Any = self._state
         state.expected = state.written = None
         try:
-            expected = None if force_insert else self._version_to_rely_on(using)
-            if expected is not None:
-                state.expected, state.written = expected, field.after(expected)
-            saved = super()._save_table(  # type: ignore[misc]
-                False, cls, force_insert, force_update, using, update_fields
-            )
-            written = state.written
-            if not saved:  # inserted
-                written, expected = self.__dict__[name], None
-        except BaseException as error:
             # Django gives an object its version before it inserts the row.
-            put(self, name, before)
+            with restored_on_error(name, self):
+                expected = None if force_insert else self._version_to_rely_on(using)
+                if expected is not None:
+                    state.expected, state.written = expected, field.after(expected)
+                saved = super()._save_table(  # type: ignore[misc]
+                    raw, cls, force_insert, force_update, using, fields
+                )
+                written = state.written
+                if not saved:  # inserted
+                    written, expected = self.__dict__[name], None
+        except StaleObjectError as error:
             # Not if a receiver's query or an earlier one has broken the transaction.
-            if isinstance(error, StaleObjectError) and not connections[using].needs_rollback:
-                state.conflict = error
+            if not connections[using].needs_rollback:
+                state.conflict = error, using
             raise
         finally:
             # Gone already if a receiver of version_conflict has saved the object.
             for attribute in "expected", "written":
                 state.__dict__.pop(attribute, None)
         self._version_written(written, expected, using)
-        self._forget_saved(cls, update_fields)
         return saved
 
     def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
