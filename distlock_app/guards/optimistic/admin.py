@@ -87,11 +87,7 @@ def _shown_fields(formset: Any) -> Iterator[str]:
 
 
 class _Unseen(Exception):
-    """The object to delete has another version than the page showed."""
-
-    def __init__(self, version: str) -> None:
-        super().__init__(version)
-        self.version = version
+    """The object to delete has this version, not that of the page."""
 
 
 class BesideKey(forms.HiddenInput):
@@ -191,7 +187,7 @@ class VersionedAdminMixin(VersionedFieldsets, _Admin):
         try:
             return _compared_again(super().delete_view, request, object_id, extra_context)
         except _Unseen as unseen:
-            version = unseen.version
+            (version,) = unseen.args
         query = request.GET.copy()
         query.pop(VERSION, None)
         if request.method != "POST":
