@@ -139,12 +139,7 @@ class Ending(Entered):
             code, line = self.taken_at
             text += f", taken at {code.co_filename}:{line}"
         logger.warning("%s", text, extra=self.log_fields("dropped"))
-        warnings.warn(
-            text,
-            ResourceWarning,
-            source=self,
-            stacklevel=2,
-        )
+        warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
 
     def log_fields(self, event: str, **more: Any) -> dict[str, Any]:
         """Return the `extra` of a log record about this hold."""
