@@ -19,12 +19,13 @@ from .wakers import Waker
 class Together:
     """One try to take several locks of one alias at once, and its result."""
 
-    __slots__ = ("attempts", "backend", "claims", "holds")
+    __slots__ = ("asked", "attempts", "backend", "claims", "holds")
 
     def __init__(self, backend: BaseLockBackend, attempts: list[Attempt]) -> None:
         self.backend = backend
         self.attempts = attempts
         self.claims: list[Claim] = [attempt.claim(Waker()) for attempt in attempts]
+        self.asked = list(zip(attempts, self.claims, strict=True))
         self.holds: list[Hold] = []
 
     @classmethod
@@ -66,11 +67,6 @@ class Together:
         """Return what the signals of the holds say."""
         held = zip(self.attempts, self.holds, strict=True)
         return [attempt.facts(fence=hold.fence) for attempt, hold in held]
-
-    @property
-    def asked(self) -> list[tuple[Attempt, Claim]]:
-        """The attempts, and what each asked for."""
-        return list(zip(self.attempts, self.claims, strict=True))
 
     def failed(self, error: BackendError) -> list[dict[str, Any]]:
         """Give back what may have been granted; return what the signals of that say."""
