@@ -251,6 +251,19 @@ def test_leaving_a_lost_lock_raises(engine):
         asyncio.run(main())
 
 
+def test_a_lost_lock_is_told_without_a_thread(engine, monkeypatch):
+    """All threads of the backend may be waiting for it."""
+    monkeypatch.setattr("distlock_app.core.hold.in_thread", None)
+
+    async def main():
+        hold = await Lock("a").aacquire()
+        lose(hold)
+        await hold.aextend()
+
+    with pytest.raises(LockLost):
+        asyncio.run(main())
+
+
 @pytest.mark.parametrize("alias", ["default", "blocking"])
 def test_a_holder_can_release_however_many_tasks_wait(engine, alias):
     counter = {"value": 0}

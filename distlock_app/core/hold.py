@@ -85,6 +85,7 @@ class Hold(Ending):
 
     async def aextend(self, ttl: float | None = None) -> None:
         """Like `extend`, without blocking the event loop."""
+        self._check_extend()  # a lost lock is told without a wait for a thread
         await in_thread(self._lease.backend, self.extend, ttl)
 
     def leave_for(self, seconds: float) -> None:

@@ -32,7 +32,6 @@ LOOK_EVERY = 1.0
 # The grant, and a time before which its lease cannot begin.
 Acquired = tuple[Grant, float]
 
-
 # By id of a waker, to keep no task alive: backend and name of what it waits for, for metrics.
 waiting: dict[int, tuple[BaseLockBackend, str]] = {}
 in_child(waiting.clear)
@@ -75,8 +74,8 @@ async def arun(
         waker.over = True
 
 
-class Way(ABC):
-    """The loop of one waiter; how it makes calls and pauses is left to the subclasses."""
+class WaitLoop(ABC):
+    """The loop of one waiter, without the way in which it makes calls and pauses."""
 
     def __init__(self, backend: BaseLockBackend, claim: Claim, waker: Any) -> None:
         self.backend = backend
@@ -175,7 +174,7 @@ class Way(ABC):
         return pause if busy.free_in is None else min(pause, max(0.0, busy.free_in) + AFTER_EXPIRY)
 
 
-class InThread(Way):
+class InThread(WaitLoop):
     """Makes the calls and pauses in this thread."""
 
     def acquired(self, wait: float | None, first: tuple[float, Any] | None = None) -> Acquired:
@@ -197,7 +196,7 @@ class InThread(Way):
         return grant
 
 
-class InLoop(Way):
+class InLoop(WaitLoop):
     """Makes the calls in other threads, and pauses in the event loop."""
 
     def __init__(self, backend: BaseLockBackend, claim: Claim, waker: AsyncWaker) -> None:
