@@ -142,6 +142,7 @@ def test_a_fence_ahead_on_one_node_is_made_known_to_a_majority(backend, nodes):
 
     fences = []
     for node in range(5):
+        backend.release(held_everywhere(backend, nodes, "b"))  # connected to all of them
         nodes.clients[node].hset(part, ":", ahead + node * 10**6)
         # The others are not there to know better.
         others = [(node + 3) % 5, (node + 4) % 5]
