@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from django.db import connections
 from django.test import RequestFactory
@@ -47,6 +49,17 @@ def test_a_monitor_may_ask_for_one_alias(get):
 
     assert get("default", **backends).text == "default: ok\n"
     assert [get(alias, **backends).status_code for alias in ("far", "none")] == [503, 503]
+
+
+def test_a_process_that_can_start_no_thread_is_not_well(get, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+    response = get(default=LOCMEM)
+
+    assert (response.status_code, response.text[:9]) == (503, "default: ")
 
 
 def test_a_backend_that_hangs_is_not_waited_for(get, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -208,7 +209,8 @@ def _asked(alias: str, about: str, question: Question[T]) -> _Asked[T]:
     if overdue is not None and overdue.is_alive():
         return overdue
     asked = _Asked(alias, about, question)
-    asked.start()
+    with suppress(RuntimeError):  # the process can start no thread: there will be no answer
+        asked.start()
     return asked
 
 
