@@ -14,56 +14,46 @@ from .race_results import Result
 LABEL, BAR, PANEL, ROW, TOP, RADIUS = 226, 84, 148, 34, 46, 3.5
 DECADES = (1, 10, 100, 1000, 10000)  # ms
 TICKS = {10: "", 1000: "", 10000: "10⁴"}
-PANELS = (
-    _("Sold + oversold"),
-    _("Stock left"),
-    _("Sold a second"),
-    _("Wait ms: p50, p99"),
-    _("Conflicts, retries"),
-    _("Units per buyer"),
-)
 
 
-def text_of(number: float) -> str:
-    """Return a coordinate as SVG wants it, in every language."""
-    return f"{number:.1f}"
+def shape(kind: str, **places: float) -> dict[str, Any]:
+    """Return a shape with its coordinates as SVG wants them, in every language."""
+    return {"kind": kind, **{name: f"{place:.1f}" for name, place in places.items()}}
 
 
 @dataclass(slots=True)
 class Plot:
     """Shapes to draw, in the order of the fields."""
 
-    width: int = LABEL + PANEL * len(PANELS)
-    height: int = TOP
-    rects: list[dict[str, str]] = field(default_factory=list)
-    lines: list[dict[str, str]] = field(default_factory=list)
-    dots: list[dict[str, str]] = field(default_factory=list)
+    width: int
+    height: int
+    rects: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    dots: list[dict[str, Any]] = field(default_factory=list)
     texts: list[dict[str, Any]] = field(default_factory=list)
 
     def bar(self, x: float, y: float, width: float, kind: str, height: float = 14) -> None:
         if width > 0:
-            places = {"x": x, "y": y - height / 2, "width": max(width, 1.5), "height": height}
-            self.rects.append({"kind": kind, **{k: text_of(v) for k, v in places.items()}})
+            width = max(width, 1.5)
+            self.rects.append(shape(kind, x=x, y=y - height / 2, width=width, height=height))
 
     def line(self, x: float, y: float, x2: float, y2: float, kind: str) -> None:
-        places = {"x": x, "y": y, "x2": x2, "y2": y2}
-        self.lines.append({"kind": kind, **{k: text_of(v) for k, v in places.items()}})
+        self.lines.append(shape(kind, x=x, y=y, x2=x2, y2=y2))
 
     def dot(self, x: float, y: float, kind: str) -> None:
-        self.dots.append({"kind": kind, "x": text_of(x), "y": text_of(y), "r": text_of(RADIUS)})
+        self.dots.append(shape(kind, x=x, y=y, r=RADIUS))
 
     def text(self, x: float, y: float, text: Any, kind: str = "") -> None:
-        self.texts.append({"kind": kind, "x": text_of(x), "y": text_of(y), "text": text})
+        self.texts.append({**shape(kind, x=x, y=y), "text": text})
 
 
 def plot_of(results: Sequence[Result], titles: dict[str, Any]) -> Plot:
     """Draw these results, which were all run."""
-    plot = Plot(height=TOP + ROW * len(results) + 6)
-    for number, title in enumerate(PANELS):
+    plot = Plot(LABEL + PANEL * len(PANELS), TOP + ROW * len(results) + 6)
+    drawn = []
+    for number, (title, drawer) in enumerate(PANELS):
         plot.text(LABEL + PANEL * number, 16, title, "head")
-    drawn = [
-        DRAWERS[number](plot, LABEL + PANEL * number, results) for number in range(len(PANELS))
-    ]
+        drawn.append(drawer(plot, LABEL + PANEL * number, results))
     for row, result in enumerate(results):
         y = TOP + ROW * row + ROW / 2
         plot.line(0, y - ROW / 2, plot.width, y - ROW / 2, "rule")
@@ -163,4 +153,11 @@ def _fairness(plot: Plot, x: float, results: Sequence[Result]) -> Draw:
     return draw
 
 
-DRAWERS = (_sold, _left, _throughput, _waits, _retries, _fairness)
+PANELS = (
+    (_("Sold + oversold"), _sold),
+    (_("Stock left"), _left),
+    (_("Sold a second"), _throughput),
+    (_("Wait ms: p50, p99"), _waits),
+    (_("Conflicts, retries"), _retries),
+    (_("Units per buyer"), _fairness),
+)
