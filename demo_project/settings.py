@@ -86,12 +86,11 @@ if ENGINE not in ("database", "redis"):
 CACHES: dict[str, dict[str, Any]] = {
     "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}
 }
-ENGINES: dict[str, dict[str, Any]] = {
-    "database": {
-        "BACKEND": "distlock_app.backends.database.DatabaseBackend",
-        "LOCATION": LOCK_TABLE_IN,
-    }
-}
+
+
+def engine(backend: str, location: Any) -> dict[str, Any]:
+    """Return an alias of DISTLOCK."""
+    return {"BACKEND": f"distlock_app.backends.{backend}", "LOCATION": location}
 
 
 def on_redis(alias: str, url: str) -> str:
@@ -101,34 +100,21 @@ def on_redis(alias: str, url: str) -> str:
 
 
 # The shop has its locks on `default`; the race lab tries every backend that there is.
+ENGINES = {"database": engine("database.DatabaseBackend", LOCK_TABLE_IN)}
 if ENGINE == "redis" or "DEMO_REDIS_URL" in os.environ:
     url = os.environ.get("DEMO_REDIS_URL", "redis://127.0.0.1:6379/0")
-    ENGINES["redis"] = {
-        "BACKEND": "distlock_app.backends.redis.RedisBackend",
-        "LOCATION": on_redis("locks", url),
-    }
+    ENGINES["redis"] = engine("redis.RedisBackend", on_redis("locks", url))
 if urls := os.environ.get("DEMO_REDLOCK_URL"):
-    ENGINES["redlock"] = {
-        "BACKEND": "distlock_app.backends.redlock.RedlockBackend",
-        "LOCATION": [on_redis(f"node{n}", url) for n, url in enumerate(urls.split(","), start=1)],
-    }
+    nodes = [on_redis(f"node{n}", url) for n, url in enumerate(urls.split(","), start=1)]
+    ENGINES["redlock"] = engine("redlock.RedlockBackend", nodes)
 if url := os.environ.get("DEMO_ETCD_URL"):
-    ENGINES["etcd"] = {"BACKEND": "distlock_app.backends.etcd.EtcdBackend", "LOCATION": url}
+    ENGINES["etcd"] = engine("etcd.EtcdBackend", url)
 if url := os.environ.get("DEMO_ZOOKEEPER_URL"):
-    ENGINES["zookeeper"] = {
-        "BACKEND": "distlock_app.backends.zookeeper.ZooKeeperBackend",
-        "LOCATION": url,
-    }
+    ENGINES["zookeeper"] = engine("zookeeper.ZooKeeperBackend", url)
 if DATABASES["default"]["ENGINE"].endswith("mysql"):
-    ENGINES["named"] = {
-        "BACKEND": "distlock_app.backends.mysql.NamedLockBackend",
-        "LOCATION": "default",
-    }
+    ENGINES["named"] = engine("mysql.NamedLockBackend", "default")
 if DATABASES["default"]["ENGINE"].endswith("postgresql"):
-    ENGINES["advisory"] = {
-        "BACKEND": "distlock_app.backends.postgresql.AdvisoryLockBackend",
-        "LOCATION": "default",
-    }
+    ENGINES["advisory"] = engine("postgresql.AdvisoryLockBackend", "default")
 DISTLOCK = {"default": ENGINES.pop(ENGINE), **ENGINES}
 
 SECRET_KEY = secret_key()
