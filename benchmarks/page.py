@@ -27,16 +27,8 @@ def sections(results: Results) -> dict[str, str]:
 
     Those whose name begins with "all" are printed; the page has a shorter one instead.
     """
-    made = {
-        "uncontended": uncontended,
-        "contended": contended,
-        "threads": threads,
-        "held": held,
-        "renewal": renewal,
-        "tasks": tasks,
-        "saving": saving,
-        "guards": guards,
-    }
+    writers = (uncontended, contended, threads, held, renewal, tasks, saving, guards)
+    made = {write_it.__name__: write_it for write_it in writers}  # named as their parts
     found = {"machine": machine(results["machine"])}
     # With one part alone, most targets cannot be judged: the page keeps its table.
     if set(made) <= set(results):

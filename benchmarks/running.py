@@ -312,10 +312,10 @@ def machine() -> dict[str, Any]:
 
 def _version(name: str) -> dict[str, str]:
     programs = {"redis": "redis-server", "mysql": "mariadbd", "postgresql": "postgres"}
-    program = programs.get(name, "etcd" if name == "etcd" else "")
-    if not program:
+    programs["etcd"] = "etcd"
+    if name not in programs:
         return {}
-    ask = [find_program(program), "--version"]
+    ask = [find_program(programs[name]), "--version"]
     text = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout
     numbers = [word.strip("v=,") for word in text.replace("v=", " ").split()]
     return {name: next((word for word in numbers if word[:1].isdigit()), "?")}

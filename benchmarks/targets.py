@@ -115,13 +115,8 @@ def _wanted(
                 row[count]["longest_ms"] / (int(count) * 1000 / row[count]["rate"])
                 for row in (ours, raw)
             )
-            yield (
-                f"redis, {count} processes: longest wait, of a round of all",
-                worst,
-                1.5,
-                "",
-                least,
-            )
+            what = f"redis, {count} processes: longest wait, of a round of all"
+            yield what, worst, 1.5, "", least
 
 
 def _threads(results: Results, group: str, limit: float) -> Iterator[Row]:
