@@ -14,7 +14,6 @@ from kazoo import exceptions, security
 from kazoo.client import KazooClient
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
 from kazoo.protocol.serialization import Connect
-from kazoo.protocol.states import KazooState
 from kazoo.retry import KazooRetry
 
 from ...errors import BackendError
@@ -118,8 +117,7 @@ class Session:
         # kazoo's client, and its event that is set while there is a connection.
         self._client: tuple[Any, Any] | None = None
         self._granted = 0.0  # seconds that the server lets the session live
-        self._cut_at = float("inf")  # a monotonic time: there is no connection since then
-        self._heard_at = float("inf")  # when the server last said anything
+        self._heard_at = float("inf")  # when a server last said anything
         # Of which session, as of which directory, and its value.
         self._epoch: tuple[int, int, int] | None = None
         # When a write was sent that was carried out: a majority knew the session then.
@@ -241,7 +239,7 @@ class Session:
             if client.client_state == "AUTH_FAILED":  # kazoo has given up
                 self.close()
                 raise BackendError(f"ZooKeeper {self._alias!r} rejected the credentials.")
-            if monotonic() - self._cut_at > self._granted:
+            if monotonic() - self._heard_at > self._granted:
                 # The session is over. A server that lost its data would refuse this client for
                 # ever, which has seen later changes than there are: a new one has seen none.
                 self.close()
@@ -267,12 +265,6 @@ class Session:
         more = {"connection_retry": retry, "handler": Handler(self._tls), "logger": _kazoo_says}
         client = KazooClient(**more, **self._options)
         self._listen_to(client._connection)
-
-        def note(state: str) -> None:
-            if self._client is not None and self._client[0] is client:
-                self._cut_at = float("inf") if state == KazooState.CONNECTED else monotonic()
-
-        client.add_listener(note)
         try:
             live = client.start_async()
             if self._client is None:
