@@ -49,11 +49,8 @@ class Inspection(BaseLockBackend):
         )
 
     def _list(self, path: str) -> list[str]:
-        try:
-            names: list[str] = self._session.ask("get_children", path)
-        except Gone:
-            return []
-        return names
+        [names] = self._ask_all("get_children", [path])
+        return names or []
 
     def _ask_all(self, method: str, paths: list[str]) -> Iterator[Any]:
         """Yield an answer for each path, None for one that has gone."""
