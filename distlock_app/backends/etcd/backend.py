@@ -16,7 +16,6 @@ from ...primitives.timing import monotonic
 from ..base import ConnectionLost, check_seconds
 from ..connecting import check_security, tls_context
 from .entries import Entry, View, Waiter, Waiters, delete, endpoints, entry_of, put, range_of
-from .epoch import Epoch
 from .gateway import NOT_FOUND, Doubt, Gateway, Refused, decoded, encoded
 from .inspection import Inspection
 from .leases import Lease, Leases
@@ -152,7 +151,6 @@ class EtcdBackend(Inspection):
 
     def _start(self) -> None:
         self._gateway = self._new_gateway()
-        self._epoch = Epoch(self._gateway, f"{self._prefix}.epoch")
         self._leases = Leases(self._gateway)
         self._waiters = Waiters()
         self._watch = Watch(
@@ -179,7 +177,7 @@ class EtcdBackend(Inspection):
     def _put(self, claim: Claim, lease: Lease, stay: bool) -> View:
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
         write = put(self._key(claim), about, lease)
-        read = [self._read_queue(claim.key), self._epoch.request]
+        read = [self._read_queue(claim.key), self._read_epoch()]
         # etcd compares with each key of the range: there must be none.
         keys = {"key": encoded(self._key(claim))} if stay else range_of(self._queue_of(claim.key))
         none_exists = {**keys, "target": "CREATE", "create_revision": 0}
@@ -257,7 +255,7 @@ class EtcdBackend(Inspection):
         return {"request_range": {**range_of(self._queue_of(key)), **order}}
 
     def _look(self, key: str) -> View:
-        return self._view([], [self._read_queue(key), self._epoch.request], [])
+        return self._view([], [self._read_queue(key), self._read_epoch()], [])
 
     def _view(self, *txn: list[dict[str, Any]], doubt: Doubt | None = None) -> View:
         """Run a transaction that reads the queue and the epoch last."""
@@ -266,7 +264,7 @@ class EtcdBackend(Inspection):
         queue, epoch = (
             response["response_range"].get("kvs", []) for response in answer["responses"][-2:]
         )
-        return View(asked_at, [entry_of(kv) for kv in queue], self._epoch.of(epoch))
+        return View(asked_at, [entry_of(kv) for kv in queue], self._epoch(epoch))
 
     def _entry(self, key: str) -> Entry | None:
         found = self._gateway.ask("/v3/kv/range", {"key": encoded(key)})
