@@ -112,7 +112,6 @@ class Listener(Generic[AnyWaiter]):
         self._closed = False
         self._opening = RLock()  # one thread subscribes
         self._opens = False  # it does
-        self._opened = 0.0
         self._retry_at, self._retry_pause = 0.0, RETRY_MIN
 
     @property
@@ -147,7 +146,7 @@ class Listener(Generic[AnyWaiter]):
             with self._lock:  # a signal handler may have been faster, or have closed all
                 if self._subscription is None and not self._closed:
                     self._subscription, opened = opened, None
-                    self._opened = self._needed = monotonic()
+                    self._needed = monotonic()
             if opened is not None:
                 opened.close()
             return self._subscription is not None
@@ -205,8 +204,7 @@ class Listener(Generic[AnyWaiter]):
             if lost is None or self._subscription is not lost:
                 return
             self._subscription = self._leader = None
-            if monotonic() - self._opened < RETRY_MAX:  # not one that is closed again and again
-                self._retry_at = monotonic() + RETRY_MIN
+            self._retry_at = monotonic() + RETRY_MIN  # it may be closed again and again
         lost.close()
         self._wake_all()
 
