@@ -59,10 +59,9 @@ class RedlockBackend(Inspection):
             return self._try(claim)
         if claim.wake is None:
             return self._try(claim, b"-", b"0")
-        if not listener.subscribed:
-            # Most locks are free: a process that never waits needs no subscription.
-            if grant := self._try(claim):
-                return grant
+        # Most locks are free: a process that never waits needs no subscription.
+        if not listener.subscribed and (grant := self._try(claim)):
+            return grant
         listener.ensure_subscribed()
         waiter = listener.expect(claim, self._clock.stamp())
         result = self._try(claim, listener.channel.encode(), b"%d" % waiter.arrived)
