@@ -146,6 +146,18 @@ def test_a_location_is_split_as_its_cache_splits_it():
         assert backend._recipe.connection_kwargs.get("password") == password
 
 
+def test_the_nodes_of_a_cluster_are_split_as_its_cache_splits_them():
+    alias = {
+        "BACKEND": REDIS,
+        "LOCATION": "redis://:se;cret@127.0.0.1:1,redis://127.0.0.1:2",
+        "OPTIONS": {"REDIS_CLIENT_CLASS": "redis.cluster.RedisCluster"},
+    }
+
+    backend = backend_for({"locks": alias})
+
+    assert backend._nodes == [("127.0.0.1", 1), ("127.0.0.1", 2)]
+
+
 def test_two_aliases_with_one_url_keep_their_own_options_and_connections(own_redis):
     slow, fast = (backend_at(own_redis.url, SOCKET_TIMEOUT=seconds) for seconds in (3, 1))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -169,9 +168,9 @@ def _master(sentinels: Any, service: str) -> tuple[str, int]:
     return getattr(sentinels, "_force_master_ip", None) or host, port
 
 
-def _urls(location: Any, between: str = "[;,]") -> list[str]:
-    """Return the URLs of a LOCATION; the primary's is the first."""
-    return re.split(between, location) if isinstance(location, str) else list(location)
+def _urls(location: Any) -> list[str]:
+    """Return the URLs of a LOCATION of django-redis; the primary's is the first."""
+    return location.split(",") if isinstance(location, str) else list(location)
 
 
 def _django_redis(params: dict[str, Any]) -> Any:
@@ -189,5 +188,5 @@ def _django_redis(params: dict[str, Any]) -> Any:
             **(options.get("SENTINEL_KWARGS") or {}),
         }
     factory: Any = get_connection_factory(options=options)
-    url = _urls(params["LOCATION"], ",")[0]  # a password may have a semicolon in it
+    url = _urls(params["LOCATION"])[0]
     return factory.get_connection_pool(factory.make_connection_params(url))
