@@ -115,8 +115,8 @@ class ZooKeeperBackend(Inspection):
 
     def extend_many(self, work: Sequence[tuple[Grant, float]]) -> list[bool | BackendError]:
         self._session.prove()  # once for all
-        owns = [self._nodes.get(grant.claim.owner) for grant, _ in work]
-        paths = [own.path for own in owns if own is not None and own.path]
+        owns = [self._nodes.get(grant.claim.owner, ClaimNode(0)) for grant, _ in work]
+        paths = [own.path for own in owns if own.path]
         stats = self._ask_all("exists", paths)  # one server, which may be cut off: see prove()
         there = {path for path, stat in zip(paths, stats, strict=True) if stat is not None}
         session, trusted = self._session.id(), self._session.trusted
@@ -127,7 +127,7 @@ class ZooKeeperBackend(Inspection):
         results: list[bool | BackendError] = []
         for own, (_, ttl) in zip(owns, work, strict=True):
             # Not one of the session before: it may be there yet, and goes any moment.
-            ours = own is not None and own.is_in(session) and own.path in there
+            ours = own.is_in(session) and own.path in there
             results.append(too_long if ours and ttl > trusted else ours)
         return results
 
