@@ -23,7 +23,7 @@ class Entry:
     key: str
     created: int  # the revision that made it: the order of the queue
     lease: int
-    value: str = ""
+    value: str  # empty in a list of keys
 
     @property
     def condition(self) -> dict[str, Any]:
