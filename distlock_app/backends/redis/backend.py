@@ -164,9 +164,8 @@ class RedisBackend(Inspection, GuardedWrites):
         claim = grant.claim
         if self._listeners:
             self._forget(claim)
-        if claim.latch:
-            waiters = self._keys(claim.key)[2]
-            self._pool.ask(pack(b"HDEL", waiters, claim.owner.encode()))
+        if claim.latch:  # of which nothing is held: the last try leaves its waiters
+            self._try(claim, "", 0)
             return False
         owner = claim.owner.encode()
         request = REQUEST % (self._head(scripts.RELEASE, claim.key), len(owner), owner, b"")
