@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -136,12 +136,10 @@ def _explained(what: str, check: str) -> Iterator[None]:
         ) from None
 
 
-def _with_ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {**{name: options[name] for name in options if name not in _NOT_OURS}, **_OURS}
-
-
 def _ours(pool: Any) -> Any:
-    kwargs = pool.connection_kwargs = _with_ours(pool.connection_kwargs)
+    theirs = pool.connection_kwargs
+    kwargs = {**{name: theirs[name] for name in theirs if name not in _NOT_OURS}, **_OURS}
+    pool.connection_kwargs = kwargs
     if kwargs.get("socket_timeout") is None:
         kwargs["socket_timeout"] = SOCKET_TIMEOUT
     for name in "socket_timeout", "socket_connect_timeout":
@@ -177,7 +175,6 @@ def _django_redis(params: dict[str, Any]) -> Any:
     from django_redis.pool import get_connection_factory
 
     options = dict(params.get("OPTIONS") or {})
-    options["CONNECTION_POOL_KWARGS"] = _with_ours(options.get("CONNECTION_POOL_KWARGS") or {})
     if options.get("SENTINELS"):
         # A client for a sentinel would try ten times by default (redis-py 8).
         timeout = options.get("SOCKET_TIMEOUT") or SOCKET_TIMEOUT
