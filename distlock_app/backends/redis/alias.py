@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.connection import Connection, ConnectionPool
+from redis.connection import Connection, ConnectionPool, parse_url
 from redis.retry import Retry
 
 # The default of redis-py since 8.0; older ones wait forever.
@@ -82,13 +82,11 @@ def where(location: Any, cluster: Sequence[str]) -> tuple[Any, list[tuple[str, i
 def _cluster(urls: Sequence[str]) -> tuple[Any, list[tuple[str, int]]]:
     """Return a recipe from the first URL, which says how to log in, and the nodes of all."""
     with _explained("A Redis Cluster: its list of URLs", "each of them"):
-        parts: list[dict[str, Any]] = [
-            ConnectionPool.from_url(url).connection_kwargs for url in urls
-        ]
+        parts = [parse_url(url) for url in urls]  # type: ignore[no-untyped-call]
         if any(part.get("db") for part in parts):
             raise ImproperlyConfigured("A Redis Cluster has only database 0.")
         nodes = [(part["host"], int(part.get("port", 6379))) for part in parts]
-        return _ours(ConnectionPool.from_url(urls[0], **_OURS)), nodes
+        return _ours(ConnectionPool.from_url(urls[0])), nodes
 
 
 def server_of(alias: str) -> tuple[Any, ...] | None:
