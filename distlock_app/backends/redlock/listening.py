@@ -86,7 +86,6 @@ class Subscriptions(Links, listening.Subscription):
     def __init__(self, listener: Listener, quorum: Quorum) -> None:
         self._listener = listener
         self._quorum = quorum
-        self._subscribe = pack(b"SUBSCRIBE", listener.channel.encode())
         super().__init__()
         self._rests_until = [0.0] * len(quorum.nodes)
         self._reconnect()
@@ -127,5 +126,5 @@ class Subscriptions(Links, listening.Subscription):
         link = self._quorum.link_to(at)
         if link is not None:
             with suppress(Broken):  # the next to read is told
-                link.send(self._subscribe)
+                link.send(pack(b"SUBSCRIBE", self._listener.channel.encode()))
             self._add(at, link)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 from redis.exceptions import AuthenticationError
@@ -81,15 +80,11 @@ class Quorum:
     def link_to(self, at: int) -> Link | None:
         """Return a new connection to one node, or None if it cannot be had soon."""
         node = self.nodes[at]
-        links: list[Link] = []
-
-        def take() -> list[Node]:
-            with suppress(IndexError):
-                links.append(node.fresh.pop())
-            return [] if links else [node]
-
-        self._reach(take, spare=1)
-        return links[0] if links else None
+        self._reach(lambda: [] if node.fresh else [node], spare=1)
+        try:
+            return node.fresh.pop()
+        except IndexError:  # also if another thread was faster
+            return None
 
     def failure(self, request: QuorumRequest) -> BackendError:
         """Say why a request was not decided; no URL, and no text that may quote what was sent."""
@@ -116,16 +111,16 @@ class Quorum:
         self.reconnect(connections)
         return connections
 
-    def _reach(self, take: Callable[[], list[Node]], *, spare: int) -> None:
-        """Open connections until `take`, which takes them, misses no node that can be reached.
+    def _reach(self, missed: Callable[[], list[Node]], *, spare: int) -> None:
+        """Open connections until `missed` names no node that can be reached.
 
-        While it misses more than `spare` nodes, those that are known to be down are tried as well,
+        While it names more than `spare` nodes, those that are known to be down are tried as well,
         and waited for longer.
         """
         began = monotonic()
         tried: set[Node] = set()
         with self._lock:
-            while missing := take():
+            while missing := missed():
                 urgent = len(missing) > spare
                 for node in missing:
                     # Again if another thread was faster to take what was opened.
