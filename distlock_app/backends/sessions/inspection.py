@@ -22,15 +22,13 @@ class Inspection(SessionsBackend):
     """Asks the server for the sessions that have locks of ours, of any process."""
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
-        sessions = [session for session in list(self._taken.values()) if not session.waits]
-        ours = {s.number: (claim, s.fence) for s in sessions if (claim := s.claim)}
-        keys = [claim.key for claim, _ in ours.values()]
+        held = [session for session in list(self._taken.values()) if not session.waits]
+        ours = {s.number: note(claim, s.fence) for s in held if (claim := s.claim)}
+        keys = [key for key, _ in list(self._taken)]
         found = self._question(lambda session: list(session.locks(key, keys)))
         for lock in sorted(found, key=attrgetter("key", "number")):
             # What we know ourselves, or else what the session's last statement said.
-            known = ours.get(lock.number)
-            said = note(*known) if known and known[0].key == lock.key else lock.note
-            fields = from_note(said, lock.key)
+            fields = from_note(ours.get(lock.number), lock.key) or from_note(lock.note, lock.key)
             tag = fields.pop("tag", "")
             # Anybody may wait, and say anything. So a name that was shortened is not shown, either.
             named = from_note(lock.named, lock.key).get("name", "")
