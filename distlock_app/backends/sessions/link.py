@@ -94,8 +94,8 @@ class Link:
             end.shutdown(socket.SHUT_RDWR)
 
 
-# Of which repr() is what MySQL reads.
-NUMBERS = (int, float)
+# How to write a number, by its type: MySQL reads what repr() returns.
+WRITE: dict[type, Any] = dict.fromkeys((int, float), b"%a".__mod__)
 
 # After these errors the session has ended: those of the client have such numbers, and the server
 # says that it shuts down, or that somebody has killed the session, or that it was idle for long.
@@ -112,13 +112,10 @@ class MySQLLink(Link):
         try:
             if type(values) is dict:
                 query, names = positional(statement)
-                text, other = connection.string_literal, connection.literal  # which takes a while
+                write = {**WRITE, str: connection.string_literal}  # literal() takes a while
                 literals = []
                 for value in map(values.__getitem__, names):
-                    if type(value) in NUMBERS:
-                        literals.append(b"%a" % value)
-                    else:
-                        literals.append((text if type(value) is str else other)(value))
+                    literals.append(write.get(type(value), connection.literal)(value))
                 query %= tuple(literals)
             else:
                 query = statement.encode()
