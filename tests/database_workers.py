@@ -19,8 +19,8 @@ from django.db import connections
 
 from distlock_app import Lock
 from distlock_app.backends.database import DatabaseBackend, sql
-from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.sessions import link
+from distlock_app.backends.sessions.pool import Contended
 from distlock_app.claims import Busy, Grant
 from distlock_app.core.registry import registry
 from distlock_app.errors import BackendError

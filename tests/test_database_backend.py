@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from distlock_app.backends.database import DatabaseBackend, inspection, members
 from distlock_app.backends.database.backend import BATCH
-from distlock_app.backends.database.connections import Contended
+from distlock_app.backends.sessions.pool import Contended
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
 from distlock_app.models import DistLock

@@ -18,11 +18,10 @@ from django.db import connection, connections, transaction
 from distlock_app.backends.base import ConnectionLost
 from distlock_app.backends.database import DatabaseBackend, inspection
 from distlock_app.backends.database import connections as table_connections
-from distlock_app.backends.database.connections import Contended
 from distlock_app.backends.database.sql.cursors import PooledCursor
-from distlock_app.backends.sessions import link, one_server
+from distlock_app.backends.sessions import link, one_server, pool
 from distlock_app.backends.sessions.link import ServerError
-from distlock_app.backends.sessions.pool import adapt_to_mysql
+from distlock_app.backends.sessions.pool import Contended, adapt_to_mysql
 from distlock_app.backends.sessions.queues import FairSemaphore
 from distlock_app.claims import Busy, Grant
 from distlock_app.errors import BackendError
@@ -364,7 +363,7 @@ def test_what_is_lent_while_the_others_are_closed_is_closed_as_it_comes_back(bac
 
 
 def test_more_callers_than_there_are_connections_find_the_lock_busy(backend, monkeypatch):
-    monkeypatch.setattr(table_connections, "ANSWER_WAIT", 0.01)
+    monkeypatch.setattr(pool, "ANSWER_WAIT", 0.01)
     monkeypatch.setattr(inspection, "PARTS", [""])
     monkeypatch.setattr(backend._sessions, "semaphore", FairSemaphore(0))
 

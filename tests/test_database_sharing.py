@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from distlock_app import Latch, Lock, LockBusy, lock_in_transaction
 from distlock_app.backends.database import DatabaseBackend, inspection, members
-from distlock_app.backends.database.connections import Contended
+from distlock_app.backends.sessions.pool import Contended
 from distlock_app.claims import Grant
 from distlock_app.models import DistLock
 from distlock_app.testing.claims import a_claim

@@ -103,7 +103,7 @@ def test_a_statement_that_was_interrupted_has_locked_nothing(backend):
 
     with running(lambda: answers.append(line.take(a_claim("a"), 20))):
         until(lambda: [h.waiters for h in backend.holders(held.claim.key)] == [1])
-        backend._question(lambda other: other.ask(f"KILL QUERY {line.number}"))
+        backend._pool.ask(lambda other: other.ask(f"KILL QUERY {line.number}"))
 
     assert answers == [None]
     assert line.ask("SELECT 1") == [(1,)]

@@ -379,10 +379,10 @@ def test_a_session_that_only_asked_is_kept_for_the_next_question(backend, monkey
 
     monkeypatch.setattr(lock_session, "sleep", pause)
     with contextlib.closing(type(backend)(alias="own", location=backend.using)) as own:
-        session = own._question(lambda session: session)
+        session = own._pool.ask(lambda session: session)
         until(lambda: pauses)  # who closes idle sessions has seen it
 
-        assert own._question(lambda session: session) is session
+        assert own._pool.ask(lambda session: session) is session
         over.set()
 
 
@@ -400,16 +400,16 @@ def test_a_question_is_asked_by_an_idle_session_and_ends_it_only_if_it_fails(bac
 
     asked = []
     with pytest.raises(KeyboardInterrupt):
-        backend._question(interrupted)
+        backend._pool.ask(interrupted)
     assert not backend._pool._open.intersection(asked)
     with pytest.raises(BackendError, match="on 'default': .*nonsense"):
-        backend._question(lambda session: asked.append(session) or session.ask("SELECT nonsense"))
+        backend._pool.ask(lambda session: asked.append(session) or session.ask("SELECT nonsense"))
     assert not backend._pool._open.intersection(asked)
 
 
 def test_more_callers_than_may_ask_at_a_time_are_told_so(backend, monkeypatch):
-    monkeypatch.setattr(asking, "ANSWER_WAIT", 0.01)
-    monkeypatch.setattr(backend, "_semaphore", FairSemaphore(0))
+    monkeypatch.setattr(session_backend, "ANSWER_WAIT", 0.01)
+    monkeypatch.setattr(backend._pool, "semaphore", FairSemaphore(0))
 
     with pytest.raises(BackendError, match="all sessions of this process are busy"):
         backend.acquire(a_claim("a"), 0)

@@ -13,10 +13,10 @@ from ...claims import Busy, Claim, Grant
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import ConnectionLost, batches, check_seconds, result_of
-from ..sessions.pool import database_of
+from ..sessions.pool import Contended, database_of
 from ..sessions.queues import claim_key_of
 from . import members
-from .connections import QUEUE, RECENT, Contended, Session, Sessions
+from .connections import QUEUE, RECENT, Session, Sessions
 from .in_transaction import InCallersTransaction
 from .inspection import Inspection
 from .members import kind_of

@@ -11,8 +11,7 @@ import os
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError, connections
@@ -23,9 +22,9 @@ from ...errors import BackendError
 from ...primitives.polling import readable
 from ...primitives.timing import monotonic
 from ..base import ConnectionLost
-from ..sessions.link import ANSWER_WAIT, ReplyTimeout, ServerError
-from ..sessions.pool import Pool, PooledSession, inherited
-from ..sessions.queues import ASKING, ClaimKey, FairSemaphore, WaiterQueues
+from ..sessions.link import ReplyTimeout, ServerError
+from ..sessions.pool import Contended, Pool, PooledSession, inherited
+from ..sessions.queues import ClaimKey, WaiterQueues
 from . import sql
 from .sql.base import ROW_WAIT
 
@@ -41,12 +40,6 @@ RECENT = 0.5
 # SQLite, MySQL and MariaDB, PostgreSQL.
 NO_TABLE = re.compile("no such table|Table .* doesn't exist|relation .* does not exist")
 
-T = TypeVar("T")
-
-
-class Contended(BackendError):
-    """Others were changing the same rows for too long; trying again may help."""
-
 
 class Session(PooledSession):
     """One autocommitting connection, and a cursor: Django's costs twice what a driver's does."""
@@ -54,7 +47,6 @@ class Session(PooledSession):
     def __init__(self, wrapper: BaseDatabaseWrapper, epoch: int, dialect: sql.Dialect) -> None:
         """Connect; raises Django's database errors."""
         self.dialect = dialect
-        self.parked = False  # kept for a claim, not lent; see QueuedConnection
         self.pid = os.getpid()
         super().__init__(wrapper, epoch)
 
@@ -166,9 +158,9 @@ class Sessions(Pool[Session]):
     """
 
     def __init__(self, using: str, queue: int) -> None:
-        """Keep up to `queue` of them for claims, and use up to ASKING others for requests."""
+        """Keep up to `queue` of them for claims, and use others for requests."""
         self._queue = queue
-        super().__init__(using)
+        super().__init__(using, f"lock table on {using!r}")
 
     @cached_property
     def dialect(self) -> sql.Dialect:
@@ -176,55 +168,12 @@ class Sessions(Pool[Session]):
         connection = connections[self.using]
         return sql.DIALECTS.get(connection.vendor, sql.Generic)(connection)
 
-    def ask(
-        self,
-        work: Callable[[Session], T],
-        *,
-        again: Callable[[Session], T] | None = None,
-        within: float | None = None,
-        urgent: bool = False,
-    ) -> T:
-        """Do `work` on one of them, and once more if an idle one had died.
-
-        The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
-        first attempt, it is harmless: every verb is checked by owner. Wait for a connection
-        `within` so many seconds: `urgent` requests before the others.
-        """
-        if not self.semaphore.acquire(min(within or ANSWER_WAIT, ANSWER_WAIT), urgent=urgent):
-            raise Contended(self._says("all connections of this process are busy"))
-        try:
-            session = self.lend()
-            try:
-                return self.attempt(session, work, session)
-            except ConnectionLost:
-                if not session.kept:
-                    raise
-            self.close_idle()
-            session = self.lend()
-            return self.attempt(session, again or work, session)
-        except DatabaseError as error:  # by connecting
-            raise BackendError(self._says(error)) from error
-        finally:
-            self.semaphore.release()
-
-    def attempt(self, session: Session, work: Callable[..., T], *args: Any) -> T:
-        """Do `work` on this connection; close it if that raises, else give it back to be lent."""
-        try:
-            answer = work(*args)
-        except BaseException as error:
-            if (kind := session.failed(error)) is None:
-                raise
-            raise kind(self._says(error)) from error
-        if not session.parked:
-            self.give_back(session)
-        return answer
-
-    def _says(self, error: BaseException | str) -> str:
-        text = str(error)
+    def error(self, why: object, kind: type[BackendError] = BackendError) -> BackendError:
+        text = str(why)
         if NO_TABLE.search(text):  # PostgreSQL quotes the statement below
             hint = f"run: manage.py migrate distlock_app --database={self.using}"
             text = f"{text.splitlines()[0]} ({hint})"
-        return f"lock table on {self.using!r}: {text}"
+        return super().error(text, kind)
 
     def free_queue(self, claim_key: ClaimKey) -> None:
         """Release the queue lock, which calls the next waiter, whatever became of the row.
@@ -289,7 +238,6 @@ class Sessions(Pool[Session]):
         self.polls_until = 0.0  # by monotonic(): no connection is kept for a claim until then
         leave = weakref.WeakMethod(self.leave_queue)
         self.queues = WaiterQueues(lambda queued: (leave() or QueuedConnection.give_up)(queued))
-        self.semaphore = FairSemaphore(ASKING)
 
     def _connect(self) -> Session:
         try:

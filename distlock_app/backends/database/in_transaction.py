@@ -16,8 +16,8 @@ from ...primitives.names import checked_key, shown
 from ...primitives.timing import Deadline, full_jitter
 from ...primitives.transactions import fence_of
 from ..base import InTransaction
+from ..sessions.pool import Contended
 from ..sessions.queues import claim_key_of
-from .connections import Contended
 from .queueing import Queueing
 from .sql import Dialect
 

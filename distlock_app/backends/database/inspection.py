@@ -12,9 +12,10 @@ from ...claims import Claim, Grant, Holding
 from ...errors import BackendError
 from ...primitives.timing import monotonic
 from ..base import Purgeable, no_answer
+from ..sessions.pool import Contended
 from . import members
 from .checks import check_sharing, check_table
-from .connections import Contended, Session
+from .connections import Session
 from .queueing import Queueing
 from .sql.base import NO_ROW, PAGE, LockRow
 from .sql.statements import PURGED

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 from ...claims import Busy, Claim, Grant, Holding
 from ...primitives.identity import holder_fields
 from ...primitives.timing import Deadline
-from .connections import Contended, Session
+from ..sessions.pool import Contended
+from .connections import Session
 from .sql.base import NO_ROW, ROW_WAIT, LockRow, busy
 from .sql.statements import HANDOVER_US
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
@@ -15,12 +15,10 @@ from ...primitives.polling import POLLIN, new_poll
 from ...primitives.rlock import RLock
 from ...primitives.timing import monotonic
 from ..base import BaseLockBackend, result_of
-from .link import ANSWER_WAIT, ReplyTimeout, ServerError
+from .link import ReplyTimeout, ServerError
 from .lock_session import LockSession, LockSessions
 from .pool import database_of
-from .queues import ASKING, ClaimKey, FairSemaphore
-
-T = TypeVar("T")
+from .queues import ClaimKey
 
 # A session is asked whether it still has its lock this often, in seconds, and at least three
 # times in a ttl; whether the server has closed it is seen without a question.
@@ -56,7 +54,6 @@ class SessionsBackend(BaseLockBackend):
         # Reentrant: a signal handler may lock or release in the middle of our own call.
         self._mutex = RLock()
         self._taken: dict[ClaimKey, LockSession] = {}  # held, or waited for
-        self._semaphore = FairSemaphore(ASKING)
 
     def _session_of(self, grant: Grant) -> LockSession | None:
         session = self._taken.get((grant.claim.key, grant.claim.owner))
@@ -66,37 +63,10 @@ class SessionsBackend(BaseLockBackend):
         """Return whether the session has this claim: not given up, nor lent to another since."""
         return self._taken.get((claim.key, claim.owner)) is session
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Wait for the turn of the calling thread among those that ask."""
-        if not self._semaphore.acquire(ANSWER_WAIT):
-            raise self._pool.error("all sessions of this process are busy")
-        try:
-            yield
-        finally:
-            self._semaphore.release()
-
-    def _question(self, work: Callable[[LockSession], T]) -> T:
-        """Do `work` on a session that holds nothing."""
-        with self._asking():
-            while True:
-                session = self._pool.lend()
-                try:
-                    answer = work(session)
-                except BaseException as error:
-                    session.close()
-                    if not isinstance(error, (ServerError, ReplyTimeout)):
-                        raise
-                    if not session.kept:
-                        raise self._pool.error(error) from error
-                else:
-                    self._pool.give_back(session)
-                    return answer
-
     def _stop(self, session: LockSession) -> None:
         """Take a session out of the server's queue; it may get the lock for a moment."""
         with suppress(BackendError):
-            self._question(lambda other: other.stop(session.number))
+            self._pool.ask(lambda other: other.stop(session.number))
 
     def _drop(self, session: LockSession) -> None:
         """Close a session, and forget what it held."""

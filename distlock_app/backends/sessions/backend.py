@@ -10,7 +10,7 @@ from ...errors import BackendError
 from ...primitives.threads import Gate
 from ...primitives.timing import Deadline, full_jitter, monotonic
 from .inspection import Inspection
-from .link import ReplyTimeout, ServerError
+from .link import ANSWER_WAIT, ReplyTimeout, ServerError
 from .lock_session import LockSession
 from .queues import ClaimKey, WaiterQueues
 
@@ -107,8 +107,12 @@ class SessionLocksBackend(Inspection):
                 self._waiting.append(None)
 
     def _try(self, claim: Claim) -> Grant | None:
-        with self._asking():
+        if not self._pool.semaphore.acquire(ANSWER_WAIT):
+            raise self._pool.busy()
+        try:
             return self._take(claim, 0.0)
+        finally:
+            self._pool.semaphore.release()
 
     def release(self, grant: Grant) -> bool:
         claim, claim_key = grant.claim, (grant.claim.key, grant.claim.owner)

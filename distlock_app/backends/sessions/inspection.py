@@ -25,7 +25,7 @@ class Inspection(SessionsBackend):
         held = [session for session in list(self._taken.values()) if not session.waits]
         ours = {s.number: note(claim, s.fence) for s in held if (claim := s.claim)}
         keys = [key for key, _ in list(self._taken)]
-        found = self._question(lambda session: list(session.locks(key, keys)))
+        found = self._pool.ask(lambda session: list(session.locks(key, keys)))
         for lock in sorted(found, key=attrgetter("key", "number")):
             # What we know ourselves, or else what the session's last statement said.
             fields = from_note(ours.get(lock.number), lock.key) or from_note(lock.note, lock.key)
@@ -49,7 +49,7 @@ class Inspection(SessionsBackend):
         held = [holding.version for holding in self.holders(key)]
         found = [one for one in held if if_version is None or self.same_version(one, if_version)]
         numbers = [int(one.partition("-")[0]) for one in found]
-        return self._question(lambda session: sum(session.kill(key, number) for number in numbers))
+        return self._pool.ask(lambda session: sum(session.kill(key, number) for number in numbers))
 
     def same_version(self, one: str, other: str) -> bool:
         """Compare session and tag: one of a server that shows no statements has no tag."""
@@ -57,13 +57,13 @@ class Inspection(SessionsBackend):
         return number == number2 and (not tag or not tag2 or tag == tag2)
 
     def ping(self) -> None:
-        self._question(lambda session: session.ask("SELECT 1"))
+        self._pool.ask(lambda session: session.ask("SELECT 1"))
 
     def check(self, *, ask: bool = False) -> list[checks.CheckMessage]:
         if not ask:
             return []
         try:
-            found = self._question(lambda session: list(self.look_around(session)))
+            found = self._pool.ask(lambda session: list(self.look_around(session)))
             return [*found, *check_one_server(self.alias, self.using)]
         except BackendError as error:
             return [no_answer(self.alias, error, "distlock_app.E031")]

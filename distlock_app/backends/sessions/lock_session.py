@@ -14,7 +14,6 @@ from django.db import Error as DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...claims import Claim
-from ...errors import BackendError
 from ...primitives.threads import started
 from ...primitives.timing import monotonic
 from .link import ANSWER_WAIT, Link, ReplyTimeout, ServerError, Values
@@ -111,17 +110,13 @@ class LockSession(PooledSession, Link):
 class LockSessions(Pool[LockSession]):
     """Sessions that are closed by a thread, before the server does it for their ttl."""
 
+    NOUN = "sessions"
     TIDY_ABOVE = 0
 
     def __init__(self, using: str, kind: type[LockSession], title: str) -> None:
         """Open sessions of this `kind`; errors begin with `title`."""
         self._kind = kind
-        self._title = title
-        super().__init__(using)
-
-    def error(self, why: object) -> BackendError:
-        """Return the error that says what went wrong, and where."""
-        return BackendError(f"{self._title}: {why}")
+        super().__init__(using, title)
 
     def _closed_at_the_end(self) -> Iterable[LockSession]:
         return self._open

@@ -6,7 +6,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
@@ -14,13 +14,17 @@ from typing import Any, Generic, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
+from django.db import Error as DatabaseError
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
+from ...errors import BackendError
 from ...primitives.forks import in_child
 from ...primitives.threads import in_no_event_loop
 from ...primitives.timing import monotonic
-from .link import ANSWER_WAIT
+from ..base import ConnectionLost
+from .link import ANSWER_WAIT, ReplyTimeout, ServerError
+from .queues import ASKING, FairSemaphore
 
 FOUND_ROWS = 2  # a flag of MySQL's protocol
 
@@ -44,6 +48,11 @@ POOLING = ("dj_db_conn_pool.", "django_db_geventpool.")
 POOL_OPTIONS = ("MAX_CONNS", "REUSE_CONNS")
 
 P = TypeVar("P", bound="PooledSession")
+T = TypeVar("T")
+
+
+class Contended(BackendError):
+    """Others were in the way for too long; trying again may help."""
 
 
 def database_of(location: Any) -> str:
@@ -108,6 +117,7 @@ class PooledSession:
         self.epoch = epoch
         self.kept = False  # it has been idle, and the server may have closed it meanwhile
         self.used_at = 0.0
+        self.parked = False  # it stays with a claim, and is not lent: see QueuedConnection
         wrapper.settings_dict["AUTOCOMMIT"] = True
         self.adapt(wrapper)
         try:
@@ -127,6 +137,11 @@ class PooledSession:
         """Prepare the new connection."""
         raise NotImplementedError
 
+    def failed(self, error: BaseException) -> type[BackendError] | None:
+        """Close it after any error; return the BackendError to raise, or None to raise `error`."""
+        self.close()
+        return ConnectionLost if isinstance(error, (ServerError, ReplyTimeout)) else None
+
     def close(self) -> None:
         """Close it whatever its state; the server frees what it holds, and undoes the rest."""
         self.among.discard(self)
@@ -143,10 +158,13 @@ class Pool(Generic[P]):
     call gets another one.
     """
 
+    NOUN = "connections"
     TIDY_ABOVE = 1  # when more than so many idle, it looks for how long
 
-    def __init__(self, using: str) -> None:
+    def __init__(self, using: str, title: str) -> None:
+        """Open sessions on this alias of DATABASES; errors begin with `title`."""
         self.using = using
+        self._title = title
         # Else the first connection imports them: a fork meanwhile would leave a child with half.
         connections[using]
         if "MySQLdb" in sys.modules:
@@ -164,6 +182,57 @@ class Pool(Generic[P]):
             return self._connect()
         session.kept = True
         return session
+
+    def ask(
+        self,
+        work: Callable[[P], T],
+        *,
+        again: Callable[[P], T] | None = None,
+        within: float | None = None,
+        urgent: bool = False,
+    ) -> T:
+        """Do `work` on one of them, and once more if an idle one had died.
+
+        The server may have closed it (restart, KILL, wait_timeout). Whatever became of the
+        first attempt, it is harmless: every verb is checked by owner. Wait for a connection
+        `within` so many seconds: `urgent` requests before the others.
+        """
+        if not self.semaphore.acquire(min(within or ANSWER_WAIT, ANSWER_WAIT), urgent=urgent):
+            raise self.busy()
+        try:
+            session = self.lend()
+            try:
+                return self.attempt(session, work, session)
+            except ConnectionLost:
+                if not session.kept:
+                    raise
+            self.close_idle()
+            session = self.lend()
+            return self.attempt(session, again or work, session)
+        except DatabaseError as error:  # by connecting
+            raise self.error(error) from error
+        finally:
+            self.semaphore.release()
+
+    def attempt(self, session: P, work: Callable[..., T], *args: Any) -> T:
+        """Do `work` on this connection; close it if that raises, else give it back to be lent."""
+        try:
+            answer = work(*args)
+        except BaseException as error:
+            if (kind := session.failed(error)) is None:
+                raise
+            raise self.error(error, kind) from error
+        if not session.parked:
+            self.give_back(session)
+        return answer
+
+    def busy(self) -> BackendError:
+        """Return the error that says that no turn to ask came in time."""
+        return self.error(f"all {self.NOUN} of this process are busy", Contended)
+
+    def error(self, why: object, kind: type[BackendError] = BackendError) -> BackendError:
+        """Return the error that says what went wrong, and where."""
+        return kind(f"{self._title}: {why}")
 
     def give_back(self, session: P) -> None:
         """Keep a session on which nothing went wrong and that holds nothing."""
@@ -199,6 +268,7 @@ class Pool(Generic[P]):
         self._idle: deque[P] = deque()
         self._open: set[P] = set()
         self._tidy_above: float = self.TIDY_ABOVE
+        self.semaphore = FairSemaphore(ASKING)
         weakref.finalize(self, _close_all, self._closed_at_the_end(), os.getpid())
 
     def _closed_at_the_end(self) -> Iterable[P]:
