@@ -93,7 +93,6 @@ class Dialect(Statements):
 
     EVICT: str  # the session that has the queue lock
     WAITING: str  # queue locks, and how many sessions wait for each
-    PURGE: str
 
     def __init__(self, connection: Any) -> None:
         meta = apps.get_model("distlock_app", "DistLock")._meta

@@ -72,6 +72,7 @@ class PostgreSQL(Dialect):
         "in_ttl": "{now} + %(ttl_us)s::bigint * interval '1 microsecond'",
         "age_ago": "{now} - %(age_us)s::bigint * interval '1 microsecond'",
         "long_free": "{now} - {handover_us} * interval '1 microsecond'",
+        "purged": "FOR UPDATE SKIP LOCKED",
         # A database has one set of advisory locks for the tables of all its schemas.
         "table_id": "'{table}'::regclass::oid::bigint",
     }
@@ -176,13 +177,6 @@ class PostgreSQL(Dialect):
         SELECT (SELECT fence FROM moved),
                set_config('statement_timeout', current_setting('distlock.statement'), true),
                set_config('lock_timeout', current_setting('distlock.lock'), true)"""
-    PURGE = """
-        DELETE FROM {table}
-         WHERE key IN (SELECT key
-                         FROM {table}
-                        WHERE expiry < {age_ago}
-                          AND key BETWEEN %(first)s AND %(last)s
-                          FOR UPDATE SKIP LOCKED)"""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)

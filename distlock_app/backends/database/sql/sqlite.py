@@ -15,6 +15,7 @@ from ....claims import Busy, Claim, Grant
 from ....primitives.drivers import OLD_SNAPSHOT, code_of, waiting_for_file
 from ....primitives.timing import monotonic
 from .base import ROW_WAIT, Cursor, Dialect, Named, Step, busy
+from .statements import PURGED
 
 
 class SQLite(Dialect):
@@ -33,6 +34,7 @@ class SQLite(Dialect):
         "age_ago": "strftime('%Y-%m-%d %H:%M:%f', 'now', (%(age_us)s / -1000000.0) || ' seconds')",
         "long_free": "{now}",
         "ours": "(key, owner) IN (VALUES {marks})",
+        "purged": f"LIMIT {PURGED}",
     }
     TAKE = """
         INSERT INTO {table} (key, owner, fence, name, holder, acquired_at, expiry)
@@ -48,13 +50,6 @@ class SQLite(Dialect):
            SET owner = '', expiry = {now}, fence = {next_fence}
          WHERE key = :key
            AND (owner = '' OR expiry <= {now})"""
-    PURGE = """
-        DELETE FROM {table}
-         WHERE key IN (SELECT key
-                         FROM {table}
-                        WHERE expiry < {age_ago}
-                          AND key BETWEEN :first AND :last
-                        LIMIT {purged})"""
 
     def written(self, statement: str) -> str:
         return re.sub(r"%\((\w+)\)s", r":\1", statement)

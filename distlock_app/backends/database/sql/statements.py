@@ -21,7 +21,8 @@ class Statements:
 
     `key` is the column; `..._us` are microseconds, of a time since 1970; `in_ttl`, `age_ago`,
     `at_acquired` and `at_expiry` are times, computed from a parameter; `long_free` is the expiry
-    of a row that was cleared; `ours` takes {marks} for so many keys and owners, or {keys}, too.
+    of a row that was cleared; `purged` chooses among the rows that PURGE may delete; `ours` takes
+    {marks} for so many keys and owners, or {keys}, too.
     """
 
     words: Mapping[str, str] = {}
@@ -65,6 +66,13 @@ class Statements:
         UPDATE {table}
            SET owner = '', expiry = {long_free}, fence = {next_fence}
          WHERE owner <> '' AND expiry <= {now} AND {key} BETWEEN %(first)s AND %(last)s"""
+    PURGE = """
+        DELETE FROM {table}
+         WHERE {key} IN (SELECT {key}
+                           FROM {table}
+                          WHERE expiry < {age_ago}
+                            AND {key} BETWEEN %(first)s AND %(last)s
+                            {purged})"""
     READ = """
         SELECT {columns}
           FROM {table}
@@ -96,7 +104,6 @@ class Statements:
             **self.words,
             "table": table,
             "handover_us": str(HANDOVER_US),
-            "purged": str(PURGED),
         }
         for name in dir(type(self)):
             if name.isupper() and isinstance(text := getattr(self, name), str):
