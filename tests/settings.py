@@ -137,7 +137,7 @@ if ETCD_URL:
     DISTLOCK["etcd"] = {
         "BACKEND": "distlock_app.backends.etcd.EtcdBackend",
         "LOCATION": ETCD_URL,
-        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}"},
+        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}", "TIMEOUT": 10},
     }
 
 ZOOKEEPER_URL = os.environ.get("DISTLOCK_TEST_ZOOKEEPER_URL", "")
@@ -145,7 +145,7 @@ if ZOOKEEPER_URL:
     DISTLOCK["zookeeper"] = {
         "BACKEND": "distlock_app.backends.zookeeper.ZooKeeperBackend",
         "LOCATION": ZOOKEEPER_URL,
-        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}", "SESSION": 60},
+        "OPTIONS": {"PREFIX": f"distlock{SUFFIX}", "TIMEOUT": 10, "SESSION": 60},
     }
 
 REDLOCK_URL = os.environ.get("DISTLOCK_TEST_REDLOCK_URL", "")
