@@ -179,12 +179,10 @@ class Pool(Servers):
                 self.demoted += ReadOnlyError in map(type, answers)
                 self.close()
             return answers
-        except RedisError as error:
+        except (RedisError, OSError) as error:  # the second: such as a sentinel's unknown name
             # A server that does not answer may have been replaced: a new connection asks.
             self.close()
             raise self._failure(error, sent=link is not None) from error
-        except OSError as error:  # such as a name that does not resolve, at a sentinel
-            raise Unreachable(f"Redis {self.name!r} could not be reached at {self._at}.") from error
         finally:
             if link is not None:  # the next request on it might read our answer
                 link.close()
@@ -256,7 +254,7 @@ class Pool(Servers):
             for at in promises:
                 answers[at] = error
 
-    def _failure(self, error: RedisError, *, sent: bool) -> BackendError:
+    def _failure(self, error: RedisError | OSError, *, sent: bool) -> BackendError:
         """Say what happened; no URL, and none of the texts that may quote our request."""
         server = f"Redis {self.name!r}"
         if isinstance(error, AuthenticationError):
