@@ -95,7 +95,7 @@ class RedlockBackend(Inspection):
         """Make the request of one try; `waiting` as in acquire.lua."""
         script = scripts.ACQUIRE_OR_WAIT if waiting else scripts.ACQUIRE
         words = milliseconds(ttl), about(claim.holder, claim.name), b"%d" % stamp
-        return self._request(script, claim, *words, *waiting)
+        return self._request(script, claim, *words, *waiting, is_try=True)
 
     def _agree(self, claim: Claim, stamp: int, fences: list[int]) -> int:
         """Return a fence that a majority knows, and that is greater than all before.
@@ -147,7 +147,10 @@ class RedlockBackend(Inspection):
         `waiting`: the channel and the ticket of a waiter that stays; or b"", if no try follows.
         """
         script = (scripts.RELEASE, scripts.RELEASE_FOR_GOOD, scripts.RELEASE_AND_WAIT)[len(waiting)]
-        return self._request(script, claim, b"%d" % stamp, *waiting, keep=claim.ttl)
+        # A waiter that stays sends another one in the end: one that a node has even later would put
+        # it into the queue again.
+        keep = 0.0 if script is scripts.RELEASE_AND_WAIT else claim.ttl
+        return self._request(script, claim, b"%d" % stamp, *waiting, keep=keep)
 
     def extend(self, grant: Grant, ttl: float) -> bool:
         [answer] = self.extend_many([(grant, ttl)])
@@ -214,7 +217,7 @@ class RedlockBackend(Inspection):
             # Without a version of any owner: also what a minority of nodes holds.
             owner = "" if if_version is None else owners[0]
             packed = self._head(scripts.CLEAR, key) + bulks(owner.encode())
-            self._answer(QuorumRequest(self._quorum.majority, scripts.CLEAR, packed))
+            self._answer(QuorumRequest(self._quorum.majority, packed))
         return len(owners)
 
     def check(self, *, ask: bool = False) -> list[CheckMessage]:
@@ -245,11 +248,9 @@ class RedlockBackend(Inspection):
         lock = f"{self._prefix}{key}".encode()
         return script.head(lock, self._part(int(key[:4], 16) % PARTS))
 
-    def _request(
-        self, script: Script, claim: Claim, *words: bytes, keep: float = 0.0
-    ) -> QuorumRequest:
+    def _request(self, script: Script, claim: Claim, *words: bytes, **more: Any) -> QuorumRequest:
         packed = self._head(script, claim.key) + bulks(claim.owner.encode(), *words)
-        return QuorumRequest(self._quorum.majority, script, packed, keep)
+        return QuorumRequest(self._quorum.majority, packed, **more)
 
 
 def _acquisition(grant: Grant) -> tuple[Any, ...]:

@@ -51,9 +51,7 @@ class Inspection(BaseLockBackend):
         """Return by key and owner what most nodes hold, or may hold: some may be down."""
         size, majority = len(self._quorum.nodes), self._quorum.majority
         words = self._prefix.encode(), key.encode()
-        requests = [
-            QuorumRequest(size, LIST, LIST.head(self._part(number), *words)) for number in parts
-        ]
+        requests = [QuorumRequest(size, LIST.head(self._part(number), *words)) for number in parts]
         self._quorum.ask(requests)
         holdings = {}
         for request in requests:

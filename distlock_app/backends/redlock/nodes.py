@@ -17,8 +17,7 @@ from ...primitives.polling import POLLIN, new_poll
 from ...primitives.timing import monotonic
 from ..connecting import FINISH_WITHIN, Idle
 from ..redis.link import DENIED, Broken, Lines
-from ..redis.scripts import Script
-from .scripts import RELEASE_AND_WAIT, SCRIPTS
+from .scripts import SCRIPTS
 
 # A node that does not answer for so long counts as down; sooner if its SOCKET_TIMEOUT is shorter.
 SILENT = 1.0
@@ -33,8 +32,10 @@ class QuorumRequest:
     """One request to all nodes, and their votes."""
 
     majority: int
-    script: Script
     packed: bytes
+    # Without a majority a try is refused. Of other requests it must be known what was decided: they
+    # wait for each node that can still be connected.
+    is_try: bool = False
     # Of a release: seconds for which a node that is down shall have it late. Repeated, it finds its
     # own work done, so that a "no" then tells nothing.
     keep: float = 0.0
@@ -108,12 +109,8 @@ class Node:
         return self.opening and (urgent or not self.failing)
 
     def remember(self, request: QuorumRequest) -> None:
-        """Keep a release for when the node can be reached again.
-
-        Not that of a waiter that stays: it sends another one in the end, and would be put into the
-        queue again after that.
-        """
-        if request.keep and request.script is not RELEASE_AND_WAIT:
+        """Keep a release for when the node can be reached again."""
+        if request.keep:
             self._late.append((request, monotonic() + request.keep))
 
     def connect(self) -> Link:

@@ -21,15 +21,11 @@ from ...primitives.timing import monotonic
 from ..connecting import Idle
 from ..redis.link import reason_of
 from .nodes import Link, Node, NodeConnections, QuorumRequest
-from .scripts import ACQUIRE, ACQUIRE_OR_WAIT
 
 # How long the last connections are waited for when a majority is there, unless a node is known to
 # be down; and the last answers to an extension.
 CONNECT_GRACE = 0.25
 ANSWER_GRACE = 0.05
-# Without a majority they are refused. Of other requests it must be known what was decided: they
-# wait for each node that can still be connected.
-TRIES = {ACQUIRE, ACQUIRE_OR_WAIT}
 
 
 class Quorum:
@@ -60,7 +56,7 @@ class Quorum:
             # A server had closed its connection, was restarted, or is not connected yet: every
             # script may be repeated.
             if again := [r for r in requests if not r.decided and (r.unsure or r.absent)]:
-                self.reconnect(connections, urgent=any(r.script not in TRIES for r in again))
+                self.reconnect(connections, urgent=not all(r.is_try for r in again))
                 connections.vote_again(again, self._timeout)
             if after is not None:
                 after(connections)
