@@ -34,6 +34,7 @@ from distlock_app import (
     locked_view,
 )
 from distlock_app.backends.database import DatabaseBackend
+from distlock_app.backends.database.connections import Sessions
 from distlock_app.backends.database.sql.mysql import MySQL
 from distlock_app.backends.database.sql.postgresql import PostgreSQL
 from distlock_app.claims import Busy
@@ -224,7 +225,7 @@ def test_a_row_that_exists_costs_one_request_of_the_transaction(
     if ON_SQLITE:
         pytest.skip("SQLite has no requests")
     in_own_transaction("invoice:6", 5)
-    monkeypatch.setattr(DatabaseBackend, "_ask", None)  # all requests of our own connections
+    monkeypatch.setattr(Sessions, "ask", None)  # all requests of our own connections
 
     with transaction.atomic():
         lock_in_transaction("invoice:6")
