@@ -56,20 +56,20 @@ class InCallersTransaction(Queueing, InTransaction):
                 attempt += 1
         elif not connection.features.has_select_for_update_skip_locked:
             return None  # such as MariaDB before 10.6
-        left = deadline.remaining()
-        return self._in_transaction(lambda d, cursor: self._lock_row(d, cursor, key, name, left))
+        left, free = deadline.remaining(), Claim(name=name, key=key, owner="", ttl=0, holder="")
+        return self._in_transaction(lambda d, cursor: self._lock_row(d, cursor, free, left))
 
     def _lock_row(
-        self, dialect: Dialect, cursor: Any, key: str, name: str, wait: float | None
+        self, dialect: Dialect, cursor: Any, claim: Claim, wait: float | None
     ) -> int | Busy | None:
-        answer = dialect.lock_row(cursor, key, name, wait)
+        answer = dialect.lock_row(cursor, claim, wait)
         if isinstance(answer, int) or not dialect.may_have_kept(cursor):
             return answer
         give_up = Deadline(STATEMENT)
-        while not self._sessions.ask(lambda s: s.dialect.try_row(s.cursor, key)):
+        while not self._sessions.ask(lambda s: s.dialect.try_row(s.cursor, claim.key)):
             if give_up.remaining():
                 sleep(give_up.cap(STATEMENT / 50))
-            elif not dialect.try_row(cursor, key):  # another transaction has locked it
+            elif not dialect.try_row(cursor, claim.key):  # another transaction has locked it
                 break
             else:
                 cursor.execute("ROLLBACK")  # as in a deadlock: to a savepoint frees no row

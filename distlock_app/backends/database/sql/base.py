@@ -227,13 +227,11 @@ class Dialect(Statements):
         row = self.execute(cursor, self.LOOK, {"key": claim.key, "owner": claim.owner}).fetchone()
         return busy(row[0]) if row else None
 
-    def lock_row(
-        self, cursor: Cursor, key: str, name: str, wait: float | None
-    ) -> int | Busy | None:
+    def lock_row(self, cursor: Cursor, claim: Claim, wait: float | None) -> int | Busy | None:
         """Lock a row that is free or expired in an open transaction; free it, move its fence on.
 
         Leave a leased row as it is. Busy: other transactions had it for `wait` seconds.
-        Return None if there is no such row, or to wait for it by other means. `name`: of a new row.
+        Return None if there is no such row, or to wait otherwise. The claim has no owner.
         """
         return None
 

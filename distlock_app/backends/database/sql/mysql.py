@@ -210,13 +210,12 @@ class MySQL(Dialect):
             self.evict(cursor, claim.key)
         return ours
 
-    def lock_row(
-        self, cursor: Cursor, key: str, name: str, wait: float | None
-    ) -> int | Busy | None:
-        self._execute_all(cursor, self.LOCK_ROW, {"key": key})
+    def lock_row(self, cursor: Cursor, claim: Claim, wait: float | None) -> int | Busy | None:
+        free = {"key": claim.key, "owner": ""}
+        self._execute_all(cursor, self.LOCK_ROW, free)
         if cursor.rowcount == 1:
-            return int(cursor.lastrowid or self._fence(cursor, {"key": key, "owner": ""}))
-        row = self.read(cursor, key) if wait == 0 else None
+            return int(cursor.lastrowid or self._fence(cursor, free))
+        row = self.read(cursor, claim.key) if wait == 0 else None
         return refused(row.left_us) if row else None
 
     def may_have_kept(self, cursor: Cursor) -> bool:

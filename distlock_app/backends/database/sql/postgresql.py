@@ -262,12 +262,10 @@ class PostgreSQL(Dialect):
             self.evict(cursor, claim.key)
         return row is not None
 
-    def lock_row(
-        self, cursor: Cursor, key: str, name: str, wait: float | None
-    ) -> int | Busy | None:
+    def lock_row(self, cursor: Cursor, claim: Claim, wait: float | None) -> int | Busy | None:
         deadline = Deadline(wait)
         wait_ms = math.ceil(min(wait or 0, LONGEST_WAIT) * 1000)
-        statement = self.LOCK_ROW.replace("{row}", key).replace("{wait_ms}", str(wait_ms))
+        statement = self.LOCK_ROW.replace("{row}", claim.key).replace("{wait_ms}", str(wait_ms))
         try:
             cursor.execute(statement.replace("{nowait}", "NOWAIT" * (wait == 0)))
         except Exception as error:

@@ -86,18 +86,16 @@ class SQLite(Dialect):
         row = self.read(cursor, claim.key)
         return busy(row.left_us) if row else None
 
-    def lock_row(
-        self, cursor: Cursor, key: str, name: str, wait: float | None
-    ) -> int | Busy | None:
+    def lock_row(self, cursor: Cursor, claim: Claim, wait: float | None) -> int | Busy | None:
         """Lock the file for writing, which is all that SQLite can lock."""
-        asked = {"key": key, "owner": "", "name": self.text_of(name)}
+        free = {"key": claim.key, "owner": "", "name": self.text_of(claim.name)}
         try:
             with waiting_for_file(cursor, wait):
-                cursor.execute(self.MAKE, asked)
-                taken = cursor.execute(self.LOCK_ROW, asked).rowcount == 1
+                cursor.execute(self.MAKE, free)
+                taken = cursor.execute(self.LOCK_ROW, free).rowcount == 1
         except Exception as error:
             if code_of(error) == OLD_SNAPSHOT or not self.contended(error):
                 raise
             return Busy()
         # Leased at the last moment: this transaction has the file, and its holder cannot go on.
-        return int(cursor.execute(self.FENCE, asked).fetchone()[0]) if taken else Busy()
+        return int(cursor.execute(self.FENCE, free).fetchone()[0]) if taken else Busy()
