@@ -792,8 +792,8 @@ def test_a_node_is_reached_although_connecting_was_interrupted(nodes):
     assert at > 20
 
 
-def test_a_release_wakes_the_waiters_in_order_of_arrival(backend):
-    grant = wait_for(backend, 5, "a")
+def test_a_release_wakes_the_waiters_in_order_of_arrival(backend, nodes):
+    grant = held_everywhere(backend, nodes)
     waiters = [Waiter(backend, "a") for _ in range(5)]
     for waiter in waiters:
         assert isinstance(waiter.ask(), Busy)
