@@ -40,7 +40,7 @@ class Waiter:
         self.claim = claim
         self.arrived = arrived  # its place in the queue: a time of the servers; 0: not known yet
         self.armed = False  # it pauses: a message may wake it
-        self.gate = Gate()  # where its thread sleeps while another one leads
+        self.gate: Gate | None = None  # where its thread sleeps while another one leads
 
 
 AnyWaiter = TypeVar("AnyWaiter", bound=Waiter)
@@ -238,10 +238,11 @@ class Listener(Generic[AnyWaiter]):
     def _follow(self, waiter: Waiter, seconds: float) -> None:
         """Sleep until the leader wakes `waiter`, or lets it lead."""
         with self._lock:
+            gate = waiter.gate = waiter.gate or Gate()
             self._followers[waiter] = None
             if not waiter.armed or (self._leader is None and self._subscription is not None):
                 return
-        waiter.gate.wait(seconds)
+        gate.wait(seconds)
 
     def _leave(self, waiter: Waiter) -> None:
         """Lead and follow no longer; without a leader, the next one may lead."""
@@ -249,14 +250,18 @@ class Listener(Generic[AnyWaiter]):
             self._followers.pop(waiter, None)
             if self._leader is waiter:
                 self._leader = None
-            if self._leader is None and self._followers:
-                next(iter(self._followers)).gate.open()
+            if self._leader is None:
+                for follower in self._followers:
+                    assert follower.gate is not None
+                    follower.gate.open()
+                    break
 
     def _wake(self, waiter: AnyWaiter) -> bool:
         """Return whether the waiter could be woken."""
         claim = waiter.claim
         if claim.blocking:
-            waiter.gate.open()
+            if waiter.gate is not None:
+                waiter.gate.open()
             return True
         return woken(claim, self._grant_of(waiter), self._alias)
 
@@ -289,7 +294,7 @@ class Listener(Generic[AnyWaiter]):
     def _lead_for_tasks(self) -> None:
         # It leads or follows like a waiter, but has no claim: no message names it, and no loss.
         stands_in: Any = Waiter.__new__(Waiter)
-        stands_in.armed, stands_in.gate = True, Gate()
+        stands_in.armed, stands_in.gate = True, None
         needed = monotonic()
         while not self._thread_ends(idle=monotonic() - needed):
             if self._tasks_wait():
