@@ -396,6 +396,17 @@ def test_flushed_scripts_are_sent_again(backend, nodes):
     freed_everywhere(backend, nodes, grant.claim.key)
 
 
+def test_flushed_scripts_are_sent_again_also_with_connections_to_spare(backend, nodes):
+    grant = backend.acquire(a_claim("a"), 0)
+
+    for verb in (lambda: backend.extend(grant, 60), lambda: backend.release(grant)):
+        for node, client in zip(backend._quorum.nodes, nodes.clients, strict=True):
+            node.fresh.append(node.connect())
+            client.script_flush()
+        assert verb() is True
+    freed_everywhere(backend, nodes, grant.claim.key)
+
+
 @pytest.fixture
 def proxied(nodes):
     with ExitStack() as stack:

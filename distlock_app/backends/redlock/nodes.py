@@ -299,6 +299,7 @@ class NodeConnections(Links):
         try:
             for line in link.read():
                 if line.startswith(b"-NOSCRIPT"):
+                    self._nodes[at].fresh.close()  # they loaded them before that
                     raise Broken("a new connection loads the scripts again")
                 request, _ = link.in_flight.popleft()
                 request.take(at, line)
