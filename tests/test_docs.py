@@ -384,7 +384,7 @@ def messages():
             text = "".join(text if isinstance(text, str) else "\0" for text in texts)
             text = re.sub(r"%[.\d]*[a-z]", "\0", text)
             found |= {text[: end.start()] for end in re.finditer(r"[.:,](?= )|[.:]?$", text)}
-    return [text for text in found if len(text) >= 15]
+    return [text for text in found if len(text) > 15]
 
 
 def test_every_message_that_troubleshooting_explains_is_one_of_the_code():

@@ -160,7 +160,7 @@ class Sessions(Pool[Session]):
     def __init__(self, using: str, queue: int) -> None:
         """Keep up to `queue` of them for claims, and use others for requests."""
         self._queue = queue
-        super().__init__(using, f"lock table on {using!r}")
+        super().__init__(using)
 
     @cached_property
     def dialect(self) -> sql.Dialect:
@@ -173,7 +173,7 @@ class Sessions(Pool[Session]):
         if NO_TABLE.search(text):  # PostgreSQL quotes the statement below
             hint = f"run: manage.py migrate distlock_app --database={self.using}"
             text = f"{text.splitlines()[0]} ({hint})"
-        return super().error(text, kind)
+        return kind(f"lock table on {self.using!r}: {text}")
 
     def free_queue(self, claim_key: ClaimKey) -> None:
         """Release the queue lock, which calls the next waiter, whatever became of the row.

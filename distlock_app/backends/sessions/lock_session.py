@@ -14,6 +14,7 @@ from django.db import Error as DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...claims import Claim
+from ...errors import BackendError
 from ...primitives.threads import started
 from ...primitives.timing import monotonic
 from .link import ANSWER_WAIT, Link, ReplyTimeout, ServerError, Values
@@ -116,7 +117,11 @@ class LockSessions(Pool[LockSession]):
     def __init__(self, using: str, kind: type[LockSession], title: str) -> None:
         """Open sessions of this `kind`; errors begin with `title`."""
         self._kind = kind
-        super().__init__(using, title)
+        self._title = title
+        super().__init__(using)
+
+    def error(self, why: object, kind: type[BackendError] = BackendError) -> BackendError:
+        return kind(f"{self._title}: {why}")
 
     def _closed_at_the_end(self) -> Iterable[LockSession]:
         return self._open

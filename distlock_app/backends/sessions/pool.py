@@ -161,10 +161,8 @@ class Pool(Generic[P]):
     NOUN = "connections"
     TIDY_ABOVE = 1  # when more than so many idle, it looks for how long
 
-    def __init__(self, using: str, title: str) -> None:
-        """Open sessions on this alias of DATABASES; errors begin with `title`."""
+    def __init__(self, using: str) -> None:
         self.using = using
-        self._title = title
         # Else the first connection imports them: a fork meanwhile would leave a child with half.
         connections[using]
         if "MySQLdb" in sys.modules:
@@ -232,7 +230,7 @@ class Pool(Generic[P]):
 
     def error(self, why: object, kind: type[BackendError] = BackendError) -> BackendError:
         """Return the error that says what went wrong, and where."""
-        return kind(f"{self._title}: {why}")
+        raise NotImplementedError
 
     def give_back(self, session: P) -> None:
         """Keep a session on which nothing went wrong and that holds nothing."""
