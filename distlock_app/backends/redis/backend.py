@@ -86,7 +86,7 @@ class RedisBackend(Inspection, GuardedWrites):
         if listener is None or not listener.subscribed:
             # Most locks are free: a process that never waits needs no subscription. This try enters
             # the queue ("-"): one that does not ("") takes a waiting claim out of it.
-            answer = self._try(claim, channel, self._arrived(claim) if self._listeners else 0)
+            answer = self._try(claim, channel, self._arrived(claim) if listener else 0)
             if answer[0]:
                 return Grant(claim, answer[1], asked)
             if wait == 0 or claim.wake is None:
