@@ -55,6 +55,7 @@ class EtcdBackend(Inspection):
             raise ImproperlyConfigured("PREFIX must be text.")
         check_seconds(timeout=timeout)
         self._prefix = prefix
+        self._read_epoch = {"request_range": {"key": encoded(f"{prefix}.epoch")}}
         urls, files = endpoints(location), (ca, cert, key)
         encrypted = any(url.lower().startswith("https:") for url in urls)
         lacks = "" if encrypted else "a LOCATION that begins with https:"
@@ -177,7 +178,7 @@ class EtcdBackend(Inspection):
     def _put(self, claim: Claim, lease: Lease, stay: bool) -> View:
         about = json.dumps({"name": shown(claim.name), "holder": claim.holder})
         write = put(self._key(claim), about, lease)
-        read = [self._read_queue(claim.key), self._read_epoch()]
+        read = [self._read_queue(claim.key), self._read_epoch]
         # etcd compares with each key of the range: there must be none.
         keys = {"key": encoded(self._key(claim))} if stay else range_of(self._queue_of(claim.key))
         none_exists = {**keys, "target": "CREATE", "create_revision": 0}
@@ -255,7 +256,7 @@ class EtcdBackend(Inspection):
         return {"request_range": {**range_of(self._queue_of(key)), **order}}
 
     def _look(self, key: str) -> View:
-        return self._view([], [self._read_queue(key), self._read_epoch()], [])
+        return self._view([], [self._read_queue(key), self._read_epoch], [])
 
     def _view(self, *txn: list[dict[str, Any]], doubt: Doubt | None = None) -> View:
         """Run a transaction that reads the queue and the epoch last."""

@@ -24,6 +24,7 @@ class Inspection(BaseLockBackend):
     _gateway: Gateway
     _leases: Leases
     _prefix: str
+    _read_epoch: dict[str, Any]  # the request that reads the epoch
 
     def holders(self, key: str | None = None) -> Iterator[Holding]:
         start = f"{self._prefix}/" if key is None else self._queue_of(key)
@@ -65,7 +66,7 @@ class Inspection(BaseLockBackend):
         microseconds, at which the first lock was taken: etcd makes no million revisions a second,
         and so later data has greater fences. Nothing else relies on that clock.
         """
-        read = self._read_epoch()
+        read = self._read_epoch
         if found is None:
             found = self._gateway.ask("/v3/kv/range", read["request_range"]).get("kvs")
         if not found:
@@ -75,9 +76,6 @@ class Inspection(BaseLockBackend):
             answer = self._gateway.txn([missing], [begin, read], [read])
             found = answer["responses"][-1]["response_range"]["kvs"]
         return int(decoded(found[0]["value"]))
-
-    def _read_epoch(self) -> dict[str, Any]:
-        return {"request_range": {"key": encoded(f"{self._prefix}.epoch")}}
 
     def _queue_of(self, key: str) -> str:
         return f"{self._prefix}/{key}/"
